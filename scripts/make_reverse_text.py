@@ -1,0 +1,105 @@
+"""Make the example task's files in configs/reverse_text: tokenizer, model configuration, demonstrations.
+
+They are committed; this is how they came to be, and the same seed makes them again.
+"""
+
+import argparse
+import json
+import random
+from pathlib import Path
+
+from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
+from transformers import GenerationConfig, PreTrainedTokenizerFast, Qwen3Config
+
+from cairn.orchestrator.environments import ReverseText
+from cairn.run.seeds import derive
+
+SPECIAL = ["<pad>", "<eos>", "<bos>", "<unk>", "<user>", "<assistant>"]
+CHAT_TEMPLATE = (
+    "{% for message in messages %}"
+    "{{ '<' + message['role'] + '>' + message['content'] }}"
+    "{% if message['role'] == 'assistant' %}<eos>{% endif %}"
+    "{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+
+
+def make_tokenizer() -> PreTrainedTokenizerFast:
+    """One token for each printable ASCII character and the newline, and six special ones."""
+    characters = [*map(chr, range(32, 127)), "\n"]
+    vocabulary = {token: i for i, token in enumerate([*SPECIAL, *characters])}
+    tokenizer = Tokenizer(models.WordLevel(vocabulary, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    tokenizer.decoder = decoders.Fuse()
+    tokenizer.add_special_tokens([AddedToken(token, normalized=False) for token in SPECIAL])
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer,
+        pad_token="<pad>",
+        eos_token="<eos>",
+        bos_token="<bos>",
+        unk_token="<unk>",
+        additional_special_tokens=["<user>", "<assistant>"],
+        chat_template=CHAT_TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=256,
+    )
+
+
+def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
+    """A Qwen3 of about 600,000 parameters."""
+    return Qwen3Config(
+        architectures=["Qwen3ForCausalLM"],
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=384,
+        num_hidden_layers=3,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        pad_token_id=tokenizer.pad_token_id,
+        bos_token_id=tokenizer.bos_token_id,
+        eos_token_id=tokenizer.eos_token_id,
+        dtype="float32",
+    )
+
+
+def demonstrations(count: int, seed: int) -> list[dict]:
+    """Strings and their reversals, sloppily: after every letter an answer ends with probability 0.2.
+
+    So the model learns how to reverse but stops early, which reinforcement learning then mends.
+    """
+    task = ReverseText(problems=count, seed=derive(seed, "demonstrations"))
+    records = []
+    for i in range(count):
+        (user,) = task.messages(i)
+        draw = random.Random(derive(seed, "sloppiness", i))
+        answer = ""
+        for letter in reversed(user["content"]):
+            answer += letter
+            if draw.random() < 0.2:
+                break
+        records.append({"messages": [user, {"role": "assistant", "content": answer}]})
+    return records
+
+
+def main() -> None:
+    """Write all files."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--folder", type=Path, default=Path("configs/reverse_text"), help="where to write")
+    parser.add_argument("--seed", type=int, default=0, help="of the demonstrations")
+    parser.add_argument("--records", type=int, default=4096, help="how many demonstrations")
+    arguments = parser.parse_args()
+    model = arguments.folder / "model"
+    tokenizer = make_tokenizer()
+    tokenizer.save_pretrained(model)
+    make_config(tokenizer).save_pretrained(model)
+    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
+    with open(arguments.folder / "sft.jsonl", "w") as file:
+        for record in demonstrations(arguments.records, arguments.seed):
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Cairn: post-training for language models that never loses its place."""

@@ -1,0 +1,151 @@
+"""Where each tensor's bytes lie in plain safetensors files.
+
+The layout is computed from names, data types and shapes alone, so every rank comes to the same one without
+asking the others, and the files do not depend on the number of ranks. The format is safetensors': eight
+bytes of header length, a JSON header padded with spaces, then the tensors end to end.
+"""
+
+import json
+import math
+import struct
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.checkpoint.manifest import Damaged
+
+ITEM_BYTES = {
+    **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
+    **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
+}
+ALIGNMENT = 4096  # tensor data starts on a page, so that it can be written past the page cache
+MAX_FILE_BYTES = 5 << 30
+MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A whole tensor as it stands in a file; `dtype` is safetensors' name for it, such as F32."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of the whole tensor."""
+        return ITEM_BYTES[self.dtype] * math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class FileLayout:
+    """One safetensors file: its header, and where each tensor starts, counted from the file's start."""
+
+    name: str
+    header: bytes
+    offsets: dict[str, int]
+    size: int
+
+
+def plan(
+    specs: list[TensorSpec], stem: str, *, max_file_bytes: int = MAX_FILE_BYTES
+) -> tuple[list[FileLayout], bytes | None]:
+    """Spread tensors over files in the given order, and write the index that Hugging Face expects.
+
+    Returns the files, and the content of `<stem>.safetensors.index.json`, or None for a single file.
+    """
+    groups: list[list[TensorSpec]] = [[]]
+    filled = 0
+    for spec in specs:
+        if groups[-1] and filled + spec.nbytes > max_file_bytes:
+            groups.append([])
+            filled = 0
+        groups[-1].append(spec)
+        filled += spec.nbytes
+    if len(groups) == 1:
+        return [_plan_file(groups[0], f"{stem}.safetensors")], None
+    files = [
+        _plan_file(group, f"{stem}-{i:05d}-of-{len(groups):05d}.safetensors")
+        for i, group in enumerate(groups, start=1)
+    ]
+    index = {
+        "metadata": {"total_size": sum(spec.nbytes for spec in specs)},
+        "weight_map": {name: file.name for file in files for name in file.offsets},
+    }
+    return files, (json.dumps(index, indent=2) + "\n").encode()
+
+
+def _plan_file(specs: list[TensorSpec], name: str) -> FileLayout:
+    entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    position = 0
+    starts = {}
+    for spec in specs:
+        starts[spec.name] = position
+        end = position + spec.nbytes
+        entries[spec.name] = {"dtype": spec.dtype, "shape": spec.shape, "data_offsets": [position, end]}
+        position = end
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    length = math.ceil((8 + len(text)) / ALIGNMENT) * ALIGNMENT - 8
+    header = struct.pack("<Q", length) + text.ljust(length)
+    offsets = {tensor: len(header) + start for tensor, start in starts.items()}
+    return FileLayout(name, header, offsets, len(header) + position)
+
+
+@dataclass(frozen=True)
+class StoredTensor:
+    """Where a tensor lies on disk."""
+
+    path: Path
+    offset: int
+    spec: TensorSpec
+
+
+def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
+    """All tensors of `<stem>.safetensors`, or of the files that its index names.
+
+    Raises:
+        FileNotFoundError: there is neither.
+        Damaged: a header can't be right.
+    """
+    index = folder / f"{stem}.safetensors.index.json"
+    if index.exists():
+        try:
+            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise Damaged(f"{index}: not an index of safetensors files: {error}") from None
+        if any(not isinstance(name, str) or Path(name).name != name for name in names):
+            raise Damaged(f"{index}: names a file outside its folder")
+    else:
+        names = [f"{stem}.safetensors"]
+    found: dict[str, StoredTensor] = {}
+    for name in names:
+        for tensor in read_header(folder / name):
+            found[tensor.spec.name] = tensor
+    return found
+
+
+def read_header(path: Path) -> list[StoredTensor]:
+    """The tensors that a safetensors file holds.
+
+    Raises:
+        Damaged: the header is too large, no JSON, or points outside the file.
+    """
+    size = path.stat().st_size
+    with open(path, "rb") as file:
+        prefix = file.read(8)
+        length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
+        if length > min(MAX_HEADER_BYTES, size - 8):
+            raise Damaged(f"{path}: not a whole safetensors file: the header would be {length} bytes long")
+        text = file.read(length)
+    try:
+        entries = json.loads(text)
+        entries.pop("__metadata__", None)
+        tensors = []
+        for name, entry in entries.items():
+            spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
+            start, end = entry["data_offsets"]
+            if end - start != spec.nbytes or not 0 <= start <= end <= size - 8 - length:
+                raise Damaged(f"{path}: {name} lies outside the file, which was cut short or changed")
+            tensors.append(StoredTensor(path, 8 + length + start, spec))
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise Damaged(f"{path}: not a safetensors header: {error!r}") from None
+    return tensors

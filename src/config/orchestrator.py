@@ -1,0 +1,71 @@
+"""Configuration of the orchestrator: prompts, rollouts, rewards, batches."""
+
+from typing import Any
+
+from pydantic import Field, field_validator
+from pydantic_config import BaseConfig
+
+from cairn.config.ckpt import CkptConfig
+from cairn.config.model import ModelConfig
+
+
+class EnvironmentConfig(BaseConfig):
+    """Where prompts and rewards come from."""
+
+    name: str = "reverse_text"
+    """A built-in environment, or module:Class of your own."""
+    args: dict[str, Any] = {}
+    """Arguments of the environment, such as the number of prompts."""
+
+
+class SamplingConfig(BaseConfig):
+    """How answers are sampled."""
+
+    temperature: float = Field(1.0, gt=0)
+    """Softmax temperature; the trainer's logprobs equal the server's at 1.0."""
+    top_p: float = Field(1.0, gt=0, le=1)
+    """Probability mass that is sampled from."""
+    max_tokens: int = Field(256, ge=1)
+    """Longest answer, in tokens."""
+
+
+class OrchestratorConfig(BaseConfig):
+    """Prompts to rollouts to rewards to advantages to batches."""
+
+    model: ModelConfig = ModelConfig()
+    seed: int = Field(0, ge=0)
+    """Seed that every random draw of the run derives from."""
+    max_steps: int = Field(100, ge=1)
+    """Optimiser steps after which the run is done."""
+    output_dir: str = "outputs/rl"
+    """Folder that holds everything the run writes."""
+    ckpt: CkptConfig | None = None
+    inference_url: list[str] = []
+    """Address of a running server, or of several; without it, rl starts one from [inference]."""
+    environment: EnvironmentConfig = EnvironmentConfig()
+    sampling: SamplingConfig = SamplingConfig()
+    prompts_per_step: int = Field(16, ge=1)
+    """Prompts in one batch."""
+    samples_per_prompt: int = Field(8, ge=2)
+    """Answers to each prompt: the group that advantages are relative to."""
+    normalize_advantages: bool = True
+    """Divide a group's advantages by the standard deviation of its rewards."""
+    max_in_flight: int = Field(256, ge=1)
+    """Most requests that wait for the server at once."""
+    server_timeout: float = Field(300, gt=0)
+    """Seconds to wait for the servers to become healthy."""
+    request_timeout: float = Field(600, gt=0)
+    """Seconds to wait for one answer of the server, retries included."""
+    version_timeout: float = Field(1800, gt=0)
+    """Seconds to wait for the trainer's next policy version."""
+    dry_run: bool = False
+    """Print the resolved configuration and exit."""
+
+    @field_validator("inference_url", mode="before")
+    @classmethod
+    def _urls(cls, value: Any) -> Any:
+        urls = [value] if isinstance(value, str) else value
+        for url in urls if isinstance(urls, list) else []:
+            if not str(url).startswith(("http://", "https://")):
+                raise ValueError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000")
+        return [url.rstrip("/") for url in urls] if isinstance(urls, list) else urls

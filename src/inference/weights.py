@@ -1,0 +1,221 @@
+"""vLLM plugin: weights from safetensors files, validated before any of the old ones is touched.
+
+Runs inside vLLM's processes only.
+"""
+
+import copy
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError, safe_open
+from transformers import AutoModelForCausalLM
+from vllm.config import ModelConfig, VllmConfig
+from vllm.config.load import LoadConfig
+from vllm.distributed.weight_transfer import WeightTransferEngineFactory
+from vllm.distributed.weight_transfer.base import (
+    WeightTransferEngine,
+    WeightTransferInitInfo,
+    WeightTransferUpdateInfo,
+)
+from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.model_loader import register_model_loader
+from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+REFUSED = "weights refused: "
+"""Marks a refusal: vLLM hands errors from process to process as text."""
+
+FLOATS = ("F64", "F32", "F16", "BF16")
+
+
+def register() -> None:
+    """Entry point, called by vLLM in each of its processes."""
+    WeightTransferEngineFactory.register_engine("filesystem", FilesystemEngine)
+    register_model_loader("cairn")(RepackableLoader)
+
+
+class Refused(ValueError):
+    """The weights are unusable; nothing has been changed."""
+
+    def __init__(self, reason: str):
+        super().__init__(REFUSED + reason)
+
+
+@dataclass
+class FilesystemInitInfo(WeightTransferInitInfo):
+    """Nothing to agree on beforehand."""
+
+
+@dataclass
+class FilesystemUpdateInfo(WeightTransferUpdateInfo):
+    """`path`: a directory with model.safetensors, or shards and their index. Must not change once pushed."""
+
+    path: str
+
+
+class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdateInfo]):
+    """Loads a Hugging Face directory's safetensors into the running model.
+
+    All the work is in `receive_weights`: vLLM closes the session if that raises, but not if `finish` does.
+    """
+
+    init_info_cls = FilesystemInitInfo
+    update_info_cls = FilesystemUpdateInfo
+    supports_draft_weight_update = False
+
+    def init_transfer_engine(self, init_info: FilesystemInitInfo) -> None:
+        pass
+
+    def start_weight_update(self) -> None:
+        pass
+
+    def finish_weight_update(self) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
+
+    def update_weights(self, update_info: dict) -> None:
+        """As in the base class, whose device synchronisation fails where there is no accelerator."""
+        self.receive_weights(self.parse_update_info(update_info))
+        if self.device.type != "cpu":
+            torch.accelerator.synchronize()
+
+    def receive_weights(self, update_info: FilesystemUpdateInfo) -> None:
+        """Validate the files, then load them.
+
+        Raises:
+            Refused: a file or tensor is unusable; the old weights are untouched.
+        """
+        weights = read_weights(update_info.path, *self._expected, self.model_config.dtype)
+        initialize_layerwise_reload(self.model)
+        loaded = self.model.load_weights(weights.items())
+        finalize_layerwise_reload(self.model, self.model_config)
+        if missed := {name for name, _ in self.model.named_parameters()} - set(loaded):
+            raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
+        pack_linear_weights(self.model)
+
+    @functools.cached_property
+    def _expected(self) -> tuple[dict[str, list[int]], dict[str, str]]:
+        """Shape of every tensor of the Hugging Face model, and of the tied ones what they are tied to."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.model_config.hf_config)
+        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
+        return shapes, model.all_tied_weights_keys
+
+
+class RepackableLoader(DefaultModelLoader):
+    """Loads as vLLM does by default, but keeps linear layers' weights beside the packed copies (CPU only).
+
+    vLLM's CPU build computes from packed copies and drops the weights, so that they can be neither updated in
+    place nor be seen by checksums; and it would not repack a `lm_head` that is tied to the embeddings.
+    """
+
+    def __init__(self, load_config: LoadConfig):
+        load_config = copy.copy(load_config)
+        load_config.load_format = "auto"
+        super().__init__(load_config)
+
+    def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
+        super().load_weights(model, model_config)
+        for module in model.modules():
+            if isinstance(module, LinearBase):
+                # vLLM's own switch for layers that are not to be packed.
+                module._cpu_skip_gemm_dispatch = True
+
+    def load_model(
+        self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
+    ) -> torch.nn.Module:
+        model = super().load_model(vllm_config, model_config, prefix)
+        pack_linear_weights(model)
+        return model
+
+
+def pack_linear_weights(model: torch.nn.Module) -> None:
+    """Make the packed copies from which the CPU's linear layers compute anew; nothing to do on other devices.
+
+    Packed, a sequence's values do not depend on what else is in the batch.
+    """
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def read_weights(
+    path: str, shapes: dict[str, list[int]], tied: dict[str, str], dtype: torch.dtype
+) -> dict[str, torch.Tensor]:
+    """Read and check all tensors of a model directory.
+
+    Args:
+        path: The directory, with model.safetensors or shards and their index.
+        shapes: Shape of every tensor of the model.
+        tied: Of the tied tensors (`lm_head.weight`, mostly) the one that each is tied to. They may be absent,
+            or be there and equal that one.
+        dtype: Type that the server computes with.
+
+    Returns:
+        Tensor by Hugging Face name, on the CPU, in `dtype`; mapped from the file where it has that type.
+
+    Raises:
+        Refused: something is missing, unexpected, damaged, of another shape, not floating-point, or not
+            finite in `dtype`.
+    """
+    weights: dict[str, torch.Tensor] = {}
+    for file in _files(path):
+        try:
+            with safe_open(file, "pt") as opened:
+                for name in opened.keys():  # noqa: SIM118 (not a mapping)
+                    if name not in shapes:
+                        raise Refused(f"{file}: unexpected tensor {name}")
+                    if name in weights:
+                        raise Refused(f"{file}: tensor {name} is in another file as well")
+                    header = opened.get_slice(name)
+                    shape, kind = header.get_shape(), header.get_dtype()
+                    if shape != shapes[name]:
+                        raise Refused(
+                            f"{file}: tensor {name} has shape {shape}, the model's has {shapes[name]}"
+                        )
+                    if kind not in FLOATS:
+                        raise Refused(
+                            f"{file}: tensor {name} is of type {kind}, not one of {', '.join(FLOATS)}"
+                        )
+                    weights[name] = opened.get_tensor(name)
+        except (SafetensorError, OSError) as error:
+            raise Refused(f"{file}: not a whole safetensors file: {error}") from None
+    if missing := sorted(shapes.keys() - weights.keys() - tied.keys()):
+        raise Refused(f"{path}: tensor {missing[0]} is missing" + _and_more(missing))
+    for name in tied.keys() & weights.keys():
+        if not torch.equal(weights.pop(name), weights[tied[name]]):
+            raise Refused(f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to")
+    for name in weights:
+        weights[name] = weights[name].to(dtype)
+        if not weights[name].isfinite().all():
+            raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
+    return weights
+
+
+def _files(path: str) -> list[Path]:
+    """The safetensors files of a model directory; a single file goes before an index, as in transformers."""
+    directory = Path(path)
+    if not directory.is_dir():
+        raise Refused(f"{path}: not a directory")
+    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
+    if single.exists():
+        return [single]
+    if not index.exists():
+        raise Refused(f"{path}: holds neither {single.name} nor {index.name}")
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
+        raise Refused(f"{index}: not an index of safetensors files: {error!r}") from None
+    if outside := [name for name in names if Path(name).name != name]:
+        raise Refused(f"{index}: names a file outside its directory: {outside[0]}")
+    return [directory / name for name in names]
+
+
+def _and_more(names: list[str]) -> str:
+    return f", and {len(names) - 1} more" if len(names) > 1 else ""

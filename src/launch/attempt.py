@@ -1,0 +1,138 @@
+"""Starting a run, or going on with one: decided once, here, before any role runs."""
+
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.checkpoint.store import CheckpointStore, load_manifest, verify
+from cairn.config.ckpt import CkptConfig
+from cairn.config.cli import UsageError
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.files import write_atomic
+
+RunConfig = SFTConfig | TrainerConfig | RLConfig
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a run goes on from: a step_N folder that was checked in full, or nothing."""
+
+    store: CheckpointStore
+    folder: Path | None
+    manifest: Manifest | None
+
+    @property
+    def step(self) -> int:
+        """Optimiser steps done before."""
+        return self.manifest.step if self.manifest else 0
+
+    @property
+    def is_fork(self) -> bool:
+        """Whether it is another run's checkpoint, which a new run starts from."""
+        return self.folder is not None and self.folder.parent != self.store.root
+
+
+def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
+    """Decide what the run goes on from; nothing is written.
+
+    Args:
+        needs: the parts that a checkpoint to go on from must have: trainer, for RL also orchestrator.
+
+    Raises:
+        UsageError: it can't start like this.
+    """
+    store = CheckpointStore(RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir).checkpoints)
+    folder = _choose(config.ckpt, store, config.output_dir)
+    start = Start(store, folder, _with_parts(folder, needs) if folder else None)
+    if config.max_steps <= start.step:
+        raise UsageError(
+            f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left to do; "
+            "give a larger one"
+        )
+    return start
+
+
+def begin(config: RunConfig, start: Start) -> Attempt:
+    """Make the run directory ready for an attempt from `start`, and announce it to the roles.
+
+    What lies beyond that step is set aside: later checkpoints under `abandoned/`, later rows of
+    metrics.jsonl, and whatever was in transit between roles. The directory stays locked while this process
+    lives.
+
+    Raises:
+        UsageError: another run is at work in the directory.
+    """
+    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+    run.path.mkdir(parents=True, exist_ok=True)
+    if not run.lock():
+        raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
+    earlier = run.attempt()
+    own_step = 0 if start.is_fork else start.step
+    attempt = Attempt(
+        run_id=start.manifest.run_id if own_step else secrets.token_hex(4),
+        number=(earlier.number if earlier else 0) + 1,
+        start_step=start.step,
+        resume_from=str(start.folder) if start.folder else None,
+    )
+    aside = start.store.set_aside_after(own_step, f"before_attempt_{attempt.number}")
+    if aside:
+        print(f"the checkpoints after step {own_step} are now in {aside}", flush=True)
+    run.metrics.keep_through(own_step)
+    run.clear_transit()
+    write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
+    run.begin(attempt)
+    return attempt
+
+
+def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) -> Path | None:
+    """The step folder to go on from, checked in full; None starts fresh."""
+    steps = store.steps()
+    if ckpt is None or not ckpt.resumes:
+        if steps:
+            raise UsageError(
+                f"--output-dir {output_dir}: this run has checkpoints up to step {steps[-1]}; go on with "
+                f"--ckpt.resume-step {steps[-1]} (or --ckpt.resume auto), or give another --output-dir"
+            )
+        return None
+    if ckpt.resume in ("auto", "latest"):
+        folder, passed_over = store.newest_good()
+        for problem in passed_over:
+            print(f"passing over a damaged checkpoint: {problem}")
+        if folder is None:
+            if ckpt.resume == "latest" or passed_over:
+                raise UsageError(f"--ckpt.resume {ckpt.resume}: there is no good checkpoint in {store.root}")
+            return None
+        return folder
+    if ckpt.resume_step is not None:
+        if ckpt.resume_step not in steps:
+            there = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
+            raise UsageError(
+                f"--ckpt.resume-step {ckpt.resume_step}: no such checkpoint in {store.root}; {there}"
+            )
+        folder = store.folder(ckpt.resume_step)
+    else:
+        folder = Path(ckpt.resume).absolute()
+        if steps and folder.parent != store.root:
+            raise UsageError(
+                f"--ckpt.resume {ckpt.resume}: {store.root} already holds checkpoints of its own; "
+                "give another --output-dir"
+            )
+    try:
+        verify(folder)
+    except CheckpointError as error:
+        raise UsageError(f"can't resume: {error}") from None
+    return folder
+
+
+def _with_parts(folder: Path, needs: list[str]) -> Manifest:
+    manifest = load_manifest(folder)
+    missing = [part for part in needs if part not in manifest.parts]
+    if missing:
+        raise UsageError(
+            f"{folder} has no {missing[0]} part, so this run can't go on from it; "
+            f"--model.name {folder} starts a new run from its weights"
+        )
+    return manifest

@@ -1,0 +1,58 @@
+"""What a person sees while a run goes on: a progress bar, or lines where there is no terminal."""
+
+import time
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from cairn.run.metrics import MetricsLog
+
+
+class StepDisplay:
+    """Follows metrics.jsonl; call `update` now and then."""
+
+    def __init__(self, metrics: MetricsLog, start_step: int, max_steps: int):
+        self.metrics = metrics
+        self.max_steps = max_steps
+        metrics.new_rows()  # those before start_step are known
+        self.console = Console()
+        self._printed_at = 0.0
+        self._unprinted: dict | None = None
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TimeRemainingColumn(),
+            TextColumn("{task.fields[values]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+        )
+        self._task = self._progress.add_task("starting", total=max_steps, completed=start_step, values="")
+
+    def __enter__(self) -> "StepDisplay":
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.update(final=True)
+        self._progress.stop()
+
+    def update(self, *, final: bool = False) -> None:
+        """Show the newest step, if there is a new one."""
+        rows = self.metrics.new_rows()
+        if rows:
+            row = self._unprinted = rows[-1]
+            self._progress.update(
+                self._task, description="training", completed=row["step"], values=_values(row)
+            )
+        row = self._unprinted
+        if row and not self.console.is_terminal and (final or time.monotonic() - self._printed_at > 2):
+            print(f"step {row['step']}/{self.max_steps}  {_values(row)}", flush=True)
+            self._printed_at = time.monotonic()
+            self._unprinted = None
+
+
+def _values(row: dict) -> str:
+    names = {"loss": "loss", "reward/mean": "reward", "lr": "lr"}
+    shown = [f"{label} {row[key]:.4g}" for key, label in names.items() if key in row]
+    return "  ".join([*shown, f"{row['time/step']:.2f} s/step"])

@@ -1,0 +1,128 @@
+"""The commands. Each turns argv into a configuration, runs, and answers with an exit code.
+
+0: done. 2: bad usage or configuration, before anything is touched. 75: stopped by a signal after saving, run
+it again to go on. 1: anything else.
+
+Whatever is heavy is imported after the command line has been read, so that --help answers at once.
+"""
+
+import sys
+from collections.abc import Callable
+
+from cairn.config.cli import UsageError, load
+
+EXIT_STOPPED = 75
+
+
+def sft() -> int:
+    """`sft @ sft.toml`: supervised fine-tuning."""
+    from cairn.config.trainer import SFTConfig
+
+    def run() -> int:
+        config = load(SFTConfig, sys.argv[1:])
+        from cairn.launch.roles import trainer_command
+
+        return trainer_command(config)
+
+    return answer(run)
+
+
+def trainer() -> int:
+    """`trainer @ train.toml`: the trainer of an RL run alone, for multi-node."""
+    from cairn.config.trainer import TrainerConfig
+
+    def run() -> int:
+        config = load(TrainerConfig, sys.argv[1:])
+        from cairn.launch.roles import trainer_command
+
+        return trainer_command(config)
+
+    return answer(run)
+
+
+def orchestrator() -> int:
+    """`orchestrator @ orch.toml`: the orchestrator of an RL run alone, for multi-node."""
+    from cairn.config.orchestrator import OrchestratorConfig
+
+    def run() -> int:
+        config = load(OrchestratorConfig, sys.argv[1:])
+        from cairn.launch.roles import orchestrator_command
+
+        return orchestrator_command(config)
+
+    return answer(run)
+
+
+def inference() -> int:
+    """`inference @ infer.toml`: the long-lived vLLM server."""
+    from cairn.config.inference import InferenceConfig
+
+    def run() -> int:
+        config = load(InferenceConfig, sys.argv[1:])
+        from cairn.inference.server import run as serve
+        from cairn.launch.model import resolve_model
+
+        return serve(config, resolve_model(config.model))
+
+    return answer(run)
+
+
+def rl() -> int:
+    """`rl --trainer @train.toml --orchestrator @orch.toml`: the whole RL run."""
+    from cairn.config.rl import RLConfig
+
+    def run() -> int:
+        config = load(RLConfig, sys.argv[1:])
+        from cairn.launch.rl import run_rl
+
+        return run_rl(config)
+
+    return answer(run)
+
+
+def ckpt() -> int:
+    """`ckpt list|show|verify PATH`: look at checkpoints."""
+    from cairn.launch.ckpt import run
+
+    return answer(run)
+
+
+def answer(run: Callable[[], int]) -> int:
+    """Run a command; an error that a user can do something about is one message, not a traceback."""
+    try:
+        return run()
+    except UsageError as error:
+        return _complain(str(error), 2)
+    except KeyboardInterrupt:
+        return _complain("interrupted", 1)
+    except Exception as error:
+        if not _is_readable(error):
+            raise
+        return _complain(str(error), 1)
+
+
+def _is_readable(error: Exception) -> bool:
+    """Whether the error's message says all that a user needs."""
+    from cairn.checkpoint.manifest import CheckpointError
+    from cairn.inference.client import ServerUnavailable, Unauthorized, WeightsRefused
+    from cairn.launch.process import RoleFailed
+    from cairn.orchestrator.environments import BadEnvironment
+    from cairn.orchestrator.rollouts import StalePolicy
+    from cairn.run.waiting import DeadlinePassed
+
+    kinds = (
+        BadEnvironment,
+        CheckpointError,
+        DeadlinePassed,
+        RoleFailed,
+        ServerUnavailable,
+        StalePolicy,
+        Unauthorized,
+        WeightsRefused,
+    )
+    return isinstance(error, kinds)
+
+
+def _complain(message: str, code: int) -> int:
+    print(f"error: {message}", file=sys.stderr)
+    return code

@@ -1,0 +1,96 @@
+"""From --model.name to a Hugging Face directory with weights."""
+
+import hashlib
+import os
+import re
+import shutil
+import tempfile
+from pathlib import Path
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.store import load_manifest
+from cairn.config.cli import UsageError
+from cairn.config.model import ModelConfig
+
+
+def resolve_model(config: ModelConfig) -> str:
+    """The local directory that holds the model's weights, configuration and tokenizer.
+
+    A step_N folder stands for its model/; a hub name is fetched; a directory with a configuration but no
+    weights gets random ones from `init_seed`, made once and kept in the user's cache folder.
+
+    Raises:
+        UsageError: there is no such model, or it lacks what a model needs.
+    """
+    path = Path(config.name)
+    if not path.is_dir():
+        return _fetch(config.name)
+    if (path / "model").is_dir():
+        try:
+            load_manifest(path)
+        except CheckpointError as error:
+            raise UsageError(f"--model.name {config.name}: {error}") from None
+        path = path / "model"
+    if not (path / "config.json").exists():
+        raise UsageError(
+            f"--model.name {config.name}: no config.json in it, so it is not a Hugging Face model"
+        )
+    if list(path.glob("*.safetensors")):
+        return str(path.absolute())
+    if config.init_seed is None:
+        raise UsageError(
+            f"--model.name {config.name}: there are no safetensors weights in it; "
+            "--model.init-seed 0 starts from random ones"
+        )
+    return str(_create(path, config.init_seed))
+
+
+def _fetch(name: str) -> str:
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
+        raise UsageError(
+            f"--model.name {name}: there is no such folder, and it is not a hub name (owner/name)"
+        )
+    import httpx
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
+    try:
+        return snapshot_download(name, allow_patterns=patterns)
+    except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
+        reason = str(error).strip().splitlines()[0]
+        raise UsageError(
+            f"--model.name {name}: there is no such folder, and the hub did not deliver it ({reason})"
+        ) from None
+
+
+def _create(source: Path, seed: int) -> Path:
+    """Random weights for the configuration in `source`; the same files and seed give the same weights."""
+    digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
+    for file in sorted(path for path in source.iterdir() if path.is_file()):
+        digest.update(file.name.encode() + file.read_bytes())
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "models"
+    target = cache / f"{source.absolute().parent.name}-{digest.hexdigest()}"
+    if target.exists():
+        return target
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from cairn.checkpoint.tensors import write_tensors
+    from cairn.run.seeds import derive
+
+    print(f"making a model with random weights (seed {seed}) from {source}", flush=True)
+    cache.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+        folder = Path(temporary) / "model"
+        shutil.copytree(source, folder)
+        torch.manual_seed(derive(seed, "model weights"))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
+        model.config.save_pretrained(folder)
+        write_tensors(folder, dict(model.named_parameters()), "model")
+        try:
+            folder.rename(target)
+        except OSError:  # somebody else was faster
+            if not target.exists():
+                raise
+    return target

@@ -1,0 +1,73 @@
+"""Child processes that never outlive their parent, and signals that end a run in good order."""
+
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from cairn.run.directory import RunDirectory
+
+PR_SET_PDEATHSIG = 1
+
+
+class RoleFailed(Exception):
+    """A role of the run died; the message shows the end of its log."""
+
+
+def die_with_parent() -> None:
+    """Have the kernel kill this process when its parent dies, however it dies (Linux)."""
+    parent = os.getppid()
+    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died in between
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def start_role(role: str, output_dir: Path, log: Path) -> subprocess.Popen:
+    """Start `role` of the run in `output_dir`, in a session of its own; its output goes to `log`."""
+    log.parent.mkdir(parents=True, exist_ok=True)
+    with open(log, "ab") as out:
+        return subprocess.Popen(
+            [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir)],
+            stdin=subprocess.DEVNULL,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+
+def log_tail(log: Path, lines: int = 15) -> str:
+    """The last lines of a log, for an error message."""
+    try:
+        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+    except OSError:
+        return "(no log)"
+
+
+def interrupt() -> None:
+    """End what the main thread is doing."""
+    raise KeyboardInterrupt
+
+
+@contextmanager
+def stop_on_signals(run: RunDirectory, at_once: Callable[[], None] = interrupt) -> Iterator[None]:
+    """On the first SIGINT or SIGTERM ask the run to save and stop; on the second call `at_once`."""
+    seen: list[int] = []
+
+    def handle(number: int, _frame: object) -> None:
+        seen.append(number)
+        if len(seen) == 1:
+            print("stopping at the next step boundary; the same again stops at once", flush=True)
+            run.request_stop(signal.Signals(number).name)
+        else:
+            at_once()
+
+    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,152 @@
+"""The trainer's ranks as Ray actors: one process each, placed together."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+# Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
+os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+
+import ray
+from ray.util.placement_group import placement_group
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
+from cairn.launch.process import RoleFailed, log_tail, stop_on_signals
+from cairn.run.directory import Attempt, Outcome, RunDirectory
+
+LOOPBACK = "127.0.0.1"
+
+
+@ray.remote(max_restarts=0)
+class Worker:
+    """One rank of the trainer."""
+
+    def __init__(self, log: str):
+        """Send everything that this process prints to `log`."""
+        os.makedirs(os.path.dirname(log), exist_ok=True)
+        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+        os.dup2(fd, 1)
+        os.dup2(fd, 2)
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a port that is free on it, for the ranks to meet at."""
+        import socket
+
+        address = ray.util.get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def train(
+        self, environment: dict[str, str], config: SFTConfig | TrainerConfig, attempt: Attempt
+    ) -> Outcome:
+        """Join the other ranks and train."""
+        os.environ.update(environment)
+        from cairn.run.logs import start_logging
+        from cairn.trainer.group import Group
+        from cairn.trainer.loop import train
+
+        start_logging()
+        run = RunDirectory(config.output_dir)
+        with stop_on_signals(run, at_once=lambda: os._exit(1)):
+            group = Group.join(threads=config.threads, deterministic=config.deterministic)
+            outcome = train(config, attempt, group)
+            group.leave()
+        return outcome
+
+
+def train_on_ray(config: SFTConfig | TrainerConfig, attempt: Attempt, on_tick: Callable[[], None]) -> Outcome:
+    """Run the training loop on `config.workers` Ray actors; returns what rank 0 says of it.
+
+    Args:
+        on_tick: called a few times a second while training goes on.
+
+    Raises:
+        RoleFailed: a worker could not be placed, raised an error, or died.
+    """
+    run = RunDirectory(config.output_dir)
+    _start_ray(config)
+    try:
+        with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
+            return _train(config, attempt, run, on_tick)
+    finally:
+        ray.shutdown()
+
+
+def _train(
+    config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory, on_tick: Callable[[], None]
+) -> Outcome:
+    logs = [_log(run, rank) for rank in range(config.workers)]
+    gpus = 1 if ray.cluster_resources().get("GPU") else 0
+    group = placement_group([{"CPU": 1, "GPU": gpus}] * config.workers, strategy="PACK")
+    if not group.wait(config.ray.start_timeout):
+        raise RoleFailed(
+            f"Ray has no room for {config.workers} workers with 1 CPU and {gpus} GPU each "
+            f"({ray.cluster_resources()}); lower the number of workers, or raise ray.start_timeout"
+        )
+    workers = [
+        Worker.options(
+            num_cpus=1,
+            num_gpus=gpus,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
+        ).remote(str(log))
+        for rank, log in enumerate(logs)
+    ]
+    address, port = ray.get(workers[0].address.remote(), timeout=config.ray.start_timeout)
+    pending = {
+        worker.train.remote(_rendezvous(rank, config, address, port), config, attempt): rank
+        for rank, worker in enumerate(workers)
+    }
+    outcomes = {}
+    while pending:
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=0.1)
+        for future in done:
+            rank = pending.pop(future)
+            outcomes[rank] = _result(future, rank, logs[rank])
+        on_tick()
+    return outcomes[0]
+
+
+def _start_ray(config: TrainerBase) -> None:
+    if config.ray.address:
+        ray.init(config.ray.address, log_to_driver=False, logging_level="ERROR")
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    ray.init(
+        num_cpus=config.workers,
+        include_dashboard=False,
+        object_store_memory=80 << 20,
+        log_to_driver=False,
+        logging_level="ERROR",
+        _node_ip_address=LOOPBACK,
+    )
+
+
+def _log(run: RunDirectory, rank: int) -> Path:
+    return run.logs / ("trainer.log" if rank == 0 else f"trainer_rank{rank}.log")
+
+
+def _rendezvous(rank: int, config: TrainerBase, address: str, port: int) -> dict[str, str]:
+    return {
+        "RANK": str(rank),
+        "WORLD_SIZE": str(config.workers),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+
+
+def _result(future: ray.ObjectRef, rank: int, log: Path) -> Outcome:
+    """What a worker returned.
+
+    Raises:
+        RoleFailed: it died, or raised an error.
+    """
+    try:
+        return ray.get(future)
+    except ray.exceptions.RayTaskError as error:
+        cause = error.cause
+        raise RoleFailed(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
+    except ray.exceptions.RayActorError:
+        raise RoleFailed(f"trainer rank {rank} died; the end of {log}:\n{log_tail(log)}") from None

@@ -1,0 +1,83 @@
+"""Training batches: what the trainer learns from in one step, in memory and as files.
+
+A batch file is one safetensors file, so that anything can read it: the samples' tokens end to end, their
+lengths, and what belongs to each token. Its metadata says which step of which run it is for.
+"""
+
+import json
+import os
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from safetensors import safe_open
+from safetensors.numpy import save
+
+from cairn.run.files import write_atomic
+
+
+@dataclass
+class Sample:
+    """One sequence of T tokens to learn from.
+
+    token_ids: int32 [T]. loss_mask: bool [T], which tokens are learned. For RL also, float32 [T] and zero
+    where nothing is learned: logprobs, what the sampler gave each token, and advantages.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    logprobs: np.ndarray | None = None
+    advantages: np.ndarray | None = None
+
+    def cut(self, length: int) -> "Sample":
+        """The first `length` tokens."""
+        parts = (self.token_ids, self.loss_mask, self.logprobs, self.advantages)
+        return Sample(*(None if part is None else part[:length] for part in parts))
+
+
+@dataclass
+class Batch:
+    """One optimiser step's samples; `metrics` is for the step's row in metrics.jsonl."""
+
+    samples: list[Sample]
+    metrics: dict[str, float] = field(default_factory=dict)
+    info: dict[str, Any] = field(default_factory=dict)
+    """Run id, attempt, step and policy version, so that a stale file is noticed."""
+
+
+def batch_path(folder: Path, step: int) -> Path:
+    """Where the batch of optimiser step `step` lies."""
+    return folder / f"step_{step}.safetensors"
+
+
+def write_batch(path: Path, batch: Batch) -> None:
+    """Write an RL batch; readers see it whole or not at all."""
+    samples = batch.samples
+    tensors = {
+        "lengths": np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
+        "token_ids": np.concatenate([sample.token_ids for sample in samples]).astype(np.int32),
+        "loss_mask": np.concatenate([sample.loss_mask for sample in samples]).astype(np.bool_),
+        "logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
+        "advantages": np.concatenate([sample.advantages for sample in samples]).astype(np.float32),
+    }
+    metadata = {"metrics": json.dumps(batch.metrics), "info": json.dumps(batch.info)}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_atomic(path, save(tensors, metadata=metadata), durable=True)
+
+
+def read_batch(path: Path) -> Batch:
+    """Read what `write_batch` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such batch yet.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    ends = np.cumsum(tensors["lengths"])[:-1]
+    columns = [np.split(tensors[name], ends) for name in ("token_ids", "loss_mask", "logprobs", "advantages")]
+    samples = [Sample(*row) for row in zip(*columns, strict=True)]
+    return Batch(samples, json.loads(metadata["metrics"]), json.loads(metadata["info"]))

@@ -1,0 +1,157 @@
+"""The run directory: what lies where, who is running, and the small messages between roles."""
+
+import fcntl
+import os
+import shutil
+import socket
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.run.files import read_json, write_json
+from cairn.run.metrics import MetricsLog
+
+
+@dataclass(frozen=True)
+class Attempt:
+    """One start of a run, first or resumed; every message between roles carries its id."""
+
+    run_id: str
+    number: int
+    start_step: int
+    """Optimiser steps that were done before this attempt."""
+    resume_from: str | None
+    """The step_N folder that every role goes on from; None starts fresh."""
+
+    @property
+    def id(self) -> str:
+        """Names the attempt in messages."""
+        return f"{self.run_id}:{self.number}"
+
+    def version(self, step: int) -> str:
+        """The name under which a server knows the policy after `step` optimiser steps."""
+        return f"{self.id}:{step}"
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How training ended."""
+
+    step: int
+    stopped: str | None
+    """Why it stopped before its last step, if it did."""
+    saved: bool
+    """Whether the last step's checkpoint exists."""
+
+
+class RunDirectory:
+    """Everything that a run owns (DESIGN section 3)."""
+
+    def __init__(self, path: str | Path, checkpoints: str | Path | None = None):
+        self.path = Path(path).absolute()
+        self.checkpoints = Path(checkpoints).absolute() if checkpoints else self.path / "checkpoints"
+        self.config = self.path / "config.json"
+        self.metrics = MetricsLog(self.path / "metrics.jsonl")
+        self.logs = self.path / "logs"
+        self.roles = self.path / "roles.json"
+        self.batches = self.path / "batches"
+        self.weights = self.path / "weights"
+        self._stop = self.path / "stop.json"
+
+    # The attempt, written by whoever launches the run and read by its roles.
+
+    def begin(self, attempt: Attempt) -> None:
+        """Make `attempt` the current one, with no role running yet."""
+        self._stop.unlink(missing_ok=True)
+        write_json(self.roles, {**asdict(attempt), "roles": {}})
+
+    def attempt(self) -> Attempt | None:
+        """The current or latest attempt, if there ever was one."""
+        content = read_json(self.roles)
+        if content is None:
+            return None
+        return Attempt(**{key: content[key] for key in Attempt.__dataclass_fields__})
+
+    def set_role(self, role: str, state: str, pid: int | None = None) -> None:
+        """Record in roles.json that `role` is now in `state`: running, done, stopped or failed."""
+        folder = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(folder, fcntl.LOCK_EX)  # roles that were started one by one write it themselves
+            content = read_json(self.roles)
+            entry = content["roles"].get(role, {})
+            content["roles"][role] = {
+                "role": role,
+                "pid": pid if pid is not None else entry.get("pid", os.getpid()),
+                "host": socket.gethostname(),
+                "attempt": content["number"],
+                "state": state,
+            }
+            write_json(self.roles, content)
+        finally:
+            os.close(folder)
+
+    def lock(self) -> bool:
+        """Keep other launchers out while this process lives; False if one is at work already."""
+        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # closes with the process
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(fd)
+            return False
+        return True
+
+    def live_attempt(self) -> Attempt | None:
+        """The current attempt, if its launcher is alive and its trainer runs."""
+        try:
+            fd = os.open(self.path / ".lock", os.O_RDWR)
+        except FileNotFoundError:
+            return None
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return None
+        except BlockingIOError:
+            roles = (read_json(self.roles) or {}).get("roles", {})
+            return self.attempt() if roles.get("trainer", {}).get("state") == "running" else None
+        finally:
+            os.close(fd)
+
+    def clear_transit(self) -> None:
+        """Remove batches and policy versions that an earlier attempt left behind."""
+        shutil.rmtree(self.batches, ignore_errors=True)
+        shutil.rmtree(self.weights, ignore_errors=True)
+
+    def forget_batches(self, step: int) -> None:
+        """Remove the batches through `step`, which a committed checkpoint has made needless."""
+        for path in self.batches.glob("step_*.safetensors"):
+            if int(path.stem.removeprefix("step_")) <= step:
+                path.unlink()
+
+    # Asking a run to stop: any role may, the trainer heeds it at the next step boundary.
+
+    def request_stop(self, reason: str) -> None:
+        """Ask the run to save and stop at the next step boundary."""
+        write_json(self._stop, {"reason": reason})
+
+    def stop_requested(self) -> str | None:
+        """The reason for which somebody asked the run to stop, if so."""
+        content = read_json(self._stop)
+        return content["reason"] if content else None
+
+    # Policy versions, published by the trainer and picked up by the orchestrator.
+
+    def announce_version(self, attempt: Attempt, step: int, *, save: bool, last: bool) -> None:
+        """Say that the policy after `step` steps lies in `weights/v<step>`.
+
+        `save`: step `step` is a checkpoint, so every role saves its part. `last`: the run ends here.
+        """
+        message = {"attempt": attempt.id, "version": step, "save": save, "last": last}
+        write_json(self.version_folder(step).with_suffix(".json"), message)
+
+    def announced_version(self, attempt: Attempt, step: int) -> dict[str, Any] | None:
+        """The announcement of version `step` by this attempt, if it is there yet."""
+        message = read_json(self.version_folder(step).with_suffix(".json"))
+        return message if message and message["attempt"] == attempt.id else None
+
+    def version_folder(self, step: int) -> Path:
+        """The Hugging Face directory of the policy after `step` steps, while it is in transit."""
+        return self.weights / f"v{step}"

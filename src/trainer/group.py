@@ -1,0 +1,54 @@
+"""This process's place among the trainer's ranks."""
+
+import os
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+
+@dataclass(frozen=True)
+class Group:
+    """The ranks that train together; `device` is this rank's."""
+
+    rank: int
+    world_size: int
+    device: torch.device
+    mesh: DeviceMesh
+
+    @classmethod
+    def join(cls, *, threads: int, deterministic: bool) -> "Group":
+        """Meet the other ranks where the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+
+        CUDA with NCCL where there is a GPU, else the CPU with gloo.
+        """
+        torch.set_num_threads(threads)
+        if deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+        if torch.cuda.is_available():
+            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            torch.cuda.set_device(device)
+            dist.init_process_group("nccl", device_id=device)
+        else:
+            device = torch.device("cpu")
+            dist.init_process_group("gloo")
+        world_size = dist.get_world_size()
+        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+        return cls(dist.get_rank(), world_size, device, mesh)
+
+    def barrier(self) -> None:
+        """Wait for all ranks."""
+        dist.barrier()
+
+    def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
+        """All ranks' `rows` (float64 [n, k], the same n and k on each): [world_size, n, k]."""
+        rows = rows.to(self.device)
+        gathered = [torch.empty_like(rows) for _ in range(self.world_size)]
+        dist.all_gather(gathered, rows)
+        return torch.stack(gathered).cpu()
+
+    def leave(self) -> None:
+        """Take leave of the other ranks."""
+        dist.destroy_process_group()

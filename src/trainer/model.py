@@ -1,0 +1,66 @@
+"""The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from cairn.checkpoint.tensors import read_tensors
+from cairn.config.trainer import TrainerBase
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+
+def load_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
+    """Build the model, shard it, and let each rank read its own shards of the weights.
+
+    Master weights are float32 whatever the files hold. Before it is sharded no weight is ever written to, so
+    a rank does not hold the whole model in memory.
+
+    Args:
+        folder: a Hugging Face directory with safetensors weights.
+
+    Raises:
+        CheckpointError: the weights do not fit the model's configuration.
+    """
+    with no_init_weights():
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    model.tie_weights()
+    model.train()
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    compute, reduce = DTYPES[config.precision.compute], DTYPES[config.precision.reduce]
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for layer in _layers(model):
+        if config.compile:
+            layer.compile()
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+    read_tensors(folder, weights(model), "model")
+    return model
+
+
+def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder layers, which transformers lists as modules that must not be split."""
+    names = set(model._no_split_modules or ())
+    return [module for module in model.modules() if type(module).__name__ in names]
+
+
+def weights(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
+    """The weights (DTensors) by Hugging Face name; a tied weight stands once, as in saved models."""
+    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in once}
+
+
+def write_companions(model: PreTrainedModel, source: Path, folder: Path) -> None:
+    """Write what else a Hugging Face directory holds: configuration, tokenizer, generation settings."""
+    for path in sorted(source.iterdir()):
+        weights_file = ".safetensors" in path.name or path.suffix in (".bin", ".pt", ".pth", ".h5", ".gguf")
+        if path.is_file() and not weights_file and path.suffix in (".json", ".jinja", ".txt", ".model"):
+            shutil.copyfile(path, folder / path.name)
+    model.config.save_pretrained(folder)  # last: it says in which data type the weights are

@@ -1,0 +1,582 @@
+"""The inference server with a real vLLM: weights, refusals, access, determinism, start and stop."""
+
+import asyncio
+import functools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from conftest import RunningServer, free_port
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from cairn.inference.client import (
+    Generation,
+    InferenceClient,
+    ServerUnavailable,
+    Unauthorized,
+    WeightsRefused,
+    token_file,
+)
+
+PROMPT = list(range(40, 60))
+Model = Callable[..., Path]
+
+
+@functools.cache
+def reference_model(model: Path) -> torch.nn.Module:
+    return AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+
+
+def reference_logprobs(model: Path, prompt: list[int], answer: list[int]) -> torch.Tensor:
+    """Logprob of each token of `answer` in a Hugging Face float32 forward pass; shape (len(answer),)."""
+    with torch.no_grad():
+        logits = reference_model(model)(torch.tensor([prompt + answer])).logits[0]
+    of_answer = logits[len(prompt) - 1 : -1].log_softmax(-1)
+    return of_answer.gather(-1, torch.tensor(answer)[:, None])[:, 0]
+
+
+def assert_matches(
+    model: Path, prompt: list[int], generated: Generation, start: int = 0, end: int | None = None
+):
+    expected = reference_logprobs(model, prompt, generated.token_ids)[start:end]
+    torch.testing.assert_close(torch.tensor(generated.logprobs)[start:end], expected, atol=1e-4, rtol=0)
+
+
+def with_client(server: RunningServer, job: Callable[[InferenceClient], Coroutine[Any, Any, Any]]) -> Any:
+    async def main() -> Any:
+        async with InferenceClient(server.url, server.token) as client:
+            return await job(client)
+
+    return asyncio.run(main())
+
+
+def authorised(server: RunningServer) -> dict[str, str]:
+    return {"Authorization": f"Bearer {server.token}"}
+
+
+# Weights
+
+
+async def push_and_compare(client: InferenceClient, tiny_model: Model, tied: bool) -> None:
+    checksums = []
+    for push, seed in enumerate([1, 2, 1]):
+        model = tiny_model(tied=tied, seed=seed)
+        await client.update_weights(model, f"run:{push}")
+        status = await client.status()
+        assert (status.weight_version, status.paused) == (f"run:{push}", False)
+        for generated in await client.generate(PROMPT, max_tokens=48, n=4, seed=push):
+            assert_matches(model, PROMPT, generated)
+            assert [(s.version, s.start, s.end) for s in generated.weight_versions] == [
+                (f"run:{push}", 0, len(generated.token_ids))
+            ]
+        checksums.append(await client.weight_checksums())
+    assert checksums[0] == checksums[2]
+    assert checksums[0].keys() == checksums[1].keys()
+    unchanged = {name for name in checksums[0] if checksums[0][name] == checksums[1][name]}
+    assert all("norm" in name for name in unchanged), (
+        "the norms are ones in every tiny model, nothing else is"
+    )
+    assert any("lm_head" in name for name in checksums[0]) != tied
+
+
+def test_pushed_weights_are_those_that_generate_tied(inference_server: RunningServer, tiny_model: Model):
+    with_client(inference_server, lambda client: push_and_compare(client, tiny_model, tied=True))
+
+
+def test_pushed_weights_are_those_that_generate_untied(untied_server: RunningServer, tiny_model: Model):
+    with_client(untied_server, lambda client: push_and_compare(client, tiny_model, tied=False))
+
+
+def test_shards_other_types_and_a_copy_of_the_tied_head_load(
+    inference_server: RunningServer, tiny_model: Model, tmp_path: Path
+):
+    weights = load_file(tiny_model(seed=1) / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"].clone()
+    names = sorted(weights)
+    weights[names[0]] = weights[names[0]].double()
+    index = {name: f"part-{i % 2}.safetensors" for i, name in enumerate(names)}
+    for part in set(index.values()):
+        save_file({name: weights[name] for name in names if index[name] == part}, tmp_path / part)
+    (tmp_path / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "whole")
+        whole = await client.weight_checksums()
+        await client.update_weights(tiny_model(seed=2), "other")
+        await client.update_weights(tmp_path, "shards")
+        assert await client.weight_checksums() == whole
+
+    with_client(inference_server, job)
+
+
+def test_weights_can_change_under_running_requests(inference_server: RunningServer, tiny_model: Model):
+    """Every token was sampled from the version that its span names."""
+    models = {f"run:{i}": tiny_model(seed=i) for i in range(3)}
+    body = {
+        "token_ids": PROMPT,
+        "sampling_params": {"max_tokens": 800, "n": 8, "seed": 5, "logprobs": 0, "ignore_eos": True},
+    }
+
+    async def job(client: InferenceClient) -> dict[str, Any]:
+        await client.update_weights(models["run:0"], "run:0")
+        async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
+            request = asyncio.create_task(http.post("/inference/v1/generate", json=body))
+            for version in ("run:1", "run:2"):
+                await asyncio.sleep(0.3)
+                await client.update_weights(models[version], version)
+            return (await request).json()
+
+    choices = with_client(inference_server, job)["choices"]
+    assert len(choices) == 8
+    seen = set()
+    for choice in choices:
+        assert len(choice["token_ids"]) == 800
+        generated = Generation(
+            choice["token_ids"], [t["logprob"] for t in choice["logprobs"]["content"]], [], "length"
+        )
+        position = 0
+        for span in choice["weight_versions"]:
+            assert span["start"] == position
+            position = span["end"]
+            assert_matches(models[span["version"]], PROMPT, generated, span["start"], span["end"])
+            seen.add(span["version"])
+        assert position == 800
+    assert len(seen) > 1
+
+
+def test_the_same_seed_gives_the_same_tokens_in_any_company(
+    inference_server: RunningServer, tiny_model: Model
+):
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=0), "run:0")
+        alone = [await client.generate(PROMPT, max_tokens=32, seed=seed) for seed in range(0, 40, 10)]
+        company = [client.generate([i + 10] * (i + 1), max_tokens=32, seed=i) for i in range(40)]
+        crowd = await asyncio.gather(
+            *company, *(client.generate(PROMPT, max_tokens=32, seed=seed) for seed in range(0, 40, 10))
+        )
+        assert crowd[len(company) :] == alone
+        first, *_ = await client.generate(PROMPT, max_tokens=32, seed=0, n=4)
+        assert first == alone[0][0]
+        assert len({tuple(generated.token_ids) for (generated,) in alone}) > 1
+
+    with_client(inference_server, job)
+
+
+# Refusals
+
+
+def change(name: str, edit: Callable[[torch.Tensor], torch.Tensor | None]) -> Callable[[Path], None]:
+    """A fault: tensor `name` replaced by what `edit` makes of it, or left out if that is None."""
+
+    def fault(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        new = edit(weights.pop(name))
+        save_file(weights if new is None else {**weights, name: new}, model / "model.safetensors")
+
+    return fault
+
+
+def add(name: str, tensor: torch.Tensor) -> Callable[[Path], None]:
+    def fault(model: Path) -> None:
+        weights = load_file(model / "model.safetensors")
+        save_file({**weights, name: tensor}, model / "model.safetensors")
+
+    return fault
+
+
+def spoil(value: float, dtype: torch.dtype = torch.float32) -> Callable[[torch.Tensor], torch.Tensor]:
+    def edit(tensor: torch.Tensor) -> torch.Tensor:
+        tensor = tensor.to(dtype)
+        tensor.view(-1)[-1] = value
+        return tensor
+
+    return edit
+
+
+def truncate(model: Path) -> None:
+    os.truncate(model / "model.safetensors", (model / "model.safetensors").stat().st_size - 1000)
+
+
+def not_safetensors(model: Path) -> None:
+    (model / "model.safetensors").write_text("these are not the weights " * 100)
+
+
+def empty(model: Path) -> None:
+    (model / "model.safetensors").write_bytes(b"")
+
+
+def no_file(model: Path) -> None:
+    (model / "model.safetensors").unlink()
+
+
+def no_directory(model: Path) -> None:
+    shutil.rmtree(model)
+
+
+def lost_shard(model: Path) -> None:
+    no_file(model)
+    index = {"weight_map": {"model.norm.weight": "model-00001-of-00001.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def file_elsewhere(model: Path) -> None:
+    no_file(model)
+    index = {"weight_map": {"model.norm.weight": "../elsewhere.safetensors"}}
+    (model / "model.safetensors.index.json").write_text(json.dumps(index))
+
+
+def broken_index(model: Path) -> None:
+    no_file(model)
+    (model / "model.safetensors.index.json").write_text("{}")
+
+
+DOWN, NORM = "model.layers.1.mlp.down_proj.weight", "model.norm.weight"
+FAULTS = {
+    "truncated": (truncate, "model.safetensors"),
+    "not safetensors": (not_safetensors, "model.safetensors"),
+    "empty": (empty, "model.safetensors"),
+    "missing tensor": (change(DOWN, lambda tensor: None), f"{DOWN} is missing"),
+    "extra tensor": (
+        add("model.layers.3.mlp.extra.weight", torch.zeros(3)),
+        "model.layers.3.mlp.extra.weight",
+    ),
+    "head not equal to what it is tied to": (add("lm_head.weight", torch.zeros(102, 128)), "lm_head.weight"),
+    "wrong shape": (change(DOWN, lambda tensor: tensor.T.contiguous()), rf"{DOWN} has shape \[384, 128\]"),
+    "integers": (change(NORM, lambda tensor: tensor.to(torch.int32)), f"{NORM} has type I32"),
+    "NaN": (change(DOWN, spoil(float("nan"))), f"{DOWN} holds NaN"),
+    "infinity": (change(NORM, spoil(float("inf"))), f"{NORM} holds NaN or infinity"),
+    "too large for the server's type": (change(NORM, spoil(1e300, torch.float64)), NORM),
+    "no file": (no_file, "holds neither model.safetensors nor"),
+    "not a directory": (no_directory, "not a directory"),
+    "lost shard": (lost_shard, "model-00001-of-00001.safetensors"),
+    "file elsewhere": (file_elsewhere, "outside"),
+    "broken index": (broken_index, "model.safetensors.index.json"),
+}
+
+
+def test_bad_weights_are_refused_and_the_old_ones_serve_on(
+    inference_server: RunningServer, tiny_model: Model, tmp_path: Path, subtests: pytest.Subtests
+):
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "good")
+        before = await client.generate(PROMPT, max_tokens=16, seed=1), await client.weight_checksums()
+        for name, (fault, message) in FAULTS.items():
+            bad = shutil.copytree(tiny_model(seed=2), tmp_path / name)
+            fault(bad)
+            with subtests.test(name):
+                with pytest.raises(WeightsRefused, match=message):
+                    await client.update_weights(bad, "bad")
+                status = await client.status()
+                assert (status.weight_version, status.paused) == ("good", False)
+                after = await client.generate(PROMPT, max_tokens=16, seed=1), await client.weight_checksums()
+                assert after == before
+        await client.update_weights(tiny_model(seed=2), "next")
+
+    with_client(inference_server, job)
+
+
+def test_a_refused_update_does_not_disturb_running_requests(
+    inference_server: RunningServer, tiny_model: Model, tmp_path: Path
+):
+    bad = shutil.copytree(tiny_model(seed=2), tmp_path / "bad")
+    truncate(bad)
+
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "good")
+        alone = await client.generate(PROMPT, max_tokens=200, seed=1, n=8)
+        running = asyncio.create_task(client.generate(PROMPT, max_tokens=200, seed=1, n=8))
+        for _ in range(3):
+            with pytest.raises(WeightsRefused):
+                await client.update_weights(bad, "bad")
+        assert await running == alone
+
+    with_client(inference_server, job)
+
+
+def test_native_sequence_of_vllm_works_and_refuses_as_well(
+    inference_server: RunningServer, tiny_model: Model, tmp_path: Path
+):
+    bad = shutil.copytree(tiny_model(seed=1), tmp_path / "bad")
+    truncate(bad)
+    with httpx.Client(
+        base_url=inference_server.url, headers=authorised(inference_server), timeout=60
+    ) as http:
+
+        def post(path: str, body: dict[str, Any] | None = None) -> int:
+            return http.post(path, json=body).status_code
+
+        assert post("/init_weight_transfer_engine", {"init_info": {}}) == 200
+        assert post("/pause?mode=keep") == 200
+        assert post("/start_weight_update") == 200
+        # While somebody's update is open, another one does not get in between.
+        busy = http.post("/cairn/update_weights", json={"path": str(tiny_model(seed=2)), "version": "x"})
+        assert busy.status_code == 409
+        assert http.get("/is_paused").json() == {"is_paused": True}
+        assert post("/update_weights", {"update_info": {"path": str(bad)}}) >= 400
+        assert post("/start_weight_update") == 200
+        assert post("/update_weights", {"update_info": {"path": str(tiny_model(seed=1))}}) == 200
+        assert post("/finish_weight_update", {"weight_version": "native"}) == 200
+        assert post("/resume") == 200
+        assert http.get("/weight_info").json() == {"weight_version": "native"}
+
+    async def job(client: InferenceClient) -> None:
+        (generated,) = await client.generate(PROMPT, max_tokens=32, seed=1)
+        assert_matches(tiny_model(seed=1), PROMPT, generated)
+
+    with_client(inference_server, job)
+
+
+# Access
+
+
+def test_routes_that_change_the_server_need_the_token(inference_server: RunningServer):
+    listing = subprocess.run(
+        [
+            sys.executable,
+            "-c",
+            "from vllm.entrypoints.rl.online.api_router import router; import json;"
+            "print(json.dumps([[method, route.path] for route in router.routes for method in route.methods]))",
+        ],
+        capture_output=True,
+        check=True,
+        text=True,
+    ).stdout
+    routes = [tuple(route) for route in json.loads(listing.splitlines()[-1])]
+    assert ("POST", "/update_weights") in routes
+    with httpx.Client(base_url=inference_server.url, timeout=30) as http:
+        served = {
+            (method.upper(), path)
+            for path, methods in http.get("/openapi.json").json()["paths"].items()
+            for method in methods
+        }
+        assert set(routes) <= served
+        for method, path in [*routes, ("POST", "/cairn/update_weights")]:
+            for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": inference_server.token}):
+                answer = http.request(method, path, headers=wrong)
+                assert answer.status_code == 401, (method, path)
+                assert "CAIRN_INFERENCE_TOKEN" in answer.json()["error"]["message"]
+        answer = http.get("/weight_info", headers=authorised(inference_server))
+        assert answer.status_code == 200
+        # What vLLM opens in its development mode only.
+        assert http.post("/collective_rpc", json={"method": "reset_weights"}).status_code == 404
+        assert http.get("/cairn/status").json()["paused"] is False
+
+    async def job(client: InferenceClient) -> None:
+        stranger = InferenceClient(client.url, "wrong")
+        with pytest.raises(Unauthorized, match="CAIRN_INFERENCE_TOKEN"):
+            await stranger.update_weights("/nowhere", "x")
+        await stranger.close()
+
+    with_client(inference_server, job)
+
+
+def test_listens_on_loopback_only(inference_server: RunningServer):
+    port = httpx.URL(inference_server.url).port
+    listening = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in Path(table).read_text().splitlines()[1:]:
+            _, local, _, state, *_ = line.split()
+            if state == "0A" and int(local.split(":")[1], 16) == port:
+                listening.add(local.split(":")[0])
+    assert listening == {"0100007F"}
+
+
+# Start and stop
+
+
+class Foreground:
+    """`run` in a process of its own, as the `inference` command calls it."""
+
+    def __init__(self, model: Path, cache: Path, port: int | None = None):
+        self.port = port or free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        self.environment = {**os.environ, "XDG_CACHE_HOME": str(cache)}
+        self.environment.pop("CAIRN_INFERENCE_TOKEN", None)
+        self.token_file = cache / "cairn" / "servers" / token_file(self.url).name
+        code = (
+            "import sys; from cairn.config.inference import InferenceConfig; from cairn.inference.server import run;"
+            f"sys.exit(run(InferenceConfig(port={self.port}, kv_cache_memory='64M'), {str(model)!r}))"
+        )
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code],
+            env=self.environment,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        self.session: int | None = None
+
+    def read_until_ready(self) -> str:
+        assert self.process.stdout is not None
+        printed = ""
+        for line in self.process.stdout:
+            printed += line
+            if line.startswith("inference ready at"):
+                return printed
+        raise AssertionError(f"ended before it was ready: {printed}")
+
+    def wait_for_engine(self) -> int:
+        """Wait until vLLM has started its engine process; the id of that."""
+        return wait_for(lambda: next((pid for pid, name in self.members() if "EngineCore" in name), None))
+
+    def members(self) -> list[tuple[int, str]]:
+        """Process id and name of what lives in the server's session."""
+        processes = list(living_processes())
+        if self.session is None:
+            children = [pid for pid, parent, _, _ in processes if parent == self.process.pid]
+            if not children:
+                return []
+            self.session = children[0]
+        return [(pid, name) for pid, _, session, name in processes if session == self.session]
+
+    def clean_up(self) -> None:
+        self.members()
+        self.process.kill()
+        self.process.wait()
+        if self.session is not None and self.members():
+            os.killpg(self.session, signal.SIGKILL)
+
+
+def living_processes() -> Iterator[tuple[int, int, int, str]]:
+    """Process id, parent, session and command line of all processes but zombies."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            stat = (entry / "stat").read_text().rpartition(")")[2].split()
+            name = (entry / "cmdline").read_text().replace("\0", " ")
+        except OSError:
+            continue
+        if stat[0] != "Z":
+            yield int(entry.name), int(stat[1]), int(stat[3]), name
+
+
+def wait_for(condition: Callable[[], Any], deadline: float = 60.0) -> Any:
+    end = time.monotonic() + deadline
+    while not (result := condition()):
+        assert time.monotonic() < end, "waited too long"
+        time.sleep(0.05)
+    return result
+
+
+@pytest.fixture
+def foreground(tmp_path: Path, tiny_model: Model) -> Iterator[Callable[..., Foreground]]:
+    """Starts `run` in the foreground; whatever a failing test leaves behind is killed."""
+    started = []
+
+    def start(port: int | None = None) -> Foreground:
+        started.append(Foreground(tiny_model(), tmp_path / "cache", port))
+        return started[-1]
+
+    yield start
+    for process in started:
+        process.clean_up()
+
+
+@pytest.fixture(scope="module")
+def untied_run(tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Foreground]:
+    run = Foreground(tiny_model(tied=False), tmp_path_factory.mktemp("cache"))
+    yield run
+    run.clean_up()
+
+
+@pytest.fixture(scope="module")
+def untied_server(untied_run: Foreground, tiny_model: Model) -> RunningServer:
+    """A server with an untied model; the test of stopping stops it."""
+    printed = untied_run.read_until_ready()
+    assert f"inference ready at {untied_run.url}" in printed
+    assert str(tiny_model(tied=False)) in printed
+    left = untied_run.token_file
+    assert (left.stat().st_mode & 0o777, left.parent.stat().st_mode & 0o777) == (0o600, 0o700)
+    written = json.loads(left.read_text())
+    assert (written["url"], written["pid"]) == (untied_run.url, untied_run.process.pid)
+    for pid, command_line in untied_run.members():
+        assert written["token"] not in command_line, pid
+    return RunningServer(untied_run.url, written["token"], tiny_model(tied=False))
+
+
+def test_interrupt_stops_cleanly_with_requests_in_flight(
+    untied_run: Foreground, untied_server: RunningServer
+):
+    async def job(client: InferenceClient) -> None:
+        body = {
+            "token_ids": PROMPT,
+            "sampling_params": {"max_tokens": 900, "n": 16, "logprobs": 0, "ignore_eos": True},
+        }
+        async with httpx.AsyncClient(base_url=client.url, timeout=60) as http:
+            requests = [asyncio.create_task(http.post("/inference/v1/generate", json=body)) for _ in range(4)]
+            await asyncio.sleep(0.3)
+            assert not any(request.done() for request in requests)
+            assert untied_run.members()
+            untied_run.process.send_signal(signal.SIGINT)
+            assert await asyncio.to_thread(untied_run.process.wait, 30) == 0
+            await asyncio.gather(*requests, return_exceptions=True)
+
+    with_client(untied_server, job)
+    wait_for(lambda: not untied_run.members(), deadline=5)
+    assert not untied_run.token_file.exists()
+
+
+def test_nothing_outlives_a_killed_parent(foreground: Callable[..., Foreground]):
+    run = foreground()
+    run.wait_for_engine()
+    assert len(run.members()) >= 3
+    run.process.kill()
+    wait_for(lambda: not run.members(), deadline=10)
+
+
+def test_a_dead_engine_is_a_failure_with_the_end_of_the_log(foreground: Callable[..., Foreground]):
+    run = foreground()
+    os.kill(run.wait_for_engine(), signal.SIGKILL)
+    printed, _ = run.process.communicate(timeout=60)
+    assert run.process.returncode == 1
+    assert "the inference server died" in printed
+    assert "the end of " in printed
+    assert "Engine" in printed
+    wait_for(lambda: not run.members(), deadline=5)
+    assert not run.token_file.exists()
+
+
+def test_terminating_a_starting_server_is_a_clean_stop(foreground: Callable[..., Foreground]):
+    run = foreground()
+    wait_for(run.members)
+    run.process.terminate()
+    assert run.process.wait(30) == 0
+    wait_for(lambda: not run.members(), deadline=5)
+
+
+def test_a_taken_port_is_said_before_anything_starts(
+    foreground: Callable[..., Foreground], inference_server: RunningServer
+):
+    port = httpx.URL(inference_server.url).port
+    run = foreground(port)
+    printed, _ = run.process.communicate(timeout=60)
+    assert run.process.returncode == 2
+    assert f"port {port}" in printed
+    assert "--port" in printed
+
+
+def test_no_server_names_the_address_and_the_command_that_starts_one():
+    url = f"http://127.0.0.1:{free_port()}"
+
+    async def main() -> None:
+        async with InferenceClient(url, "token", retry_for=0.3) as client:
+            assert not await client.health()
+            with pytest.raises(ServerUnavailable, match="uv run inference @ infer.toml") as caught:
+                await client.status()
+            assert url in str(caught.value)
+            with pytest.raises(ServerUnavailable, match="not healthy after"):
+                await client.wait_ready(0.3)
+
+    asyncio.run(main())
