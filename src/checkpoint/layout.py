@@ -8,6 +8,7 @@ bytes of header length, a JSON header padded with spaces, then the tensors end t
 import json
 import math
 import struct
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,6 +19,7 @@ ITEM_BYTES = {
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
 }
 ALIGNMENT = 4096  # tensor data starts on a page, so that it can be written past the page cache
+DIRECT_BYTES = 256 << 10  # shorter ranges go through the page cache
 MAX_FILE_BYTES = 5 << 30
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
@@ -88,6 +90,79 @@ def _plan_file(specs: list[TensorSpec], name: str) -> FileLayout:
     header = struct.pack("<Q", length) + text.ljust(length)
     offsets = {tensor: len(header) + start for tensor, start in starts.items()}
     return FileLayout(name, header, offsets, len(header) + position)
+
+
+@dataclass(frozen=True)
+class Extent:
+    """A range of a file whose bytes one rank holds, and where they stand in that rank's arena."""
+
+    file: int
+    offset: int
+    nbytes: int
+    arena: int
+
+
+@dataclass(frozen=True)
+class RankPlan:
+    """What one rank writes: extents in the order of files and offsets, which is that of the arena, too.
+
+    starts: where in the arena each tensor's local bytes begin. headers: arena position and file of each
+    header; rank 0 writes them. arena_bytes: how large the arena is.
+    """
+
+    extents: list[Extent]
+    starts: dict[str, int]
+    headers: list[tuple[int, int]]
+    arena_bytes: int
+
+
+def plan_rank(
+    files: list[FileLayout], held: Mapping[str, tuple[int, int]], *, with_headers: bool
+) -> RankPlan:
+    """Lay out a rank's arena so that each extent can be written from it with few, large, aligned writes.
+
+    Args:
+        held: for each tensor of which this rank holds something, the first byte of it (counted from the
+            tensor's start) and how many.
+        with_headers: whether this rank writes the headers.
+    """
+    extents: list[Extent] = []
+    starts: dict[str, int] = {}
+    headers: list[tuple[int, int]] = []
+    cursor = 0
+    for number, file in enumerate(files):
+        pieces = [
+            (start + held[name][0], held[name][1], name)
+            for name, start in file.offsets.items()
+            if name in held
+        ]
+        if with_headers:
+            pieces.insert(0, (0, len(file.header), ""))
+        for begin, end, members in _join([piece for piece in pieces if piece[1]]):
+            if end - begin >= DIRECT_BYTES:  # memory and file must be aligned alike for direct writes
+                cursor = -(-cursor // ALIGNMENT) * ALIGNMENT + begin % ALIGNMENT
+            for offset, _, name in members:
+                if name:
+                    starts[name] = cursor + offset - begin
+                else:
+                    headers.append((cursor, number))
+            extents.append(Extent(number, begin, end - begin, cursor))
+            cursor += end - begin
+    return RankPlan(extents, starts, headers, max(cursor, 1))
+
+
+def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[tuple[int, int, str]]]]:
+    """Pieces (offset, bytes, name) that follow each other without a gap: begin, end, pieces."""
+    members: list[tuple[int, int, str]] = []
+    end = 0
+    for piece in pieces:
+        if members and piece[0] != end:
+            yield members[0][0], end, members
+            members = []
+        members.append(piece)
+        end = piece[0] + piece[1]
+    if members:
+        yield members[0][0], end, members
 
 
 @dataclass(frozen=True)

@@ -1,16 +1,18 @@
 """The manifest: what a checkpoint holds, and whether it is still all there."""
 
 import json
-from collections.abc import Iterator
+import re
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-import xxhash
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
+from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crcs
+
 FILE_NAME = "manifest.json"
-CHUNK_BYTES = 16 << 20
+STEP_NAME = re.compile(r"step_([1-9][0-9]{0,15})")
 
 
 class CheckpointError(Exception):
@@ -22,12 +24,17 @@ class Damaged(CheckpointError):
 
 
 class FileEntry(BaseModel):
-    """One file: its size in bytes and the XXH3-64 checksum of each chunk of CHUNK_BYTES, as hex."""
+    """One file: its size in bytes, and the CRC-64/NVME of each chunk of `chunk_bytes`, as 16 hex digits."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    size: int = Field(ge=0)
-    xxh3: list[str]
+    size: int = Field(ge=0, le=1 << 50)
+    crc64nvme: list[Annotated[str, Field(pattern=r"^[0-9a-f]{16}$")]]
+
+    @classmethod
+    def of(cls, size: int, crcs: list[int]) -> "FileEntry":
+        """The entry of a file whose chunks have these CRCs."""
+        return cls(size=size, crc64nvme=[f"{crc:016x}" for crc in crcs])
 
 
 class Origin(BaseModel):
@@ -48,16 +55,19 @@ class Manifest(BaseModel):
     step: int = Field(ge=1)
     run_id: str
     attempt: int
+    branch: str
+    """Changes whenever the run is taken back to an earlier step and goes another way."""
     parent: Origin | None
     created: str
     """When it was committed, in UTC, ISO 8601."""
     parts: list[str]
+    """Whose state it holds: trainer, orchestrator, or only the model."""
     world_size: int = Field(ge=1)
     dtypes: dict[str, str]
     metrics: dict[str, Any]
     versions: dict[str, str]
     config_digest: str
-    chunk_bytes: int = Field(CHUNK_BYTES, ge=4096)
+    chunk_bytes: Literal[CHUNK_BYTES] = CHUNK_BYTES
     files: dict[str, FileEntry]
 
     @field_validator("files")
@@ -104,47 +114,70 @@ def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return content
 
 
-def describe(folder: Path, names: list[str]) -> dict[str, FileEntry]:
-    """Sizes and checksums of the files `names` (relative to `folder`), read in parallel."""
-    with ThreadPoolExecutor(4) as pool:
-        return dict(zip(names, pool.map(lambda name: _describe_file(folder / name), names), strict=True))
-
-
-def _describe_file(path: Path) -> FileEntry:
-    return FileEntry(size=path.stat().st_size, xxh3=list(_chunk_checksums(path, CHUNK_BYTES)))
-
-
-def _chunk_checksums(path: Path, chunk_bytes: int) -> Iterator[str]:
-    with open(path, "rb", buffering=0) as file:
-        while chunk := file.read(chunk_bytes):
-            yield xxhash.xxh3_64_hexdigest(chunk)
-
-
-def check_files(folder: Path, manifest: Manifest, part: str = "") -> None:
-    """Compare every file that the manifest lists (below `part`, if given) with its size and checksums.
+def load_manifest(folder: Path) -> Manifest:
+    """The manifest of one step_N folder.
 
     Raises:
-        Damaged: naming the first file that is missing, short, long or changed, and where in it.
+        CheckpointError: the folder is no checkpoint, its save was never completed, or it can't be read.
     """
-    names = [name for name in manifest.files if name.startswith(part)]
+    path = folder / FILE_NAME
+    try:
+        text = path.read_bytes()
+    except FileNotFoundError:
+        what = "its save was never completed" if folder.is_dir() else "there is no such folder"
+        raise CheckpointError(f"{folder} is not a checkpoint: {what}") from None
+    manifest = parse(text, str(path))
+    match = STEP_NAME.fullmatch(folder.name)
+    if match and int(match[1]) != manifest.step:
+        raise Damaged(f"{path}: belongs to step {manifest.step}")
+    return manifest
+
+
+def check_files(folder: Path, manifest: Manifest, on_bytes: Callable[[int], None] = lambda n: None) -> None:
+    """Compare every file of a step with its size and checksums, in parallel, and look for files too many.
+
+    Args:
+        on_bytes: told the size of each file that was checked, for a progress bar.
+
+    Raises:
+        Damaged: naming a file that is missing, short, long, changed or unknown, and where in it.
+    """
+    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
+    if unknown := sorted(found - manifest.files.keys() - {FILE_NAME}):
+        raise Damaged(f"{folder / unknown[0]}: does not belong to the checkpoint")
+    for name, entry in manifest.files.items():  # cheap, so first
+        _check_size(folder / name, entry)
     with ThreadPoolExecutor(4) as pool:
-        for _ in pool.map(lambda name: _check_file(folder / name, manifest.files[name], manifest), names):
-            pass
+        for name in pool.map(lambda name: _check_content(folder, name, manifest.files[name]), manifest.files):
+            on_bytes(manifest.files[name].size)
 
 
-def _check_file(path: Path, entry: FileEntry, manifest: Manifest) -> None:
+def _check_size(path: Path, entry: FileEntry) -> None:
     try:
         size = path.stat().st_size
-        if size != entry.size:
-            raise Damaged(f"{path}: has {size} bytes, should have {entry.size}")
-        checksums = list(_chunk_checksums(path, manifest.chunk_bytes))
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
-    if len(checksums) != len(entry.xxh3):
-        raise Damaged(f"{path}: the manifest has {len(entry.xxh3)} checksums for {len(checksums)} chunks")
-    for i, (found, expected) in enumerate(zip(checksums, entry.xxh3, strict=True)):
-        if found != expected:
-            start = i * manifest.chunk_bytes
-            raise Damaged(
-                f"{path}: changed between bytes {start} and {min(size, start + manifest.chunk_bytes)}"
-            )
+    if size != entry.size:
+        raise Damaged(f"{path}: has {size} bytes, should have {entry.size}")
+
+
+def _check_content(folder: Path, name: str, entry: FileEntry) -> str:
+    try:
+        check_crcs(folder / name, entry, list(chunk_crcs(folder / name)))
+    except OSError as error:
+        raise Damaged(f"{folder / name}: {error.strerror}") from None
+    return name
+
+
+def check_crcs(path: Path, entry: FileEntry, crcs: list[int]) -> None:
+    """Compare the CRCs of a file's chunks, as they were read, with what they should be.
+
+    Raises:
+        Damaged: naming the file and the first place where they differ.
+    """
+    if len(crcs) != len(entry.crc64nvme):
+        raise Damaged(f"{path}: the manifest has {len(entry.crc64nvme)} checksums for {len(crcs)} chunks")
+    for i, (found, expected) in enumerate(zip(crcs, entry.crc64nvme, strict=True)):
+        if f"{found:016x}" != expected:
+            start, end = i * CHUNK_BYTES, min((i + 1) * CHUNK_BYTES, entry.size)
+            raise Damaged(f"{path}: changed between bytes {start} and {end}")

@@ -6,26 +6,26 @@ last. Whatever has no manifest is debris that no reader looks at.
 """
 
 import datetime
-import re
+import os
 import shutil
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import (
     FILE_NAME,
+    STEP_NAME,
     CheckpointError,
-    Damaged,
     FileEntry,
     Manifest,
-    Origin,
     check_files,
-    describe,
-    parse,
+    load_manifest,
 )
+from cairn.checkpoint.parts import part_content, read_part
+from cairn.run.faults import fault_point
 from cairn.run.files import read_json, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
-
-STEP_NAME = re.compile(r"step_([1-9][0-9]*)")
 
 
 class CheckpointStore:
@@ -51,26 +51,32 @@ class CheckpointStore:
     def _folders(self) -> list[int]:
         if not self.root.exists():
             return []
-        names = (STEP_NAME.fullmatch(entry.name) for entry in self.root.iterdir())
+        names = (STEP_NAME.fullmatch(name) for name in os.listdir(self.root))
         return sorted(int(match[1]) for match in names if match)
+
+    def latest(self) -> int | None:
+        """The newest step that exists; without a look at all the others."""
+        numbers = reversed(self._folders())
+        return next((step for step in numbers if (self.folder(step) / FILE_NAME).exists()), None)
 
     def newest_good(self) -> tuple[Path | None, list[str]]:
         """The newest step whose files are all as they were written, and what is wrong with newer ones."""
         passed_over = []
-        for step in reversed(self.steps()):
+        for step in reversed(self._folders()):
+            folder = self.folder(step)
+            if not (folder / FILE_NAME).exists():
+                continue
             try:
-                verify(self.folder(step))
-                return self.folder(step), passed_over
+                verify(folder)
+                return folder, passed_over
             except CheckpointError as error:
                 passed_over.append(str(error))
         return None, passed_over
 
     # Writing
 
-    def begin_part(self, step: int, folders: list[str]) -> Path:
-        """Empty `folders` of step `step` to write into, and return the step's folder.
-
-        What an earlier, uncommitted attempt left in them is removed.
+    def begin(self, step: int, folders: list[str]) -> None:
+        """Make empty `folders` in step `step`; what a save that was never completed left there is removed.
 
         Raises:
             CheckpointError: the step exists already.
@@ -81,29 +87,21 @@ class CheckpointStore:
         for name in folders:
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / name).mkdir(parents=True)
-        return folder
 
-    def finish_part(self, step: int, part: str, folders: list[str], attempt: str) -> None:
-        """Make a part's files durable and say that they are complete.
-
-        Args:
-            part: who wrote them: trainer or orchestrator.
-            folders: the part's folders in the step's folder, all of whose files belong to it.
-            attempt: id of the attempt that wrote them.
-        """
-        folder = self.folder(step)
-        names = []
-        for top in folders:
-            for path in sorted((folder / top).rglob("*")):
-                sync(path)
-                if path.is_file():
-                    names.append(path.relative_to(folder).as_posix())
-            sync(folder / top)
-        files = {name: entry.model_dump() for name, entry in describe(folder, names).items()}
-        write_json(self._part_file(step, part), {"attempt": attempt, "files": files}, durable=True)
-
-    def _part_file(self, step: int, part: str) -> Path:
+    def part_file(self, step: int, part: str) -> Path:
+        """Where a part says that it is complete, until the step is committed."""
         return self.folder(step) / f".{part}.part.json"
+
+    def write_part(self, step: int, part: str, files: Mapping[str, bytes], attempt: str) -> None:
+        """Write a part that consists of small files, by name within the step, and make it durable."""
+        folder = self.folder(step)
+        checksums = {}
+        for name, content in files.items():
+            write_atomic(folder / name, content, durable=True)
+            checksums[name] = FileChecksum(len(content))
+            checksums[name].add(0, content)
+        sync(folder)
+        write_json(self.part_file(step, part), part_content(attempt, checksums), durable=True)
 
     def commit(
         self, step: int, parts: list[str], attempt: str, *, timeout: float, about: dict[str, Any]
@@ -112,36 +110,53 @@ class CheckpointStore:
 
         Args:
             timeout: seconds to wait for a part.
-            about: the manifest's fields other than step, parts and files.
+            about: the manifest's fields other than step, files and created.
 
         Raises:
             DeadlinePassed: a part did not arrive.
         """
-        files: dict[str, FileEntry] = {}
+        checksums: dict[str, FileChecksum] = {}
         for part in parts:
             content = wait_for(
                 lambda part=part: self._arrived(step, part, attempt),
                 seconds=timeout,
-                whom=f"the {part}'s part of checkpoint {step}",
+                whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",
             )
-            files |= {name: FileEntry(**entry) for name, entry in content["files"].items()}
+            for name, checksum in read_part(content).items():
+                checksums.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+        fault_point("commit.before_manifest")
         manifest = Manifest(
             step=step,
-            parts=parts,
-            files=files,
+            files={name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())},
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **about,
         )
-        for part in parts:
-            self._part_file(step, part).unlink()
-        write_atomic(self.folder(step) / FILE_NAME, manifest.to_json(), durable=True)
+        folder = self.folder(step)
+        for path in folder.glob(".*"):  # part files, and what a crash left of them
+            path.unlink()
+        temporary = folder / f".{FILE_NAME}"
+        temporary.write_bytes(manifest.to_json())
+        sync(temporary)
+        fault_point("commit.manifest_written")
+        temporary.rename(folder / FILE_NAME)
+        sync(folder)
         sync(self.root)
+        fault_point("commit.done")
         return manifest
 
     def _arrived(self, step: int, part: str, attempt: str) -> dict[str, Any] | None:
-        content = read_json(self._part_file(step, part))
+        content = read_json(self.part_file(step, part))
         return content if content and content["attempt"] == attempt else None
+
+    def delete(self, step: int) -> None:
+        """Delete a step: first its manifest, with which it ceases to exist, then the rest."""
+        fault_point("retention.before_delete")
+        folder = self.folder(step)
+        (folder / FILE_NAME).unlink()
+        sync(folder)
+        fault_point("retention.manifest_deleted")
+        shutil.rmtree(folder)
 
     def set_aside_after(self, step: int, name: str) -> Path | None:
         """Move the steps after `step`, whole or half, out of every reader's sight.
@@ -161,37 +176,16 @@ class CheckpointStore:
         return aside
 
 
-def load_manifest(folder: Path) -> Manifest:
-    """The manifest of one step_N folder.
+def verify(folder: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Manifest:
+    """Check every file of a step against its manifest.
+
+    Args:
+        on_bytes: told the size of each file that was checked, for a progress bar.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, its save was never completed, or it can't be read.
-    """
-    path = folder / FILE_NAME
-    try:
-        text = path.read_bytes()
-    except FileNotFoundError:
-        what = "its save was never completed" if folder.is_dir() else "there is no such folder"
-        raise CheckpointError(f"{folder} is not a checkpoint: {what}") from None
-    manifest = parse(text, str(path))
-    match = STEP_NAME.fullmatch(folder.name)
-    if match and int(match[1]) != manifest.step:
-        raise Damaged(f"{path}: belongs to step {manifest.step}")
-    return manifest
-
-
-def verify(folder: Path, part: str = "") -> Manifest:
-    """Check every file of a step (below the folder `part`, if given) against its manifest.
-
-    Raises:
+        CheckpointError: it is no checkpoint.
         Damaged: naming the file and the place.
     """
     manifest = load_manifest(folder)
-    check_files(folder, manifest, part)
+    check_files(folder, manifest, on_bytes)
     return manifest
-
-
-def origin(folder: Path) -> Origin:
-    """Which step of which run the checkpoint in `folder` is."""
-    manifest = load_manifest(folder)
-    return Origin(run_id=manifest.run_id, step=manifest.step)

@@ -6,14 +6,25 @@ ranges straight into the final files, and reads only its ranges back, on any num
 
 import os
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
+from awscrt.checksums import crc64nvme
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cairn.checkpoint.layout import MAX_FILE_BYTES, StoredTensor, TensorSpec, find_tensors, plan
-from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.checksums import CHUNK_BYTES, READ_BYTES, FileChecksum
+from cairn.checkpoint.layout import (
+    MAX_FILE_BYTES,
+    FileLayout,
+    StoredTensor,
+    TensorSpec,
+    find_tensors,
+    plan,
+)
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crcs, load_manifest
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -28,6 +39,47 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+READERS = 2  # reads under way at once on each rank
+
+
+def plan_tensors(
+    tensors: Mapping[str, torch.Tensor], stem: str, max_file_bytes: int = MAX_FILE_BYTES
+) -> tuple[list[FileLayout], bytes | None]:
+    """The files that hold these tensors as wholes, and their index; the same on every rank."""
+    specs = [TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    return plan(specs, stem, max_file_bytes=max_file_bytes)
+
+
+def local_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, int] | None:
+    """What this rank has to write of `tensor`: the local values, and where in the whole they begin, in bytes.
+
+    None if another rank writes it all: rank 0 writes what every rank has.
+    """
+    tensor = tensor.detach()
+    if isinstance(tensor, DTensor):
+        first = _first_item(tensor)
+        local = tensor.to_local()
+        if first is None:
+            return (local, 0) if rank == 0 else None
+        return (local, first * local.element_size()) if local.numel() else None
+    return (tensor, 0) if rank == 0 else None
+
+
+def _first_item(tensor: DTensor) -> int | None:
+    """The index in the whole tensor of a shard's first item; None if every rank has all of it."""
+    if all(isinstance(placement, Replicate) for placement in tensor.placements):
+        return None
+    if tuple(tensor.placements) != (Shard(0),):
+        raise NotImplementedError(
+            f"tensors placed as {tensor.placements}; only shards on dimension 0 are known"
+        )
+    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
+    return offset[0] * tensor.shape[1:].numel()
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """The values of a contiguous tensor as uint8 [nbytes], sharing its memory."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def write_tensors(
@@ -42,10 +94,9 @@ def write_tensors(
     """Write whole tensors and this rank's shards of DTensors to `<stem>.safetensors` or several such files.
 
     Every rank calls it with the same names in the same order; `barrier` waits for all of them. The files do
-    not depend on the number of ranks. Nothing is fsynced.
+    not depend on the number of ranks. Nothing is fsynced: it is for weights in transit, not for checkpoints.
     """
-    specs = [TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
-    files, index = plan(specs, stem, max_file_bytes=max_file_bytes)
+    files, index = plan_tensors(tensors, stem, max_file_bytes)
     if rank == 0:
         for file in files:
             with open(folder / file.name, "wb") as out:
@@ -58,16 +109,27 @@ def write_tensors(
         fd = os.open(folder / file.name, os.O_WRONLY)
         try:
             for name, start in file.offsets.items():
-                local, item = _local_range(tensors[name], rank)
-                if local is not None and local.numel():
-                    _write_all(fd, local, start + item * local.element_size())
+                part = local_part(tensors[name], rank)
+                if part is not None and part[0].numel():
+                    view = memoryview(as_bytes(part[0].cpu()).numpy())
+                    while view:
+                        written = os.pwrite(fd, view, start + part[1] + part[0].nbytes - len(view))
+                        view = view[written:]
         finally:
             os.close(fd)
     barrier()
 
 
-def read_tensors(folder: Path, targets: Mapping[str, torch.Tensor], stem: str) -> None:
+def read_tensors(
+    folder: Path, targets: Mapping[str, torch.Tensor], stem: str, *, rank: int = 0
+) -> dict[Path, FileChecksum]:
     """Fill `targets` in place, converting the data type: whole tensors, or this rank's shards of DTensors.
+
+    Several threads read, and checksum what they read while it is in the processor's cache. Over all ranks
+    every byte of the files is counted once if `targets` are all the tensors there are, so the merged
+    checksums tell whether the files are as they were written.
+
+    Returns what this rank saw of each file.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -82,61 +144,99 @@ def read_tensors(folder: Path, targets: Mapping[str, torch.Tensor], stem: str) -
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(stored[name].spec.shape)}, expected {list(target.shape)}"
             )
-    fds: dict[Path, int] = {}
-    try:
-        for name, target in targets.items():
-            path = stored[name].path
-            if path not in fds:
-                fds[path] = os.open(path, os.O_RDONLY)
-            _read_local(fds[path], stored[name], target)
-    finally:
-        for fd in fds.values():
-            os.close(fd)
+    paths = sorted({tensor.path for tensor in stored.values()})
+    seen = {path: FileChecksum(path.stat().st_size) for path in paths}
+    with ThreadPoolExecutor(READERS) as pool:
+        fds = {path: os.open(path, os.O_RDONLY) for path in paths}
+        try:
+            jobs = [
+                pool.submit(_read_local, fds[stored[name].path], stored[name], target, rank)
+                for name, target in targets.items()
+            ]
+            results = [(stored[name].path, job.result()) for name, job in zip(targets, jobs, strict=True)]
+        finally:
+            for job in jobs:
+                job.cancel()
+            pool.shutdown()
+            for fd in fds.values():
+                os.close(fd)
+    for path, pieces in results:
+        for offset, nbytes, crc in pieces:
+            seen[path].add_crc(offset, nbytes, crc)
+    if rank == 0:
+        for path in paths:
+            first = min(tensor.offset for tensor in stored.values() if tensor.path == path)
+            with open(path, "rb") as file:
+                seen[path].add(0, file.read(first))
+    return seen
 
 
-def _local_range(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor | None, int]:
-    """The part of `tensor` that this rank writes, and the index of its first item in the whole tensor."""
-    tensor = tensor.detach()
-    if not isinstance(tensor, DTensor):
-        return (tensor if rank == 0 else None), 0
-    if all(isinstance(placement, Replicate) for placement in tensor.placements):
-        return (tensor.to_local() if rank == 0 else None), 0
-    return tensor.to_local(), _first_item(tensor)
+def load_step(
+    folder: Path,
+    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    *,
+    rank: int = 0,
+    gather: Callable[[Any], list[Any]] = lambda mine: [mine],
+) -> Manifest:
+    """Fill `tensors` (by file stem within the step, such as `model/model`, and name) from a checkpoint.
+
+    All ranks call it. Each reads its own ranges and no others; together they check every byte.
+
+    Args:
+        gather: returns what all ranks gave it, on every rank.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or holds other tensors.
+        Damaged: a file is not as it was written; the tensors then hold what was read.
+    """
+    manifest = load_manifest(folder)
+    seen: dict[str, FileChecksum] = {}
+    for stem, targets in tensors.items():
+        where, _, name = stem.rpartition("/")
+        for path, checksum in read_tensors(folder / where, targets, name, rank=rank).items():
+            seen[f"{where}/{path.name}"] = checksum
+    merged: dict[str, FileChecksum] = {}
+    for others in gather(seen):
+        for name, checksum in others.items():
+            merged.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+    for name, checksum in merged.items():
+        if name not in manifest.files or manifest.files[name].size != checksum.size:
+            raise Damaged(f"{folder / name}: does not belong to the checkpoint, or has another size")
+        if checksum.nbytes != checksum.size:
+            raise CheckpointError(f"{folder / name}: holds tensors that this run does not have")
+        check_crcs(folder / name, manifest.files[name], checksum.chunks())
+    return manifest
 
 
-def _first_item(tensor: DTensor) -> int:
-    if tuple(tensor.placements) != (Shard(0),):
-        raise NotImplementedError(
-            f"tensors placed as {tensor.placements}; only shards on dimension 0 are known"
-        )
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0] * tensor.shape[1:].numel()
-
-
-def _write_all(fd: int, tensor: torch.Tensor, offset: int) -> None:
-    view = memoryview(tensor.cpu().contiguous().view(-1).view(torch.uint8).numpy())
-    while view:
-        written = os.pwrite(fd, view, offset)
-        view = view[written:]
-        offset += written
-
-
-def _read_local(fd: int, stored: StoredTensor, target: torch.Tensor) -> None:
+def _read_local(fd: int, stored: StoredTensor, target: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
+    """Read this rank's part of a tensor; returns (file offset, bytes, CRC) of what it accounts for."""
     target = target.detach()
-    first = 0
+    first = None
     if isinstance(target, DTensor):
-        if not all(isinstance(placement, Replicate) for placement in target.placements):
-            first = _first_item(target)
+        first = _first_item(target)
         target = target.to_local()
     if not target.numel():
-        return
-    buffer = torch.empty(target.shape, dtype=DTYPES[stored.spec.dtype])
-    view = memoryview(buffer.view(-1).view(torch.uint8).numpy())
-    offset = stored.offset + first * buffer.element_size()
+        return []
+    dtype = DTYPES[stored.spec.dtype]
+    in_place = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
+    buffer = target if in_place else torch.empty(target.shape, dtype=dtype)
+    offset = stored.offset + (first or 0) * buffer.element_size()
+    pieces = _read_checked(fd, offset, memoryview(as_bytes(buffer).numpy()), stored)
+    if not in_place:
+        target.copy_(buffer)
+    return pieces if first is not None or rank == 0 else []
+
+
+def _read_checked(fd: int, offset: int, view: memoryview, stored: StoredTensor) -> list[tuple[int, int, int]]:
+    pieces: list[tuple[int, int, int]] = []
     while view:
-        count = os.preadv(fd, [view], offset)
-        if count == 0:
-            raise Damaged(f"{stored.path}: ends in the middle of {stored.spec.name}")
-        view = view[count:]
-        offset += count
-    target.copy_(buffer)
+        begin, crc = offset, 0
+        room = min(len(view), CHUNK_BYTES - offset % CHUNK_BYTES)
+        while room:
+            count = os.preadv(fd, [view[: min(room, READ_BYTES)]], offset)
+            if count == 0:
+                raise Damaged(f"{stored.path}: ends in the middle of {stored.spec.name}")
+            crc = crc64nvme(view[:count], crc)
+            view, offset, room = view[count:], offset + count, room - count
+        pieces.append((begin, offset - begin, crc))
+    return pieces

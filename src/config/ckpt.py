@@ -1,6 +1,8 @@
 """When to save, where, and what to go on from."""
 
-from pydantic import Field, model_validator
+from typing import Literal
+
+from pydantic import AliasChoices, Field, model_validator
 from pydantic_config import BaseConfig
 
 
@@ -15,8 +17,36 @@ class CkptConfig(BaseConfig):
     """Go on from this step of the run; later steps are set aside."""
     resume: str | None = None
     """latest (an error if there is none), auto (go on, or start fresh), or the path of a step_N folder."""
+    interval_minutes: float | None = Field(None, gt=0)
+    """And at least this often, whatever the interval."""
+    save_async: bool = True
+    """Write while training goes on; false waits until each save is committed."""
+    training_state: bool = True
+    """False saves weights only, which can start a run but not resume one."""
+    keep_last: int | None = Field(None, ge=1, validation_alias=AliasChoices("keep_last", "keep"))
+    """Keep the newest N steps; default: all, unless keep_best is given."""
+    keep_every: int | None = Field(None, ge=1)
+    """Keep the multiples of N for ever."""
+    keep_best: int | None = Field(None, ge=1)
+    """Keep the N best steps by the metric."""
+    metric: str | None = None
+    """What keep_best goes by, such as loss or reward/mean."""
+    mode: Literal["min", "max"] | None = None
+    """Whether small or large values of the metric are better."""
+    milestones: list[int] = []
+    """Keep these steps for ever."""
+    verify: Literal["load", "save", "off"] = "load"
+    """Check all bytes when loading; save: also read them back when saving; off: sizes only."""
     part_timeout: float = Field(300, gt=0)
-    """Seconds to wait for the other role's part of a checkpoint."""
+    """Seconds to wait for another rank's or role's part of a checkpoint."""
+
+    @model_validator(mode="after")
+    def _best_by_something(self) -> "CkptConfig":
+        if self.keep_best is not None and (self.metric is None or self.mode is None):
+            raise ValueError(
+                f"keep_best = {self.keep_best} needs metric and mode, such as metric = 'loss', mode = 'min'"
+            )
+        return self
 
     @model_validator(mode="after")
     def _one_way_to_resume(self) -> "CkptConfig":

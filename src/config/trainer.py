@@ -8,7 +8,6 @@ from pydantic_config import BaseConfig
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 
-
 # The kinds of data files, and the builder of `datasets` that reads each.
 DATA_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
 

@@ -49,8 +49,8 @@ def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
     start = Start(store, folder, _with_parts(folder, needs) if folder else None)
     if config.max_steps <= start.step:
         raise UsageError(
-            f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left to do; "
-            "give a larger one"
+            f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left "
+            "to do; give a larger one"
         )
     return start
 
@@ -71,9 +71,12 @@ def begin(config: RunConfig, start: Start) -> Attempt:
         raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
     earlier = run.attempt()
     own_step = 0 if start.is_fork else start.step
+    number = (earlier.number if earlier else 0) + 1
+    rewinds = (start.store.latest() or 0) > own_step
     attempt = Attempt(
         run_id=start.manifest.run_id if own_step else secrets.token_hex(4),
-        number=(earlier.number if earlier else 0) + 1,
+        number=number,
+        branch=start.manifest.branch if own_step and not rewinds else f"branch_{number}",
         start_step=start.step,
         resume_from=str(start.folder) if start.folder else None,
     )

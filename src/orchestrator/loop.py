@@ -1,6 +1,7 @@
 """The orchestrator: prompts, rollouts, rewards, batches, and the policy's way to the servers."""
 
 import asyncio
+import json
 import logging
 import time
 from dataclasses import asdict, dataclass
@@ -23,7 +24,8 @@ from cairn.orchestrator.rollouts import (
 )
 from cairn.run.batches import Batch, batch_path, write_batch
 from cairn.run.directory import Attempt, RunDirectory
-from cairn.run.files import read_json, write_json
+from cairn.run.faults import fault_point
+from cairn.run.files import read_json
 from cairn.run.seeds import derive, permutation
 from cairn.run.waiting import wait_for
 
@@ -195,7 +197,7 @@ class Orchestrator:
 
     def _save(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; the trainer commits it."""
-        folder = self.store.begin_part(step, ["orchestrator"])
+        self.store.begin(step, ["orchestrator"])
         state = {
             "progress": asdict(self.progress),
             "seed": self.config.seed,
@@ -206,8 +208,9 @@ class Orchestrator:
                 "position": self.progress.total_problems % len(self.environment),
             },
         }
-        write_json(folder / "orchestrator" / "state.json", state)
-        self.store.finish_part(step, "orchestrator", ["orchestrator"], self.attempt.id)
+        files = {"orchestrator/state.json": (json.dumps(state, indent=2) + "\n").encode()}
+        fault_point("orchestrator.before_part")
+        self.store.write_part(step, "orchestrator", files, self.attempt.id)
 
     def _load(self, folder: Path) -> None:
         saved = read_json(folder / "orchestrator" / "state.json")

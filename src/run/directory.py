@@ -22,6 +22,8 @@ class Attempt:
     """Optimiser steps that were done before this attempt."""
     resume_from: str | None
     """The step_N folder that every role goes on from; None starts fresh."""
+    branch: str
+    """The branch of the run that its checkpoints belong to."""
 
     @property
     def id(self) -> str:

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -48,6 +49,16 @@ class Group:
         gathered = [torch.empty_like(rows) for _ in range(self.world_size)]
         dist.all_gather(gathered, rows)
         return torch.stack(gathered).cpu()
+
+    def any_of(self, *flags: bool) -> list[bool]:
+        """For each flag, whether it is set on any rank; the ranks come to the same decision."""
+        return self.gather_rows(torch.tensor([flags], dtype=torch.float64)).amax((0, 1)).bool().tolist()
+
+    def gather_objects(self, mine: Any) -> list[Any]:
+        """What every rank gave, on every rank."""
+        gathered: list[Any] = [None] * self.world_size
+        dist.all_gather_object(gathered, mine)
+        return gathered
 
     def leave(self) -> None:
         """Take leave of the other ranks."""

@@ -7,6 +7,7 @@ having stopped.
 
 import logging
 import time
+from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 
@@ -14,19 +15,21 @@ import torch
 import torch.nn.functional as F
 from transformers import AutoTokenizer
 
-from cairn.checkpoint.store import CheckpointStore, origin
+from cairn.checkpoint.saver import Saved
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.batches import Batch
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
-from cairn.trainer.losses import LossSums, PolicyLoss, sft_loss
-from cairn.trainer.model import load_model
+from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
+from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import MicroBatch, make_micro_batches
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
-from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
 from cairn.trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
@@ -47,15 +50,16 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         CheckpointError: the checkpoint to go on from can't be used.
     """
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
-    store = CheckpointStore(run.checkpoints)
     resume_from = Path(attempt.resume_from) if attempt.resume_from else None
     model_folder = resume_from / "model" if resume_from else Path(config.model.name)
-    model = load_model(model_folder, config, group.mesh)
+    model = build_model(model_folder, config, group.mesh)
     optimizer = make_optimizer(model.parameters(), config.optimizer)
-    state = TrainerState(config, attempt, group, model, optimizer, Progress(), model_folder)
+    state = TrainerState(config, group, model, optimizer, Progress())
+    parent = None
     if resume_from:
-        state.load(resume_from)
-        state.parent = origin(resume_from)
+        parent = state.load(resume_from)
+    else:
+        read_tensors(model_folder, weights(model), "model")
 
     position = state.progress.total_samples
     publisher = None
@@ -66,46 +70,76 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         loss_function = PolicyLoss(config.loss)
         data = RLData(config, run, attempt, position)
         publisher = VersionPublisher(run, attempt, group)
+    checkpoints = None
+    if config.ckpt:
+        store = CheckpointStore(run.checkpoints)
+        checkpoints = TrainerCheckpoints(state, store, attempt, model_folder, parent, run.forget_batches)
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
-    stopped, save = None, False
+    stopped, save, saved_at = None, False, time.monotonic()
     for step in range(state.progress.step + 1, config.max_steps + 1):
         waited_from = time.monotonic()
         batch = data.next_batch(step)
         started = time.monotonic()
-        row = {**train_step(state, batch, step, loss_function), **batch.metrics}
-        asked_to_stop = group.rank == 0 and run.stop_requested() is not None
-        ended = bool(group.gather_rows(torch.tensor([[float(asked_to_stop)]], dtype=torch.float64)).any())
-        last = ended or step == config.max_steps
-        save = config.ckpt is not None and (last or _due(step, config))
+        before_update = checkpoints.before_update if checkpoints else None
+        row = {**train_step(state, batch, step, loss_function, before_update), **batch.metrics}
+        asked_to_stop, overdue = group.any_of(
+            run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at)
+        )
+        last = asked_to_stop or step == config.max_steps
+        save = checkpoints is not None and (last or overdue or _due(config, step))
         if publisher:
-            publisher.publish(step, model, save=save, last=last)
+            publisher.publish(step, model, save=save and config.ckpt.training_state, last=last)
         if tracker:
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
             tracker.log({"step": step, **row, **asdict(state.progress), **times})
-        if save:
-            seconds = state.save(store, row)
-            logger.info("step %d saved in %.2f s", step, seconds)
-            if tracker and publisher:
-                run.forget_batches(step)
+        if checkpoints:
+            if save:
+                checkpoints.save(row, wait=not config.ckpt.save_async)
+                saved_at = time.monotonic()
+            _report(checkpoints.check())
         if last:
-            if ended and step < config.max_steps:
+            if asked_to_stop and step < config.max_steps:
                 stopped = f"asked to stop at step {step}"
             break
+    if checkpoints:
+        _report(checkpoints.finish())
     group.barrier()
     if tracker:
         tracker.close()
     return Outcome(state.progress.step, stopped, save)
 
 
-def _due(step: int, config: TrainerBase) -> bool:
+def _due(config: TrainerBase, step: int) -> bool:
     return config.ckpt.interval is not None and step % config.ckpt.interval == 0
 
 
-def train_step(state: TrainerState, batch: Batch, step: int, loss_function) -> dict[str, float]:
+def _overdue(config: TrainerBase, seconds: float) -> bool:
+    minutes = config.ckpt and config.ckpt.interval_minutes
+    return minutes is not None and seconds >= 60 * minutes
+
+
+def _report(saves: list[Saved]) -> None:
+    for saved in saves:
+        logger.info(
+            "step %d saved: durable after %.3f s, of which training stood still for %.3f s",
+            saved.step,
+            saved.durable_seconds,
+            saved.stall_seconds,
+        )
+
+
+def train_step(
+    state: TrainerState,
+    batch: Batch,
+    step: int,
+    loss_function: LossFunction,
+    before_update: Callable[[], None] | None = None,
+) -> dict[str, float]:
     """One optimiser step on `batch`, in place; returns its metrics.
 
-    The loss is a mean over all learned tokens of the batch, on whichever rank they are.
+    The loss is a mean over all learned tokens of the batch, on whichever rank they are. Weights and optimiser
+    state change only after `before_update` has returned.
 
     Raises:
         TrainingDiverged: the gradient is not finite.
@@ -139,6 +173,8 @@ def train_step(state: TrainerState, batch: Batch, step: int, loss_function) -> d
     rate = learning_rate(step, config.optimizer, config.scheduler, config.scheduler.steps or config.max_steps)
     for parameters in state.optimizer.param_groups:
         parameters["lr"] = rate
+    if before_update:
+        before_update()
     state.optimizer.step()
     state.optimizer.zero_grad(set_to_none=True)
 
@@ -156,7 +192,7 @@ def train_step(state: TrainerState, batch: Batch, step: int, loss_function) -> d
     }
 
 
-def _forward(model, micro: MicroBatch, temperature: float, loss_function) -> LossSums:
+def _forward(model, micro: MicroBatch, temperature: float, loss_function: LossFunction) -> LossSums:
     # Without a cache the model keeps apart samples whose positions start anew; with one it silently does not.
     logits = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False).logits[:, :-1]
     logits = logits.float() / temperature if temperature != 1.0 else logits.float()

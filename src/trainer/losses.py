@@ -1,5 +1,6 @@
 """What SFT and RL minimise, as sums over tokens; the loop divides by the step's global token count."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -18,6 +19,9 @@ class LossSums:
     loss: torch.Tensor
     means: dict[str, torch.Tensor]
     maxima: dict[str, torch.Tensor]
+
+
+LossFunction = Callable[[torch.Tensor, MicroBatch], LossSums]
 
 
 def sft_loss(logprobs: torch.Tensor, micro: MicroBatch) -> LossSums:

@@ -1,6 +1,7 @@
 """The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
 
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -10,23 +11,16 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
-def load_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
-    """Build the model, shard it, and let each rank read its own shards of the weights.
+def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
+    """The sharded model that the Hugging Face directory `folder` describes, its weights still undefined.
 
     Master weights are float32 whatever the files hold. Before it is sharded no weight is ever written to, so
     a rank does not hold the whole model in memory.
-
-    Args:
-        folder: a Hugging Face directory with safetensors weights.
-
-    Raises:
-        CheckpointError: the weights do not fit the model's configuration.
     """
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -41,7 +35,6 @@ def load_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTraine
             layer.compile()
         fully_shard(layer, mesh=mesh, mp_policy=policy)
     fully_shard(model, mesh=mesh, mp_policy=policy)
-    read_tensors(folder, weights(model), "model")
     return model
 
 
@@ -57,10 +50,13 @@ def weights(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
     return {name: tensor for name, tensor in model.state_dict().items() if name in once}
 
 
-def write_companions(model: PreTrainedModel, source: Path, folder: Path) -> None:
-    """Write what else a Hugging Face directory holds: configuration, tokenizer, generation settings."""
-    for path in sorted(source.iterdir()):
-        weights_file = ".safetensors" in path.name or path.suffix in (".bin", ".pt", ".pth", ".h5", ".gguf")
-        if path.is_file() and not weights_file and path.suffix in (".json", ".jinja", ".txt", ".model"):
-            shutil.copyfile(path, folder / path.name)
-    model.config.save_pretrained(folder)  # last: it says in which data type the weights are
+def companions(model: PreTrainedModel, source: Path) -> dict[str, bytes]:
+    """What else a Hugging Face directory holds, by file name: configuration, tokenizer and the like."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for path in source.iterdir():
+            is_weights = ".safetensors" in path.name
+            if path.is_file() and not is_weights and path.suffix in (".json", ".jinja", ".txt", ".model"):
+                shutil.copyfile(path, folder / path.name)
+        model.config.save_pretrained(folder)  # last: it says in which data type the weights are
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

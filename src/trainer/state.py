@@ -1,23 +1,27 @@
-"""The trainer's part of a checkpoint."""
+"""What a trainer saves, and how it goes on from that."""
 
 import hashlib
 import importlib.metadata
+import json
 import platform
-import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.manifest import Origin
+from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.saver import Saved, Saver, Tensors
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import DTYPE_NAMES, read_tensors, write_tensors
+from cairn.checkpoint.tensors import DTYPE_NAMES, load_step
 from cairn.config.trainer import TrainerBase, TrainerConfig
 from cairn.run.directory import Attempt
-from cairn.run.files import read_json, write_json
+from cairn.run.files import read_json
 from cairn.trainer.group import Group
-from cairn.trainer.model import weights, write_companions
+from cairn.trainer.model import companions, weights
 
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
@@ -33,64 +37,31 @@ class Progress:
 
 @dataclass
 class TrainerState:
-    """All that a trainer changes while it runs, and how to save and load it.
+    """All that a trainer changes while it runs.
 
     No random generator is among it: every draw is seeded from (run seed, purpose, step), which a resumed run
     seeds again (`cairn.run.seeds`).
     """
 
     config: TrainerBase
-    attempt: Attempt
     group: Group
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     progress: Progress
-    model_folder: Path
-    """The Hugging Face directory that the model's configuration and tokenizer come from."""
-    parent: Origin | None = None
-    """The checkpoint before the one to be saved."""
 
-    def save(self, store: CheckpointStore, metrics: dict[str, float]) -> float:
-        """Save a checkpoint of the current step and commit it; all ranks call it. Returns seconds taken."""
-        started = time.monotonic()
-        step, group = self.progress.step, self.group
-        if group.rank == 0:
-            store.begin_part(step, ["model", "trainer"])
-        group.barrier()
-        folder = store.folder(step)
-        places = {"rank": group.rank, "barrier": group.barrier}
-        tensors = weights(self.model)
-        write_tensors(folder / "model", tensors, "model", **places)
-        write_tensors(folder / "trainer", self._optimizer_tensors(), "optimizer", **places)
-        if group.rank == 0:
-            write_companions(self.model, self.model_folder, folder / "model")
-            write_json(
-                folder / "trainer" / "state.json",
-                {
-                    "progress": asdict(self.progress),
-                    "seed": self.config.seed,
-                    "optimizer": type(self.optimizer).__name__,
-                    "scheduler": self.config.scheduler.model_dump(),
-                },
-            )
-            store.finish_part(step, "trainer", ["model", "trainer"], self.attempt.id)
-            parts = ["trainer", "orchestrator"] if isinstance(self.config, TrainerConfig) else ["trainer"]
-            manifest = store.commit(
-                step,
-                parts,
-                self.attempt.id,
-                timeout=self.config.ckpt.part_timeout,
-                about=self._about(metrics, {DTYPE_NAMES[tensor.dtype] for tensor in tensors.values()}),
-            )
-            self.parent = Origin(run_id=manifest.run_id, step=manifest.step)
-        return time.monotonic() - started
+    def load(self, folder: Path) -> Origin:
+        """Take everything from the checkpoint in `folder`; all ranks call it. Returns which one that was.
 
-    def load(self, folder: Path) -> None:
-        """Take optimiser state and progress from the step_N `folder`; the weights are loaded already."""
+        Raises:
+            CheckpointError: it holds other tensors than this run has.
+            Damaged: a file is not as it was written.
+        """
         saved = read_json(folder / "trainer" / "state.json")
         self.progress = Progress(**saved["progress"])
         self._create_optimizer_state()
-        read_tensors(folder / "trainer", self._optimizer_tensors(), "optimizer")
+        group = self.group
+        manifest = load_step(folder, self.tensors(), rank=group.rank, gather=group.gather_objects)
+        return Origin(run_id=manifest.run_id, step=manifest.step)
 
     def _create_optimizer_state(self) -> None:
         """Have the optimiser make its state, with a step that changes nothing; loading then overwrites it."""
@@ -104,24 +75,107 @@ class TrainerState:
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
 
-    def _optimizer_tensors(self) -> dict[str, torch.Tensor]:
-        """Optimiser state by parameter name, such as `model.norm.weight.exp_avg`."""
-        return {
+    def tensors(self, *, weights_only: bool = False) -> Tensors:
+        """Weights by name, and optimiser state as `<weight's name>.<what>`, such as `.exp_avg`."""
+        if weights_only:
+            return {"model/model": weights(self.model)}
+        optimizer = {
             f"{name}.{key}": value
             for name, parameter in self.model.named_parameters()
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
             if isinstance(value, torch.Tensor)
         }
+        both = {"model/model": weights(self.model), "trainer/optimizer": optimizer}
+        return {stem: tensors for stem, tensors in both.items() if tensors}
 
-    def _about(self, metrics: dict[str, float], dtypes: set[str]) -> dict:
-        config = self.config.model_dump_json(exclude={"ckpt", "max_steps"})
+
+class TrainerCheckpoints:
+    """Saves a trainer's state, off the training loop's critical path."""
+
+    def __init__(
+        self,
+        state: TrainerState,
+        store: CheckpointStore,
+        attempt: Attempt,
+        model_folder: Path,
+        parent: Origin | None,
+        after_commit: Callable[[int], None],
+    ):
+        """Prepare to save.
+
+        Args:
+            model_folder: where the model's configuration and tokenizer come from.
+            parent: the checkpoint that the run goes on from.
+            after_commit: called on rank 0, in the background, with each step that was committed.
+        """
+        self.state = state
+        self.store = store
+        self.attempt = attempt
+        self.parent = parent
+        self._companions = companions(state.model, model_folder) if state.group.rank == 0 else {}
+        ckpt, group = state.config.ckpt, state.group
+        if not ckpt.training_state:
+            self._parts = ["model"]
+        else:
+            self._parts = ["trainer", *(["orchestrator"] if isinstance(state.config, TrainerConfig) else [])]
+
+        def committed(step: int) -> None:
+            after_commit(step)
+            apply_retention(store, ckpt)
+
+        self._saver = Saver(
+            store,
+            rank=group.rank,
+            world_size=group.world_size,
+            barrier=group.barrier,
+            attempt=attempt.id,
+            roles=tuple(part for part in self._parts if part == "orchestrator"),
+            part_timeout=ckpt.part_timeout,
+            after_commit=committed,
+        )
+        self.before_update = self._saver.before_update
+        self.check = self._saver.check
+
+    def save(self, metrics: dict[str, float], *, wait: bool) -> None:
+        """Save the current step; all ranks call it. With `wait` it is committed when this returns."""
+        state = self.state
+        step = state.progress.step
+        files = {f"model/{name}": content for name, content in self._companions.items()}
+        tensors = state.tensors(weights_only=self._parts == ["model"])
+        if "trainer" in self._parts:
+            trainer_state = {
+                "progress": asdict(state.progress),
+                "seed": state.config.seed,
+                "optimizer": type(state.optimizer).__name__,
+                "scheduler": state.config.scheduler.model_dump(),
+            }
+            files["trainer/state.json"] = (json.dumps(trainer_state, indent=2) + "\n").encode()
+        self._saver.save(step, tensors, files, self._about(metrics, tensors))
+        self.parent = Origin(run_id=self.attempt.run_id, step=step)
+        if wait:
+            self._saver.finish()
+
+    def finish(self) -> list[Saved]:
+        """Wait for the last save, and end; the saves completed since the last `check`."""
+        self._saver.finish()
+        saved = self._saver.check()
+        self._saver.close()
+        return saved
+
+    def _about(self, metrics: dict[str, float], tensors: Tensors) -> dict[str, Any]:
+        config = self.state.config.model_dump_json(exclude={"ckpt", "max_steps"})
         versions = {package: importlib.metadata.version(package) for package in PACKAGES}
         return {
             "run_id": self.attempt.run_id,
             "attempt": self.attempt.number,
+            "branch": self.attempt.branch,
+            "parts": self._parts,
             "parent": self.parent,
-            "world_size": self.group.world_size,
-            "dtypes": {"model": "+".join(sorted(dtypes)), "optimizer": "F32"},
+            "world_size": self.state.group.world_size,
+            "dtypes": {
+                stem: "+".join(sorted({DTYPE_NAMES[tensor.dtype] for tensor in named.values()}))
+                for stem, named in tensors.items()
+            },
             "metrics": metrics,
             "versions": versions | {"python": platform.python_version()},
             "config_digest": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),

@@ -1,0 +1,73 @@
+"""Checksums of files that several ranks write and read in pieces.
+
+Every chunk of CHUNK_BYTES of a file has a CRC-64/NVME (the one that S3 uses for whole objects). A CRC is
+linear: the chunk's is the exclusive or of what each piece of it contributes, whoever computes that. So ranks
+that each hold some of a file's bytes come to the same checksums on any number of ranks, without showing each
+other a byte; and a reader checks the file from what the ranks have read anyway.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+from awscrt.checksums import combine_crc64nvme, crc64nvme
+
+CHUNK_BYTES = 16 << 20
+READ_BYTES = 1 << 20  # stays in the processor's cache between reading and checksumming
+
+
+class FileChecksum:
+    """What some pieces of one file contribute to the CRCs of its chunks.
+
+    `crcs` maps a chunk's number to the contribution so far; `nbytes` counts the bytes seen.
+    """
+
+    def __init__(self, size: int, crcs: dict[int, int] | None = None, nbytes: int = 0):
+        self.size = size
+        self.crcs = crcs or {}
+        self.nbytes = nbytes
+
+    def add(self, offset: int, data: memoryview | bytes) -> None:
+        """Count in the bytes `data`, which stand in the file at `offset`."""
+        view = memoryview(data)
+        while view:
+            piece = view[: CHUNK_BYTES - offset % CHUNK_BYTES]
+            self.add_crc(offset, len(piece), crc64nvme(piece))
+            offset += len(piece)
+            view = view[len(piece) :]
+
+    def add_crc(self, offset: int, nbytes: int, crc: int) -> None:
+        """Count in `nbytes` bytes at `offset` with that CRC; they must not cross the end of a chunk."""
+        chunk = offset // CHUNK_BYTES
+        end = min((chunk + 1) * CHUNK_BYTES, self.size)
+        self.crcs[chunk] = self.crcs.get(chunk, 0) ^ combine_crc64nvme(crc, 0, end - offset - nbytes)
+        self.nbytes += nbytes
+
+    def merge(self, other: "FileChecksum") -> None:
+        """Count in what another process saw of the same file."""
+        for chunk, crc in other.crcs.items():
+            self.crcs[chunk] = self.crcs.get(chunk, 0) ^ crc
+        self.nbytes += other.nbytes
+
+    def chunks(self) -> list[int]:
+        """The CRC of each chunk, once every byte was counted in."""
+        assert self.nbytes == self.size, f"{self.nbytes} of {self.size} bytes were checksummed"
+        return [self.crcs.get(chunk, 0) for chunk in range(-(-self.size // CHUNK_BYTES))]
+
+
+def chunk_crcs(path: Path) -> Iterator[int]:
+    """The CRC of each chunk of a file on disk."""
+    buffer = bytearray(READ_BYTES)
+    with open(path, "rb", buffering=0) as file:
+        crc, seen = 0, 0
+        while count := file.readinto(buffer):
+            view = memoryview(buffer)[:count]
+            while view:
+                piece = view[: CHUNK_BYTES - seen]
+                crc = crc64nvme(piece, crc)
+                seen += len(piece)
+                view = view[len(piece) :]
+                if seen == CHUNK_BYTES:
+                    yield crc
+                    crc, seen = 0, 0
+        if seen:
+            yield crc

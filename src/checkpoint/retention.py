@@ -1,0 +1,123 @@
+"""Which steps to keep: a pure rule over what is on disk, so that it survives restarts."""
+
+import json
+import logging
+import math
+import shutil
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.checkpoint.manifest import CheckpointError, load_manifest
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.run.files import read_json, write_json
+
+logger = logging.getLogger(__name__)
+
+PINS = "pins.json"
+
+
+@dataclass(frozen=True)
+class Step:
+    """A step that exists, and its metrics."""
+
+    step: int
+    metrics: Mapping[str, Any]
+
+
+def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) -> dict[int, list[str]]:
+    """Why each step is kept; one without a reason may be deleted.
+
+    Only `keep_last` and `keep_best` bound how many there are: without either, all are kept. The newest step
+    always is. Of equally good steps the newer counts as better; one without the metric, or with a value that
+    is not a number, is never among the best.
+    """
+    numbers = sorted(step.step for step in steps)
+    reasons: dict[int, list[str]] = {number: [] for number in numbers}
+    if not numbers:
+        return reasons
+    reasons[numbers[-1]].append("newest")
+    if rules.keep_last is None and rules.keep_best is None:
+        for number in numbers:
+            reasons[number].append("all")
+    if rules.keep_last is not None:
+        for number in numbers[-rules.keep_last :]:
+            reasons[number].append("last")
+    if rules.keep_best is not None:
+        sign = 1 if rules.mode == "max" else -1
+        rated = [
+            (sign * step.metrics[rules.metric], step.step)
+            for step in steps
+            if _is_number(step.metrics, rules.metric)
+        ]
+        for _, number in sorted(rated, reverse=True)[: rules.keep_best]:
+            reasons[number].append("best")
+    for number in numbers:
+        if rules.keep_every is not None and number % rules.keep_every == 0:
+            reasons[number].append("every")
+        if number in rules.milestones:
+            reasons[number].append("milestone")
+        if number in pinned:
+            reasons[number].append("pin")
+    return reasons
+
+
+def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
+    value = metrics.get(name)
+    return isinstance(value, int | float) and not math.isnan(value)
+
+
+def read_steps(store: CheckpointStore) -> list[Step]:
+    """The steps of a store with their metrics; one whose manifest is damaged has none."""
+    found = []
+    for number in store.steps():
+        try:
+            found.append(Step(number, load_manifest(store.folder(number)).metrics))
+        except CheckpointError:
+            found.append(Step(number, {}))
+    return found
+
+
+def pins(store: CheckpointStore) -> set[int]:
+    """The steps that a person pinned."""
+    try:
+        return set(read_json(store.root / PINS) or [])
+    except (json.JSONDecodeError, TypeError):
+        logger.warning("%s can't be read; no step counts as pinned", store.root / PINS)
+        return set()
+
+
+def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
+    """Pin a step, which keeps it for ever, or take the pin away."""
+    wanted = pins(store) | {step} if pinned else pins(store) - {step}
+    write_json(store.root / PINS, sorted(wanted), durable=True)
+
+
+def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
+    """Delete what the rules do not keep, and the debris of earlier saves; returns the deleted steps.
+
+    To be called when a step was committed, so that its predecessors only go once it is there. What can't be
+    deleted is reported and left.
+    """
+    newest = store.latest()
+    if newest is None:
+        return []
+    for folder in store.debris():
+        if int(folder.name.removeprefix("step_")) < newest:
+            logger.warning("removing %s, a save that was never completed", folder)
+            shutil.rmtree(folder, ignore_errors=True)
+    if rules.keep_last is None and rules.keep_best is None:
+        return []
+    # Manifests are only read where the rules look into them.
+    steps = read_steps(store) if rules.keep_best else [Step(number, {}) for number in store.steps()]
+    deleted = []
+    for number, reasons in reasons_to_keep(steps, rules, pins(store)).items():
+        if reasons:
+            continue
+        try:
+            store.delete(number)
+            deleted.append(number)
+        except OSError as error:
+            logger.warning("could not delete checkpoint %d: %s", number, error)
+    return deleted

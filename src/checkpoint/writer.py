@@ -1,0 +1,194 @@
+"""The process that writes checkpoints, beside a training process and outside its interpreter lock.
+
+It shares an arena of memory with the trainer, which copies its state there while it goes on training. This
+process follows the copy, checksums the bytes and writes them past the page cache where the file system allows
+that, makes them durable, and writes the rank's part file last. It imports no torch.
+
+Commands come as JSON lines on standard input: `plan` once, then for each save `save`, followed by `copied`
+lines that say how far the copy has come. Each save is answered by one JSON line: {"done": seconds} or
+{"error": ...}.
+"""
+
+import contextlib
+import errno
+import itertools
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any, BinaryIO
+
+from awscrt.checksums import crc64nvme
+
+from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
+from cairn.checkpoint.parts import part_content
+from cairn.run.faults import fault_point
+from cairn.run.files import sync, write_json
+
+WRITE_BYTES = 8 << 20
+WRITERS = 2  # writes under way at once
+
+
+class ArenaWriter:
+    """Writes the planned extents of one rank from its arena."""
+
+    def __init__(self, arena: memoryview, files: list[tuple[str, int]], extents: list[Extent]):
+        self.arena = arena
+        self.files = files
+        self.extents = extents
+
+    def save(self, folder: Path, part_file: Path, attempt: str, wait_for_copy: Callable[[int], None]) -> None:
+        """Write all extents below `folder`, make them durable, then write the part file.
+
+        Args:
+            wait_for_copy: returns when the arena is filled up to the given position.
+
+        Raises:
+            OSError: the disk is full, or something else is wrong with it.
+        """
+        checksums = {name: FileChecksum(size) for name, size in self.files}
+        touched: list[Path] = []
+        with ThreadPoolExecutor(WRITERS) as pool:
+            for number, (name, size) in enumerate(self.files):
+                extents = [extent for extent in self.extents if extent.file == number]
+                if extents:
+                    self._write_file(folder / name, extents, checksums[name], size, wait_for_copy, pool)
+                    touched.append(folder / name)
+        fault_point("save.before_fsync")
+        for path in touched:
+            sync(path)
+        for parent in sorted({path.parent for path in touched}):
+            sync(parent)
+        fault_point("save.before_part")
+        write_json(part_file, part_content(attempt, checksums), durable=True)
+
+    def _write_file(
+        self,
+        path: Path,
+        extents: list[Extent],
+        checksum: FileChecksum,
+        size: int,
+        wait_for_copy: Callable[[int], None],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        pending: list[Future[None]] = []
+        with _open(path, size) as (fd, direct):
+            try:
+                for extent in extents:
+                    for offset, nbytes in _blocks(extent.offset, extent.nbytes):
+                        start = extent.arena + offset - extent.offset
+                        wait_for_copy(start + nbytes)
+                        data = self.arena[start : start + nbytes]
+                        fault_point("save.write")
+                        aligned = (
+                            nbytes >= DIRECT_BYTES and offset % ALIGNMENT == 0 and nbytes % ALIGNMENT == 0
+                        )
+                        use = direct if direct is not None and aligned else fd
+                        pending.append(pool.submit(_write_all, use, data, offset))
+                        checksum.add_crc(offset, nbytes, crc64nvme(data))
+                        if len(pending) > 2 * WRITERS:
+                            pending.pop(0).result()
+                for write in pending:
+                    write.result()
+            finally:
+                wait(pending)  # before the file is closed under them
+
+
+def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
+    """Cut a range at multiples of WRITE_BYTES and, if it is long, at whole pages at either end."""
+    end = offset + nbytes
+    cuts = {offset, end, *range(-(-offset // WRITE_BYTES) * WRITE_BYTES, end, WRITE_BYTES)}
+    if (
+        nbytes >= DIRECT_BYTES
+    ):  # ragged ends share a page with a neighbour's range: not to be written directly
+        cuts |= {-(-offset // ALIGNMENT) * ALIGNMENT, end // ALIGNMENT * ALIGNMENT}
+    places = sorted(cuts)
+    return [(a, b - a) for a, b in itertools.pairwise(places)]
+
+
+@contextlib.contextmanager
+def _open(path: Path, size: int):
+    """The file for buffered and, where the file system can, for direct writing; it gets its final size."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    direct = None
+    try:
+        os.ftruncate(fd, size)
+        try:
+            direct = (
+                os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0)) if hasattr(os, "O_DIRECT") else None
+            )
+        except OSError as error:
+            if error.errno != errno.EINVAL:
+                raise
+        yield fd, direct
+    finally:
+        os.close(fd)
+        if direct is not None:
+            os.close(direct)
+
+
+def _write_all(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data = data[written:]
+        offset += written
+
+
+class _Commands:
+    """Standard input, line by line."""
+
+    def __init__(self, stream: BinaryIO):
+        self.stream = stream
+        self.copied = 0
+
+    def next(self) -> dict[str, Any] | None:
+        """The next command; None when the trainer is gone."""
+        line = self.stream.readline()
+        return json.loads(line) if line.endswith(b"\n") else None
+
+    def wait_for_copy(self, position: int) -> None:
+        """Return when the trainer has copied its state up to `position`."""
+        while self.copied < position:
+            command = self.next()
+            if command is None:
+                sys.exit(0)  # the trainer died in the middle: the save is debris
+            self.copied = command["copied"]
+
+
+def main() -> None:
+    """Serve one training process until it closes its end."""
+    arena_fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
+    os.nice(10)
+    os.posix_fallocate(arena_fd, 0, nbytes)  # have the kernel fetch the memory now, not during a save
+    arena = memoryview(mmap.mmap(arena_fd, nbytes))
+    commands = _Commands(sys.stdin.buffer)
+    plan = commands.next()
+    if plan is None:
+        return
+    writer = ArenaWriter(arena, plan["files"], [Extent(*extent) for extent in plan["extents"]])
+    while (command := commands.next()) is not None:
+        if "save" not in command:
+            continue
+        started = time.monotonic()
+        commands.copied = 0
+        answer: dict[str, Any]
+        try:
+            writer.save(
+                Path(command["save"]), Path(command["part_file"]), command["attempt"], commands.wait_for_copy
+            )
+            answer = {"done": time.monotonic() - started}
+        except OSError as error:
+            answer = {"error": f"{error.filename or command['save']}: {error.strerror}"}
+        print(json.dumps(answer), flush=True)
+
+
+if __name__ == "__main__":
+    main()

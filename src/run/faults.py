@@ -1,0 +1,54 @@
+"""Faults on demand, to see what a crash at the worst moment leaves behind.
+
+`CAIRN_FAULT=save.before_fsync:kill` kills the process that reaches the point of that name; `:ENOSPC`, `:EIO`
+and `:EACCES` make it fail there as the disk would. `save.write:kill@3` waits for the third time. Several,
+separated by commas, may be given.
+"""
+
+import errno
+import os
+import signal
+
+POINTS = {
+    "save.begin": "trainer rank 0, before the step's folder is made",
+    "save.copy": "each rank, while it copies its state",
+    "save.write": "each rank's writer, before each block",
+    "save.before_fsync": "each rank's writer, when all is written",
+    "save.before_part": "each rank's writer, when all is durable",
+    "orchestrator.before_part": "orchestrator, when its files are written",
+    "commit.before_manifest": "trainer rank 0, when all parts have arrived",
+    "commit.manifest_written": "trainer rank 0, when the manifest is durable under its temporary name",
+    "commit.done": "trainer rank 0, right after the manifest was renamed into place",
+    "retention.before_delete": "trainer rank 0, before a step is deleted",
+    "retention.manifest_deleted": "trainer rank 0, when the manifest of a step to delete is gone",
+}
+
+_reached: dict[str, int] = {}
+
+
+def fault_point(name: str) -> None:
+    """Fail here if `CAIRN_FAULT` says so.
+
+    Raises:
+        OSError: with the errno that was asked for.
+    """
+    wanted = os.environ.get("CAIRN_FAULT")
+    if not wanted:
+        return
+    assert name in POINTS, name
+    for fault in wanted.split(","):
+        point, _, action = fault.partition(":")
+        action, _, count = action.partition("@")
+        if point not in POINTS or (action != "kill" and not hasattr(errno, action)):
+            raise ValueError(
+                f"CAIRN_FAULT={fault}: expected POINT:ACTION with a point of {', '.join(POINTS)}"
+            )
+        if point != name:
+            continue
+        _reached[name] = _reached.get(name, 0) + 1
+        if _reached[name] != int(count or 1):
+            continue
+        if action == "kill":
+            os.kill(os.getpid(), signal.SIGKILL)
+        number = getattr(errno, action)
+        raise OSError(number, f"{os.strerror(number)} (CAIRN_FAULT={fault})")
