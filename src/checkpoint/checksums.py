@@ -6,7 +6,6 @@ that each hold some of a file's bytes come to the same checksums on any number o
 other a byte; and a reader checks the file from what the ranks have read anyway.
 """
 
-from collections.abc import Iterator
 from pathlib import Path
 
 from awscrt.checksums import combine_crc64nvme, crc64nvme
@@ -54,20 +53,13 @@ class FileChecksum:
         return [self.crcs.get(chunk, 0) for chunk in range(-(-self.size // CHUNK_BYTES))]
 
 
-def chunk_crcs(path: Path) -> Iterator[int]:
-    """The CRC of each chunk of a file on disk."""
+def chunk_crc(path: Path, chunk: int) -> int:
+    """The CRC of one chunk of a file on disk."""
     buffer = bytearray(READ_BYTES)
+    crc, left = 0, CHUNK_BYTES
     with open(path, "rb", buffering=0) as file:
-        crc, seen = 0, 0
-        while count := file.readinto(buffer):
-            view = memoryview(buffer)[:count]
-            while view:
-                piece = view[: CHUNK_BYTES - seen]
-                crc = crc64nvme(piece, crc)
-                seen += len(piece)
-                view = view[len(piece) :]
-                if seen == CHUNK_BYTES:
-                    yield crc
-                    crc, seen = 0, 0
-        if seen:
-            yield crc
+        file.seek(chunk * CHUNK_BYTES)
+        while left and (count := file.readinto(memoryview(buffer)[:left])):
+            crc = crc64nvme(memoryview(buffer)[:count], crc)
+            left -= count
+    return crc

@@ -9,7 +9,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crcs
+from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crc
 
 FILE_NAME = "manifest.json"
 STEP_NAME = re.compile(r"step_([1-9][0-9]{0,15})")
@@ -133,11 +133,18 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
-def check_files(folder: Path, manifest: Manifest, on_bytes: Callable[[int], None] = lambda n: None) -> None:
-    """Compare every file of a step with its size and checksums, in parallel, and look for files too many.
+def check_files(
+    folder: Path,
+    manifest: Manifest,
+    *,
+    content: bool = True,
+    on_bytes: Callable[[int], None] = lambda n: None,
+) -> None:
+    """Compare every file of a step with its size and, in parallel, its checksums; look for files too many.
 
     Args:
-        on_bytes: told the size of each file that was checked, for a progress bar.
+        content: False checks names and sizes only.
+        on_bytes: told how many bytes were checked, again and again, for a progress bar.
 
     Raises:
         Damaged: naming a file that is missing, short, long, changed or unknown, and where in it.
@@ -147,9 +154,22 @@ def check_files(folder: Path, manifest: Manifest, on_bytes: Callable[[int], None
         raise Damaged(f"{folder / unknown[0]}: does not belong to the checkpoint")
     for name, entry in manifest.files.items():  # cheap, so first
         _check_size(folder / name, entry)
+    if not content:
+        return
+
+    def check(place: tuple[str, int]) -> int:
+        name, chunk = place
+        try:
+            crc = chunk_crc(folder / name, chunk)
+        except OSError as error:
+            raise Damaged(f"{folder / name}: {error.strerror}") from None
+        check_crc(folder / name, manifest.files[name], chunk, crc)
+        return min(CHUNK_BYTES, manifest.files[name].size - chunk * CHUNK_BYTES)
+
+    places = [(name, i) for name, entry in manifest.files.items() for i in range(len(entry.crc64nvme))]
     with ThreadPoolExecutor(4) as pool:
-        for name in pool.map(lambda name: _check_content(folder, name, manifest.files[name]), manifest.files):
-            on_bytes(manifest.files[name].size)
+        for count in pool.map(check, places):
+            on_bytes(count)
 
 
 def _check_size(path: Path, entry: FileEntry) -> None:
@@ -159,25 +179,16 @@ def _check_size(path: Path, entry: FileEntry) -> None:
         raise Damaged(f"{path}: {error.strerror}") from None
     if size != entry.size:
         raise Damaged(f"{path}: has {size} bytes, should have {entry.size}")
+    if len(entry.crc64nvme) != -(-size // CHUNK_BYTES):
+        raise Damaged(f"{path}: the manifest has {len(entry.crc64nvme)} checksums for {size} bytes")
 
 
-def _check_content(folder: Path, name: str, entry: FileEntry) -> str:
-    try:
-        check_crcs(folder / name, entry, list(chunk_crcs(folder / name)))
-    except OSError as error:
-        raise Damaged(f"{folder / name}: {error.strerror}") from None
-    return name
-
-
-def check_crcs(path: Path, entry: FileEntry, crcs: list[int]) -> None:
-    """Compare the CRCs of a file's chunks, as they were read, with what they should be.
+def check_crc(path: Path, entry: FileEntry, chunk: int, crc: int) -> None:
+    """Compare the CRC of a chunk, as it was read, with what it should be.
 
     Raises:
-        Damaged: naming the file and the first place where they differ.
+        Damaged: naming the file and the place.
     """
-    if len(crcs) != len(entry.crc64nvme):
-        raise Damaged(f"{path}: the manifest has {len(entry.crc64nvme)} checksums for {len(crcs)} chunks")
-    for i, (found, expected) in enumerate(zip(crcs, entry.crc64nvme, strict=True)):
-        if f"{found:016x}" != expected:
-            start, end = i * CHUNK_BYTES, min((i + 1) * CHUNK_BYTES, entry.size)
-            raise Damaged(f"{path}: changed between bytes {start} and {end}")
+    if f"{crc:016x}" != entry.crc64nvme[chunk]:
+        start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, entry.size)
+        raise Damaged(f"{path}: changed between bytes {start} and {end}")

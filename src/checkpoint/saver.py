@@ -61,6 +61,7 @@ class Saver:
         attempt: id of the attempt, which parts must carry to be committed together.
         roles: other roles whose parts belong to a checkpoint, such as orchestrator.
         part_timeout: seconds to wait for another rank's or role's part.
+        read_back: read what was written again from the disk, and compare, before it counts.
         after_commit: called by rank 0 in the background after each commit, as for retention.
     """
 
@@ -74,6 +75,7 @@ class Saver:
         attempt: str,
         roles: tuple[str, ...] = (),
         part_timeout: float = 300.0,
+        read_back: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
         after_commit: Callable[[int], None] = lambda step: None,
     ):
@@ -83,6 +85,7 @@ class Saver:
         self.attempt = attempt
         self.parts = [*(f"trainer{r}" for r in range(world_size)), *roles]
         self.part_timeout = part_timeout
+        self.read_back = read_back
         self.max_file_bytes = max_file_bytes
         self.after_commit = after_commit
         self._arena: _Arena | None = None
@@ -183,7 +186,7 @@ class Saver:
         """The background half of a save."""
         try:
             part = f"trainer{self.rank}"
-            arena.begin(folder, self.store.part_file(step, part), self.attempt)
+            arena.begin(folder, self.store.part_file(step, part), self.attempt, self.read_back)
             try:
                 fault_point("save.copy")
                 arena.copy()
@@ -241,6 +244,9 @@ class _Arena:
                 "extents": [[e.file, e.offset, e.nbytes, e.arena] for e in self.plan.extents],
             }
         )
+        on_gpu = any(tensor.device.type == "cuda" for named in tensors.values() for tensor in named.values())
+        self._stream = torch.cuda.Stream() if on_gpu else None
+        self._sources: list[tuple[int, torch.Tensor]] = []
         self._ready = threading.Thread(target=self._populate, args=(files,), daemon=True)
         self._ready.start()
 
@@ -249,6 +255,10 @@ class _Arena:
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE
         )
+        if self._stream is not None:  # pinned, the GPU copies into it by itself
+            torch.cuda.check_error(
+                torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0)
+            )
         for position, number in self.plan.headers:
             header = files[number].header
             self._map[position : position + len(header)] = header
@@ -259,31 +269,40 @@ class _Arena:
 
     def start_copy(self, tensors: Tensors) -> None:
         """Note which values to copy; on a GPU also have it copy behind what it is doing now."""
-        self._sources = []
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
         for stem, name in self._keys:
             local, _ = local_part(tensors[stem][name], self.rank)
             start = self.plan.starts.get(f"{stem}:{name}")
             if start is not None:
                 self._sources.append((start, as_bytes(local)))
 
-    def begin(self, folder: Path, part_file: Path, attempt: str) -> None:
+    def begin(self, folder: Path, part_file: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save comes."""
         self._ready.join()
-        self._send({"save": str(folder), "part_file": str(part_file), "attempt": attempt})
+        self._send(
+            {"save": str(folder), "part_file": str(part_file), "attempt": attempt, "read_back": read_back}
+        )
 
     def copy(self) -> None:
         """Copy all values in the order in which they are written, and keep the writer informed."""
         told = 0
-        for start, source in self._sources:
-            for begin in range(0, len(source), COPY_BYTES):
-                piece = source[begin : begin + COPY_BYTES]
-                position = start + begin + len(piece)
-                self._bytes[start + begin : position].copy_(piece)
-                if position - told >= COPY_BYTES:
-                    self._send({"copied": position})
-                    told = position
-        self._sources = []
-        self._send({"copied": self.plan.arena_bytes})
+        with torch.cuda.stream(self._stream):  # which does nothing if there is none
+            for start, source in self._sources:
+                for begin in range(0, len(source), COPY_BYTES):
+                    piece = source[begin : begin + COPY_BYTES]
+                    position = start + begin + len(piece)
+                    self._bytes[start + begin : position].copy_(piece, non_blocking=True)
+                    if position - told >= COPY_BYTES:
+                        self._tell(position)
+                        told = position
+        self._sources.clear()
+        self._tell(self.plan.arena_bytes)
+
+    def _tell(self, position: int) -> None:
+        if self._stream is not None:
+            self._stream.synchronize()
+        self._send({"copied": position})
 
     def end(self) -> None:
         """Wait until the writer is done.

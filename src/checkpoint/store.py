@@ -59,15 +59,19 @@ class CheckpointStore:
         numbers = reversed(self._folders())
         return next((step for step in numbers if (self.folder(step) / FILE_NAME).exists()), None)
 
-    def newest_good(self) -> tuple[Path | None, list[str]]:
-        """The newest step whose files are all as they were written, and what is wrong with newer ones."""
+    def newest_good(self, *, content: bool = True) -> tuple[Path | None, list[str]]:
+        """The newest step whose files are all as they were written, and what is wrong with newer ones.
+
+        Args:
+            content: False checks names and sizes only.
+        """
         passed_over = []
         for step in reversed(self._folders()):
             folder = self.folder(step)
             if not (folder / FILE_NAME).exists():
                 continue
             try:
-                verify(folder)
+                verify(folder, content=content)
                 return folder, passed_over
             except CheckpointError as error:
                 passed_over.append(str(error))
@@ -176,16 +180,19 @@ class CheckpointStore:
         return aside
 
 
-def verify(folder: Path, on_bytes: Callable[[int], None] = lambda n: None) -> Manifest:
+def verify(
+    folder: Path, *, content: bool = True, on_bytes: Callable[[int], None] = lambda n: None
+) -> Manifest:
     """Check every file of a step against its manifest.
 
     Args:
-        on_bytes: told the size of each file that was checked, for a progress bar.
+        content: False checks names and sizes only.
+        on_bytes: told how many bytes were checked, again and again, for a progress bar.
 
     Raises:
         CheckpointError: it is no checkpoint.
         Damaged: naming the file and the place.
     """
     manifest = load_manifest(folder)
-    check_files(folder, manifest, on_bytes)
+    check_files(folder, manifest, content=content, on_bytes=on_bytes)
     return manifest

@@ -24,7 +24,7 @@ from cairn.checkpoint.layout import (
     find_tensors,
     plan,
 )
-from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crcs, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crc, load_manifest
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -204,7 +204,8 @@ def load_step(
             raise Damaged(f"{folder / name}: does not belong to the checkpoint, or has another size")
         if checksum.nbytes != checksum.size:
             raise CheckpointError(f"{folder / name}: holds tensors that this run does not have")
-        check_crcs(folder / name, manifest.files[name], checksum.chunks())
+        for chunk, crc in enumerate(checksum.chunks()):
+            check_crc(folder / name, manifest.files[name], chunk, crc)
     return manifest
 
 

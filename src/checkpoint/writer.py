@@ -43,11 +43,20 @@ class ArenaWriter:
         self.files = files
         self.extents = extents
 
-    def save(self, folder: Path, part_file: Path, attempt: str, wait_for_copy: Callable[[int], None]) -> None:
+    def save(
+        self,
+        folder: Path,
+        part_file: Path,
+        attempt: str,
+        wait_for_copy: Callable[[int], None],
+        *,
+        read_back: bool = False,
+    ) -> None:
         """Write all extents below `folder`, make them durable, then write the part file.
 
         Args:
             wait_for_copy: returns when the arena is filled up to the given position.
+            read_back: read everything again from the disk and compare.
 
         Raises:
             OSError: the disk is full, or something else is wrong with it.
@@ -65,6 +74,13 @@ class ArenaWriter:
             sync(path)
         for parent in sorted({path.parent for path in touched}):
             sync(parent)
+        if read_back:
+            for number, (name, size) in enumerate(self.files):
+                extents = [extent for extent in self.extents if extent.file == number]
+                if extents and _read_back(folder / name, extents, size).crcs != checksums[name].crcs:
+                    raise OSError(
+                        errno.EIO, "the disk returns other bytes than were written", str(folder / name)
+                    )
         fault_point("save.before_part")
         write_json(part_file, part_content(attempt, checksums), durable=True)
 
@@ -140,6 +156,17 @@ def _write_all(fd: int, data: memoryview, offset: int) -> None:
         offset += written
 
 
+def _read_back(path: Path, extents: list[Extent], size: int) -> FileChecksum:
+    """The checksum of what the disk, not the page cache, holds."""
+    checksum = FileChecksum(size)
+    with open(path, "rb", buffering=0) as file:
+        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        for extent in extents:
+            for offset, nbytes in _blocks(extent.offset, extent.nbytes):
+                checksum.add(offset, os.pread(file.fileno(), nbytes, offset))
+    return checksum
+
+
 class _Commands:
     """Standard input, line by line."""
 
@@ -182,7 +209,11 @@ def main() -> None:
         answer: dict[str, Any]
         try:
             writer.save(
-                Path(command["save"]), Path(command["part_file"]), command["attempt"], commands.wait_for_copy
+                Path(command["save"]),
+                Path(command["part_file"]),
+                command["attempt"],
+                commands.wait_for_copy,
+                read_back=command["read_back"],
             )
             answer = {"done": time.monotonic() - started}
         except OSError as error:

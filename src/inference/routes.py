@@ -11,6 +11,7 @@ from argparse import Namespace
 
 import vllm
 from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
 from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
@@ -61,8 +62,8 @@ class CairnRoutes:
         if not hmac.compare_digest(given, b"Bearer " + self._token):
             raise HTTPException(
                 401,
-                "this route needs the server's token as 'Authorization: Bearer <token>'; clients read it from "
-                f"{TOKEN_VARIABLE} or from the file that the server leaves for its own user",
+                "this route needs the server's token as 'Authorization: Bearer <token>'; clients take it "
+                f"from {TOKEN_VARIABLE} or from the file that the server leaves for its own user",
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
@@ -76,7 +77,7 @@ class CairnRoutes:
             "vllm_version": vllm.__version__,
         }
 
-    async def update_weights(self, update: WeightUpdate) -> dict[str, str]:
+    async def update_weights(self, update: WeightUpdate) -> JSONResponse:
         """Load weights between two steps of generation; requests in flight go on under the new ones.
 
         422: the weights were refused, the old ones serve on. 409: somebody else's update is open. 500: the
@@ -92,7 +93,7 @@ class CairnRoutes:
             except Exception as error:
                 if not was_paused:
                     await self._engine.resume_generation()
-                raise HTTPException(409, f"cannot start a weight update: {error}") from error
+                return failure(409, f"cannot start a weight update: {error}")
             try:
                 request = WeightTransferUpdateRequest(update_info={"path": update.path})
                 await self._engine.update_weights(request)
@@ -102,11 +103,16 @@ class CairnRoutes:
                 if refused:
                     if not was_paused:
                         await self._engine.resume_generation()
-                    raise HTTPException(422, reason) from error
+                    return failure(422, reason)
                 logger.exception("weight update failed")
                 await self._engine.update_weight_version("unknown")
-                raise HTTPException(
+                return failure(
                     500, f"the update failed half-way, generation is paused; push again or restart: {error}"
-                ) from error
+                )
             await self._engine.resume_generation()
-            return {"weight_version": update.version}
+            return JSONResponse({"weight_version": update.version})
+
+
+def failure(code: int, message: str) -> JSONResponse:
+    """An answer in the shape of vLLM's own errors; of raised ones vLLM would hide the paths."""
+    return JSONResponse({"error": {"message": message, "code": code}}, code)

@@ -66,6 +66,8 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     if cpu:
         kv_cache_memory = kv_cache_memory or "1G"
         argv += ["--load-format", "cairn", "--distributed-executor-backend", "uni"]
+        # A prompt in several chunks kills vLLM's CPU engine if the request has a seed.
+        argv += ["--no-enable-chunked-prefill"]
         env |= {
             "VLLM_HOST_IP": "127.0.0.1",
             "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
@@ -176,9 +178,9 @@ class Server:
         return self._process is not None and self._process.poll() is None
 
     def check(self) -> None:
-        """Raise `ServerFailed` if the server is gone without having been stopped."""
-        if not self.alive:
-            # vLLM exits with code 0 when its engine dies, so the code says nothing.
+        """Raise `ServerFailed` if the server, once ready, has died without having been stopped."""
+        # When its engine dies, vLLM exits with code 0, or hangs without listening if requests were in flight.
+        if not self.alive or not self._listening():
             raise ServerFailed(f"the inference server died; {self._log_tail()}")
 
     def stop(self) -> None:
@@ -229,6 +231,14 @@ class Server:
         except httpx.HTTPError:
             return False
 
+    def _listening(self) -> bool:
+        try:
+            return self._call("GET", "/health").status_code != 503
+        except httpx.ConnectError:
+            return False
+        except httpx.HTTPError:
+            return True  # busy
+
     def _call(self, method: str, path: str) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}"}
         return httpx.request(method, self._local_url + path, headers=headers, timeout=2.0, trust_env=False)
@@ -269,19 +279,15 @@ def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
             )
         began = time.monotonic()
         server.start()
-        columns = SpinnerColumn(), TextColumn("{task.description}"), TimeElapsedColumn()
-        starting = f"starting the inference server (log: {server.log})"
-        if console.is_terminal:
-            with Progress(*columns, console=console, transient=True) as progress:
-                progress.add_task(starting, total=None)
-                server.wait_ready()
-        else:
-            print(starting, flush=True)
+        print(f"starting the inference server; its log: {server.log}", flush=True)
+        columns = SpinnerColumn(), TextColumn("loading vLLM and the model"), TimeElapsedColumn()
+        with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+            progress.add_task("", total=None)
             server.wait_ready()
         seconds = time.monotonic() - began
         print(f"inference ready at {server.url} (model {model}, {seconds:.1f} s)", flush=True)
         while True:
-            time.sleep(0.5)
+            time.sleep(1)
             server.check()
     except KeyboardInterrupt:
         print("stopping the inference server", flush=True)

@@ -111,8 +111,9 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
 class RepackableLoader(DefaultModelLoader):
     """Loads as vLLM does by default, but keeps linear layers' weights beside the packed copies (CPU only).
 
-    vLLM's CPU build computes from packed copies and drops the weights, so that they can be neither updated in
-    place nor be seen by checksums; and it would not repack a `lm_head` that is tied to the embeddings.
+    vLLM's CPU build computes from packed copies and drops the weights, which hides them from checksums; and
+    after an update it does not repack a `lm_head` that is tied to the embeddings. So `pack_linear_weights`
+    does all the packing, here and after every update.
     """
 
     def __init__(self, load_config: LoadConfig):
@@ -136,10 +137,7 @@ class RepackableLoader(DefaultModelLoader):
 
 
 def pack_linear_weights(model: torch.nn.Module) -> None:
-    """Make the packed copies from which the CPU's linear layers compute anew; nothing to do on other devices.
-
-    Packed, a sequence's values do not depend on what else is in the batch.
-    """
+    """Make the packed copies from which the CPU's linear layers compute anew; elsewhere there are none."""
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
@@ -176,13 +174,9 @@ def read_weights(
                     header = opened.get_slice(name)
                     shape, kind = header.get_shape(), header.get_dtype()
                     if shape != shapes[name]:
-                        raise Refused(
-                            f"{file}: tensor {name} has shape {shape}, the model's has {shapes[name]}"
-                        )
+                        raise Refused(f"{file}: tensor {name} has shape {shape}, not {shapes[name]}")
                     if kind not in FLOATS:
-                        raise Refused(
-                            f"{file}: tensor {name} is of type {kind}, not one of {', '.join(FLOATS)}"
-                        )
+                        raise Refused(f"{file}: tensor {name} has type {kind}, not a floating-point one")
                     weights[name] = opened.get_tensor(name)
         except (SafetensorError, OSError) as error:
             raise Refused(f"{file}: not a whole safetensors file: {error}") from None

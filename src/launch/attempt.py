@@ -1,5 +1,8 @@
 """Starting a run, or going on with one: decided once, here, before any role runs."""
 
+import importlib.metadata
+import json
+import platform
 import secrets
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,7 +14,10 @@ from cairn.config.cli import UsageError
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
-from cairn.run.files import write_atomic
+from cairn.run.files import read_json, write_atomic
+
+# What config.json says beside the architecture.
+NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
 
 RunConfig = SFTConfig | TrainerConfig | RLConfig
 
@@ -47,6 +53,8 @@ def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
     store = CheckpointStore(RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir).checkpoints)
     folder = _choose(config.ckpt, store, config.output_dir)
     start = Start(store, folder, _with_parts(folder, needs) if folder else None)
+    if folder:
+        _check_fit(config, start)
     if config.max_steps <= start.step:
         raise UsageError(
             f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left "
@@ -101,7 +109,7 @@ def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) ->
             )
         return None
     if ckpt.resume in ("auto", "latest"):
-        folder, passed_over = store.newest_good()
+        folder, passed_over = store.newest_good(content=ckpt.verify != "off")
         for problem in passed_over:
             print(f"passing over a damaged checkpoint: {problem}")
         if folder is None:
@@ -124,9 +132,9 @@ def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) ->
                 "give another --output-dir"
             )
     try:
-        verify(folder)
+        verify(folder, content=ckpt.verify != "off")
     except CheckpointError as error:
-        raise UsageError(f"can't resume: {error}") from None
+        raise UsageError(f"can't resume: {error}; --ckpt.resume latest takes the newest good step") from None
     return folder
 
 
@@ -134,8 +142,54 @@ def _with_parts(folder: Path, needs: list[str]) -> Manifest:
     manifest = load_manifest(folder)
     missing = [part for part in needs if part not in manifest.parts]
     if missing:
+        what = "holds weights only" if manifest.parts == ["model"] else f"has no {missing[0]} part"
         raise UsageError(
-            f"{folder} has no {missing[0]} part, so this run can't go on from it; "
+            f"{folder} {what}, so this run can't go on from it; "
             f"--model.name {folder} starts a new run from its weights"
         )
     return manifest
+
+
+def _check_fit(config: RunConfig, start: Start) -> None:
+    """Compare the run with the checkpoint that it goes on from, before anything is touched.
+
+    Another model or another seed is an error; other versions of packages are a warning.
+
+    Raises:
+        UsageError: naming what differs.
+    """
+    assert start.folder is not None
+    assert start.manifest is not None
+    own = Path(config.model.name) / "config.json"
+    if not own.exists():
+        own = Path(config.model.name) / "model" / "config.json"
+    saved = start.folder / "model" / "config.json"
+    if own.exists():
+        ours, theirs = json.loads(own.read_text()), json.loads(saved.read_text())
+        keys = sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
+        different = [key for key in keys if ours.get(key) != theirs.get(key)]
+        if different:
+            differences = "; ".join(
+                f"{key} {theirs.get(key)} there, {ours.get(key)} here" for key in different
+            )
+            raise UsageError(
+                f"--model.name {config.model.name} is not the model in {start.folder}: {differences}. "
+                "Leave --model.name as it was to resume, or start a new run in another --output-dir"
+            )
+    seed = (read_json(start.folder / "trainer" / "state.json") or {}).get("seed")
+    if seed is not None and seed != config.seed and not start.is_fork:
+        raise UsageError(
+            f"--seed {config.seed}: {start.folder} was made with seed {seed}, and a resumed run "
+            f"goes on with that; give --seed {seed}"
+        )
+    for package, version in start.manifest.versions.items():
+        now = platform.python_version() if package == "python" else _version(package)
+        if now != version:
+            print(f"warning: {package} is {now} now and was {version} at step {start.step}", flush=True)
+
+
+def _version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None

@@ -94,6 +94,8 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
             tracker.log({"step": step, **row, **asdict(state.progress), **times})
         if checkpoints:
+            if step == attempt.start_step + 1:
+                checkpoints.prepare()
             if save:
                 checkpoints.save(row, wait=not config.ckpt.save_async)
                 saved_at = time.monotonic()

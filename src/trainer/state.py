@@ -131,17 +131,26 @@ class TrainerCheckpoints:
             attempt=attempt.id,
             roles=tuple(part for part in self._parts if part == "orchestrator"),
             part_timeout=ckpt.part_timeout,
+            read_back=ckpt.verify == "save",
             after_commit=committed,
         )
         self.before_update = self._saver.before_update
         self.check = self._saver.check
+
+    def prepare(self) -> None:
+        """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
+        if self.state.config.ckpt.interval or self.state.config.ckpt.interval_minutes:
+            self._saver.prepare(self._tensors())
+
+    def _tensors(self) -> Tensors:
+        return self.state.tensors(weights_only=self._parts == ["model"])
 
     def save(self, metrics: dict[str, float], *, wait: bool) -> None:
         """Save the current step; all ranks call it. With `wait` it is committed when this returns."""
         state = self.state
         step = state.progress.step
         files = {f"model/{name}": content for name, content in self._companions.items()}
-        tensors = state.tensors(weights_only=self._parts == ["model"])
+        tensors = self._tensors()
         if "trainer" in self._parts:
             trainer_state = {
                 "progress": asdict(state.progress),
