@@ -91,9 +91,7 @@ def _in_processes(arguments: argparse.Namespace, params: float, ranks: int) -> d
 
 def _show(run: dict) -> None:
     limits = run["limits"]
-    print(
-        f"\n{run['params'] / 1e6:.0f}M parameters, {run['ranks']} ranks, {run['state_bytes'] / 1e9:.2f} GB"
-    )
+    print(f"\n{run['params'] / 1e6:.0f}M parameters, {run['ranks']} ranks, {run['state_bytes'] / 1e9:.2f} GB")
     print("limits: " + "  ".join(f"{key} {value:.3f}" for key, value in limits.items()))
     print(f"{'':20}" + "".join(f"{key:>14}" for key in next(iter(run["systems"].values()))))
     for name, values in run["systems"].items():

@@ -171,6 +171,14 @@ def read_tensors(
     return seen
 
 
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """One whole tensor, in the data type in which it is stored."""
+    tensor = torch.empty(stored.spec.shape, dtype=DTYPES[stored.spec.dtype])
+    with open(stored.path, "rb") as file:
+        _read_local(file.fileno(), stored, tensor, rank=0)
+    return tensor
+
+
 def load_step(
     folder: Path,
     tensors: Mapping[str, Mapping[str, torch.Tensor]],

@@ -1,90 +1,198 @@
-"""`ckpt list`, `ckpt show` and `ckpt verify`: look at checkpoints, with or without a run around them."""
+"""`ckpt`: look at checkpoints and look after them, with or without a run around them."""
 
 import argparse
+import datetime
 import json
+import secrets
+import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.store import CheckpointStore, load_manifest, verify
+from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest, Origin, check_files, load_manifest
+from cairn.checkpoint.retention import pins, read_steps, reasons_to_keep, set_pin
+from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import UsageError
+from cairn.run.files import read_json, sync, write_atomic
 
 
 def run() -> int:
-    """The command; returns the exit code, which is 1 if `verify` found damage."""
-    parser = argparse.ArgumentParser(prog="ckpt", description="Look at checkpoints.")
+    """The command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ckpt", description="Look at checkpoints and look after them.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
-    for name, what, does in (
-        ("list", "a run, its checkpoints folder, or one step_N", "list the steps"),
-        ("show", "a step_N folder", "print what a checkpoint says of itself"),
-        ("verify", "a run, its checkpoints folder, or one step_N", "check every file against its checksums"),
-    ):
-        command = commands.add_parser(name, help=does, description=does.capitalize() + ".")
-        command.add_argument("path", type=Path, help=what)
+
+    def add(name: str, does: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
+        command = commands.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".")
         command.add_argument("--json", action="store_true", help="print data for programs")
-    arguments = parser.parse_args(sys.argv[1:])
-    return {"list": _list, "show": _show, "verify": _verify}[arguments.command](
-        arguments.path, arguments.json
+        command.set_defaults(action=action)
+        return command
+
+    store_help = "a run, its checkpoints folder, or one step_N"
+    add("list", "list the steps of a run", _list).add_argument("path", type=Path, help=store_help)
+    add("show", "print what a checkpoint says of itself", _show).add_argument(
+        "step", type=Path, help="a step_N"
     )
+    add("verify", "check every byte; exit code 1 on damage", _verify).add_argument(
+        "path", type=Path, help=store_help
+    )
+    diff = add("diff", "compare two checkpoints", _diff)
+    diff.add_argument("a", type=Path, help="a step_N")
+    diff.add_argument("b", type=Path, help="another")
+    diff.add_argument(
+        "--top", type=int, default=10, help="how many tensors to print (default: 10; --json: all)"
+    )
+    prune = add("prune", "delete the steps that no rule keeps, and the debris of broken saves", _prune)
+    prune.add_argument("path", type=Path, help="a run or its checkpoints folder")
+    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    prune.add_argument(
+        "--pin", type=int, nargs="+", default=[], metavar="N", help="keep these steps for ever"
+    )
+    prune.add_argument("--unpin", type=int, nargs="+", default=[], metavar="N", help="take the pin away")
+    prune.add_argument("--abandoned", action="store_true", help="also delete the branches that rewinds left")
+    for name in ("last", "every", "best"):
+        prune.add_argument(f"--keep-{name}", type=int, metavar="N", help="as in [ckpt]; default: the run's")
+    prune.add_argument("--metric", help="as in [ckpt]; default: the run's")
+    prune.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
+    fork = add("fork", "start another run's folder from a checkpoint", _fork)
+    fork.add_argument("step", type=Path, help="a step_N")
+    fork.add_argument("output_dir", type=Path, help="the new run's folder, which has no checkpoints yet")
+    arguments = parser.parse_args(sys.argv[1:])
+    return arguments.action(arguments)
 
 
-def _folders(path: Path) -> list[Path]:
-    """The committed steps that `path` means."""
-    if (path / "manifest.json").exists():
-        return [path]
+# What a path means
+
+
+def _store(path: Path) -> CheckpointStore:
+    """The store of a run directory or a checkpoints folder."""
     for root in (path / "checkpoints", path):
         store = CheckpointStore(root)
-        if folders := [store.folder(step) for step in store.steps()]:
-            return folders
+        if store.steps() or store.debris():
+            return store
+    config = _run_config(path)
+    elsewhere = (config.get("ckpt") or {}).get("dir")
+    if elsewhere and (store := CheckpointStore(elsewhere)).steps():
+        return store
     raise UsageError(f"{path}: there is no checkpoint here")
 
 
-def _list(path: Path, as_json: bool) -> int:
-    rows = []
-    for folder in _folders(path):
-        try:
-            rows.append({"folder": str(folder), "state": "ok", **_summary(load_manifest(folder))})
-        except CheckpointError as error:
-            rows.append({"folder": str(folder), "state": str(error)})
-    if as_json:
-        print(json.dumps(rows, indent=2))
+def _run_config(path: Path) -> dict[str, Any]:
+    """config.json of the run that `path` is or lies in, if there is one."""
+    for folder in (path, path.absolute().parent):
+        if (folder / "config.json").exists() and (content := read_json(folder / "config.json")):
+            return content
+    return {}
+
+
+def _rules(path: Path) -> CkptConfig:
+    """The run's retention rules; without a run around the checkpoints, none."""
+    fields = _run_config(path).get("ckpt") or {}
+    return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
+
+
+def _step(path: Path) -> Path:
+    """The folder of one step.
+
+    Raises:
+        CheckpointError: it is none.
+        UsageError: it holds several.
+    """
+    if not (path / FILE_NAME).exists():
+        for root in (path / "checkpoints", path):
+            if (latest := CheckpointStore(root).latest()) is not None:
+                raise UsageError(f"{path}: give one step, such as {CheckpointStore(root).folder(latest)}")
+        load_manifest(path)  # says what is wrong
+    return path
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2))
+
+
+# Commands
+
+
+def _list(arguments: argparse.Namespace) -> int:
+    path = arguments.path
+    if (path / FILE_NAME).exists():
+        rows = [_row(path, [])]
+    else:
+        store = _store(path)
+        kept = reasons_to_keep(read_steps(store), _rules(path), pins(store))
+        rows = [_row(store.folder(step), reasons) for step, reasons in kept.items()]
+        rows += [{"folder": str(folder), "state": "partial"} for folder in store.debris()]
+        rows += [
+            {**_row(folder, []), "state": f"abandoned ({folder.parent.name})"}
+            for folder in sorted(store.root.glob("abandoned/*/step_*"))
+        ]
+    if arguments.json:
+        _print_json(rows)
         return 0
-    table = Table("step", "saved (UTC)", "MB", "ranks", "metrics", "run", "state")
+    table = Table("step", "branch", "age", "size", "metrics", "kept by", "state")
     for row in rows:
         if "step" not in row:
-            table.add_row(Path(row["folder"]).name, *[""] * 5, row["state"])
+            table.add_row(Path(row["folder"]).name.removeprefix("step_"), *[""] * 5, row["state"])
             continue
         metrics = "  ".join(
-            f"{key} {row['metrics'][key]:.4g}" for key in ("loss", "reward/mean") if key in row["metrics"]
+            f"{k} {row['metrics'][k]:.4g}" for k in ("loss", "reward/mean") if k in row["metrics"]
         )
-        created = row["created"].removesuffix("+00:00").replace("T", " ")
-        megabytes = f"{row['bytes'] / 1e6:.1f}"
+        kept_by = ", ".join(row["kept_by"])
+        size = f"{row['bytes'] / 1e6:,.1f} MB"
         table.add_row(
-            str(row["step"]), created, megabytes, str(row["world_size"]), metrics, row["run_id"], row["state"]
+            str(row["step"]), row["branch"], _age(row["created"]), size, metrics, kept_by, row["state"]
         )
     Console().print(table)
     return 0
 
 
-def _summary(manifest: Manifest) -> dict:
-    fields = {"step", "created", "run_id", "attempt", "parent", "world_size", "metrics", "parts"}
-    summary = manifest.model_dump(include=fields)
-    return {**summary, "bytes": sum(entry.size for entry in manifest.files.values())}
+def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
+    try:
+        manifest = load_manifest(folder)
+    except CheckpointError as error:
+        return {"folder": str(folder), "state": f"damaged: {error}"}
+    state = "complete" if manifest.parts != ["model"] else "complete, weights only"
+    try:
+        check_files(folder, manifest, content=False)
+    except CheckpointError as error:
+        state = f"damaged: {error}"
+    fields = {"step", "branch", "created", "run_id", "attempt", "parent", "world_size", "metrics", "parts"}
+    size = sum(entry.size for entry in manifest.files.values())
+    return {
+        "folder": str(folder),
+        "state": state,
+        "kept_by": reasons,
+        "bytes": size,
+        **manifest.model_dump(include=fields),
+    }
 
 
-def _show(path: Path, as_json: bool) -> int:
-    if len(folders := _folders(path)) != 1 or folders[0] != path:
-        raise UsageError(f"{path}: show takes one step_N folder, such as {folders[-1]}")
-    manifest = load_manifest(path)
-    if as_json:
+def _age(created: str) -> str:
+    try:
+        seconds = (
+            datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created)
+        ).total_seconds()
+    except (ValueError, TypeError):
+        return "?"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def _show(arguments: argparse.Namespace) -> int:
+    manifest = load_manifest(_step(arguments.step))
+    if arguments.json:
         print(manifest.model_dump_json(indent=2))
         return 0
     console = Console()
     for key, value in manifest.model_dump(exclude={"files"}).items():
-        console.print(f"{key}: {value}", highlight=False)
+        console.print(f"[bold]{key}[/bold]: {value}", highlight=False)
     table = Table("file", "bytes")
     for name, entry in manifest.files.items():
         table.add_row(name, f"{entry.size:,}")
@@ -92,17 +200,185 @@ def _show(path: Path, as_json: bool) -> int:
     return 0
 
 
-def _verify(path: Path, as_json: bool) -> int:
+def _verify(arguments: argparse.Namespace) -> int:
+    path = arguments.path
+    if (path / FILE_NAME).exists():
+        folders = [path]
+    else:
+        store = _store(path)
+        folders = [store.folder(step) for step in store.steps()]
     results = []
-    for folder in _folders(path):
-        try:
-            verify(folder)
-            results.append({"folder": str(folder), "ok": True, "problem": None})
-        except CheckpointError as error:
-            results.append({"folder": str(folder), "ok": False, "problem": str(error)})
-    if as_json:
-        print(json.dumps(results, indent=2))
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        for folder in folders:
+            task = progress.add_task(folder.name, total=None)
+            problem = None
+            try:
+                size = sum(entry.size for entry in load_manifest(folder).files.values())
+                progress.update(task, total=size)
+                verify(folder, on_bytes=lambda count, task=task: progress.advance(task, count))
+            except CheckpointError as error:
+                problem = str(error)
+            results.append({"folder": str(folder), "ok": problem is None, "problem": problem})
+    if arguments.json:
+        _print_json(results)
     else:
         for result in results:
             print(f"{result['folder']}: {'ok' if result['ok'] else 'DAMAGED: ' + result['problem']}")
     return 0 if all(result["ok"] for result in results) else 1
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    a, b = _step(arguments.a), _step(arguments.b)
+    one, two = load_manifest(a), load_manifest(b)
+    report = {
+        "a": {"folder": str(a), "step": one.step, "run_id": one.run_id, "branch": one.branch},
+        "b": {"folder": str(b), "step": two.step, "run_id": two.run_id, "branch": two.branch},
+        "config": _changes(_config_of(a), _config_of(b)),
+        "versions": _changes(one.versions, two.versions),
+        "metrics": _changes(one.metrics, two.metrics),
+        **_tensor_changes(a, b),
+    }
+    if arguments.json:
+        _print_json(report)
+        return 0
+    console = Console()
+    for section in ("config", "versions", "metrics"):
+        table = Table(section, str(a), str(b))
+        for key, (before, after) in report[section].items():
+            table.add_row(key, str(before), str(after))
+        console.print(table if report[section] else f"{section}: the same")
+    for name in ("only_in_a", "only_in_b", "other_shape"):
+        if report[name]:
+            console.print(f"{name}: {', '.join(report[name])}")
+    changed = [row for row in report["tensors"] if row["max_change"]]
+    console.print(f"{len(changed)} of {len(report['tensors'])} tensors differ")
+    table = Table("tensor", "largest change", "relative change")
+    for row in sorted(changed, key=lambda row: -row["relative_change"])[: arguments.top]:
+        table.add_row(row["name"], f"{row['max_change']:.3g}", f"{row['relative_change']:.3g}")
+    if changed:
+        console.print(table)
+    return 0
+
+
+def _config_of(folder: Path) -> dict[str, Any]:
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, key: str) -> None:
+        if isinstance(value, dict):
+            for name, inner in value.items():
+                walk(inner, f"{key}.{name}" if key else name)
+        else:
+            flat[key] = value
+
+    walk((read_json(folder / "trainer" / "state.json") or {}).get("config", {}), "")
+    return flat
+
+
+def _changes(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+    return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
+
+
+def _tensor_changes(a: Path, b: Path) -> dict[str, Any]:
+    """For each weight in both: the largest change of a value, and the change's norm over the weight's."""
+    from cairn.checkpoint.layout import find_tensors
+    from cairn.checkpoint.tensors import read_tensor
+
+    in_a, in_b = find_tensors(a / "model", "model"), find_tensors(b / "model", "model")
+    rows, other_shape = [], []
+    for name in sorted(in_a.keys() & in_b.keys()):
+        if in_a[name].spec.shape != in_b[name].spec.shape:
+            other_shape.append(name)
+            continue
+        before, after = read_tensor(in_a[name]).double(), read_tensor(in_b[name]).double()
+        change, norm = after - before, before.norm().item()
+        relative = change.norm().item() / norm if norm else change.norm().item()
+        rows.append({"name": name, "max_change": change.abs().max().item(), "relative_change": relative})
+    return {
+        "only_in_a": sorted(in_a.keys() - in_b.keys()),
+        "only_in_b": sorted(in_b.keys() - in_a.keys()),
+        "other_shape": other_shape,
+        "tensors": rows,
+    }
+
+
+def _prune(arguments: argparse.Namespace) -> int:
+    store = _store(arguments.path)
+    for step in [*arguments.pin, *arguments.unpin]:
+        if step not in store.steps():
+            raise UsageError(f"--pin/--unpin {step}: no such step in {store.root}")
+    if not arguments.dry_run:
+        for step in arguments.pin:
+            set_pin(store, step, True)
+        for step in arguments.unpin:
+            set_pin(store, step, False)
+    given = {
+        key: value
+        for key in ("keep_last", "keep_every", "keep_best", "metric", "mode")
+        if (value := getattr(arguments, key)) is not None
+    }
+    try:
+        rules = CkptConfig(**{**_rules(arguments.path).model_dump(), **given})
+    except ValueError as error:
+        raise UsageError(str(error.errors()[0]["msg"])) from None
+    good, damaged = store.newest_good()
+    pinned = (pins(store) | set(arguments.pin)) - set(arguments.unpin)
+    kept = reasons_to_keep(read_steps(store), rules, pinned)
+    for step in [int(good.name.removeprefix("step_"))] if good else kept:
+        kept[step] = kept[step] or ["newest good" if good else "none is good"]
+    doomed = [store.folder(step) for step, reasons in kept.items() if not reasons]
+    debris = store.debris()
+    abandoned = sorted(store.root.glob("abandoned/*")) if arguments.abandoned else []
+    if not arguments.dry_run:
+        for folder in doomed:
+            store.delete(int(folder.name.removeprefix("step_")))
+        for folder in [*debris, *abandoned]:
+            shutil.rmtree(folder)
+    report = {
+        "deleted": [str(folder) for folder in doomed],
+        "debris": [str(folder) for folder in debris],
+        "abandoned": [str(folder) for folder in abandoned],
+        "kept": {str(step): reasons for step, reasons in kept.items() if reasons},
+        "damaged": damaged,
+        "dry_run": arguments.dry_run,
+    }
+    if arguments.json:
+        _print_json(report)
+        return 0
+    for problem in damaged:
+        print(f"damaged, and not counted as newest: {problem}")
+    verb = "would delete" if arguments.dry_run else "deleted"
+    for folder in [*doomed, *debris, *abandoned]:
+        print(f"{verb} {folder}")
+    print(f"{len(report['kept'])} steps kept")
+    return 0
+
+
+def _fork(arguments: argparse.Namespace) -> int:
+    source = _step(arguments.step)
+    manifest = verify(source)
+    target = CheckpointStore(arguments.output_dir / "checkpoints")
+    if target.steps():
+        raise UsageError(f"{arguments.output_dir}: has checkpoints already; give a new folder")
+    folder = target.folder(manifest.step)
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(FILE_NAME))
+    forked = _as_fork(manifest)
+    for path in sorted(folder.rglob("*")):
+        sync(path)
+    sync(folder)
+    write_atomic(folder / FILE_NAME, forked.to_json(), durable=True)
+    verify(folder)
+    if arguments.json:
+        _print_json({"folder": str(folder), "run_id": forked.run_id, "parent": forked.parent.model_dump()})
+    else:
+        print(f"{folder} is step {forked.step} of the new run {forked.run_id}; go on with")
+        print(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
+    return 0
+
+
+def _as_fork(manifest: Manifest) -> Manifest:
+    parent = Origin(run_id=manifest.run_id, step=manifest.step)
+    new = {"run_id": secrets.token_hex(4), "attempt": 0, "branch": "branch_1", "parent": parent}
+    return manifest.model_copy(update=new)

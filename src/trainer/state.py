@@ -23,6 +23,8 @@ from cairn.run.files import read_json
 from cairn.trainer.group import Group
 from cairn.trainer.model import companions, weights
 
+# What of the configuration says where and how long a run goes, and not what it computes.
+NOT_RECIPE = {"model", "max_steps", "output_dir", "ckpt", "workers", "ray", "wandb", "dry_run"}
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
 
@@ -157,6 +159,7 @@ class TrainerCheckpoints:
                 "seed": state.config.seed,
                 "optimizer": type(state.optimizer).__name__,
                 "scheduler": state.config.scheduler.model_dump(),
+                "config": state.config.model_dump(exclude=NOT_RECIPE),
             }
             files["trainer/state.json"] = (json.dumps(trainer_state, indent=2) + "\n").encode()
         self._saver.save(step, tensors, files, self._about(metrics, tensors))
@@ -172,7 +175,7 @@ class TrainerCheckpoints:
         return saved
 
     def _about(self, metrics: dict[str, float], tensors: Tensors) -> dict[str, Any]:
-        config = self.state.config.model_dump_json(exclude={"ckpt", "max_steps"})
+        config = self.state.config.model_dump_json(exclude=NOT_RECIPE)
         versions = {package: importlib.metadata.version(package) for package in PACKAGES}
         return {
             "run_id": self.attempt.run_id,
