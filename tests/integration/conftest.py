@@ -2,7 +2,6 @@
 
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -73,27 +72,24 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
     return model
 
 
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+@pytest.fixture(scope="session")
+def free_port() -> Callable[[], int]:
+    """Finds a TCP port of loopback on which nothing listens."""
 
+    def find() -> int:
+        with socket.create_server(("127.0.0.1", 0)) as listening:
+            return listening.getsockname()[1]
 
-@dataclass(frozen=True)
-class RunningServer:
-    """Address and token of a server, and the model that it was started with."""
-
-    url: str
-    token: str
-    model: Path
+    return find
 
 
 @pytest.fixture(scope="session")
 def inference_server(
-    tiny_model: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[RunningServer]:
+    tiny_model: Callable[..., Path], free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Server]:
     """A server with a tied tiny model. Tests leave it with any weights: push what you need first."""
-    model = tiny_model(tied=True, seed=0)
     config = InferenceConfig(port=free_port(), kv_cache_memory="64M")
-    with Server(config, str(model), tmp_path_factory.mktemp("server") / "vllm.log") as server:
+    log = tmp_path_factory.mktemp("server") / "vllm.log"
+    with Server(config, str(tiny_model(tied=True, seed=0)), log) as server:
         server.wait_ready()
-        yield RunningServer(server.url, server.token, model)
+        yield server

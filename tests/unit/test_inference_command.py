@@ -1,0 +1,81 @@
+"""The inference server's command line, tokens and imports; nothing is started."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from cairn.config.inference import InferenceConfig
+from cairn.inference.client import Unauthorized, token_file, token_for
+from cairn.inference.server import command
+
+
+def option(argv: list[str], name: str) -> str:
+    return argv[argv.index(name) + 1]
+
+
+def test_neither_server_nor_client_imports_torch_or_vllm():
+    code = (
+        "import sys, cairn.inference.client, cairn.inference.server;"
+        "sys.exit(str(sorted({'torch', 'vllm', 'ray', 'transformers'} & sys.modules.keys())))"
+    )
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert result.stderr.strip() == "[]"
+
+
+def test_command_carries_the_configuration_and_no_secret(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("CAIRN_INFERENCE_TOKEN", "a secret")
+    config = InferenceConfig(
+        host="127.0.0.2",
+        port=8123,
+        dtype="bfloat16",
+        max_model_len=256,
+        max_num_seqs=7,
+        kv_cache_memory="64M",
+        vllm_args=["--seed", "3"],
+    )
+    argv, env = command(config, "some/model")
+    assert option(argv, "--model") == "some/model"
+    assert (option(argv, "--host"), option(argv, "--port")) == ("127.0.0.2", "8123")
+    assert option(argv, "--dtype") == "bfloat16"
+    assert (option(argv, "--max-model-len"), option(argv, "--max-num-seqs")) == ("256", "7")
+    assert option(argv, "--kv-cache-memory-bytes") == "64M"
+    assert argv[-2:] == ["--seed", "3"]
+    # The development mode would open the RL routes to everybody.
+    assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_PLUGINS"]) == ("0", "cairn")
+    assert "a secret" not in [*argv, *env.values()]
+    assert "HF_HUB_OFFLINE" not in env  # not a directory, so a hub name
+
+
+def test_auto_dtype_is_the_one_that_the_model_was_saved_with(tmp_path: Path):
+    for saved, expected in [
+        ({"dtype": "float32"}, "float32"),
+        ({"torch_dtype": "bfloat16"}, "bfloat16"),
+        ({}, "auto"),
+    ]:
+        (tmp_path / "config.json").write_text(json.dumps(saved))
+        argv, env = command(InferenceConfig(), str(tmp_path))
+        assert option(argv, "--dtype") == expected
+        assert env["HF_HUB_OFFLINE"] == "1"
+
+
+def test_token_comes_from_the_environment_else_from_the_servers_file(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.delenv("CAIRN_INFERENCE_TOKEN", raising=False)
+    url = "http://127.0.0.1:8000"
+    with pytest.raises(Unauthorized, match="CAIRN_INFERENCE_TOKEN") as caught:
+        token_for(url)
+    assert url in str(caught.value)
+    token_file(url).parent.mkdir(parents=True)
+    token_file(url).write_text(json.dumps({"token": "from the file"}))
+    for same in (url, url + "/", "http://localhost:8000", "http://0.0.0.0:8000", "http://[::1]:8000"):
+        assert token_for(same) == "from the file"
+    for other in ("http://127.0.0.1:8001", "http://10.0.0.1:8000"):
+        with pytest.raises(Unauthorized):
+            token_for(other)
+    monkeypatch.setenv("CAIRN_INFERENCE_TOKEN", "from the environment")
+    assert token_for(url) == "from the environment"
