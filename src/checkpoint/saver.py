@@ -26,7 +26,7 @@ import torch
 from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import as_bytes, local_part, plan_tensors
+from cairn.checkpoint.tensors import as_bytes, local_part, local_values, plan_tensors
 from cairn.run.faults import fault_point
 
 logger = logging.getLogger(__name__)
@@ -71,7 +71,6 @@ class Saver:
         *,
         rank: int,
         world_size: int,
-        barrier: Callable[[], None],
         attempt: str,
         roles: tuple[str, ...] = (),
         part_timeout: float = 300.0,
@@ -81,7 +80,6 @@ class Saver:
     ):
         self.store = store
         self.rank = rank
-        self.barrier = barrier
         self.attempt = attempt
         self.parts = [*(f"trainer{r}" for r in range(world_size)), *roles]
         self.part_timeout = part_timeout
@@ -98,7 +96,7 @@ class Saver:
 
     def prepare(self, tensors: Tensors) -> None:
         """Allocate the arena for state of this shape, in the background; else `save` does it."""
-        if self._arena is None or not self._arena.fits(tensors):
+        if self._arena is None or self._arena.broken or not self._arena.fits(tensors):
             self.finish()
             self.close()
             self._arena = _Arena(tensors, self.rank, self.max_file_bytes)
@@ -121,16 +119,12 @@ class Saver:
         self.finish()
         self.prepare(tensors)
         assert self._arena is not None
-        if self.rank == 0:
-            fault_point("save.begin")
-            self.store.begin(step, sorted({name.rpartition("/")[0] for name in [*tensors, *files]}))
-        self.barrier()
-        arena, folder = self._arena, self.store.folder(step)
-        arena.start_copy(tensors)
+        self._arena.start_copy(tensors)
         self._copied.clear()
+        folders = sorted({name.rpartition("/")[0] for name in [*tensors, *files]})
         self._thread = threading.Thread(
             target=self._run,
-            args=(step, arena, folder, dict(files), about, started),
+            args=(step, self._arena, folders, dict(files), about, started),
             name="save",
             daemon=True,
         )
@@ -178,16 +172,20 @@ class Saver:
         self,
         step: int,
         arena: "_Arena",
-        folder: Path,
+        folders: list[str],
         files: dict[str, bytes],
         about: dict[str, Any],
         started: float,
     ) -> None:
         """The background half of a save."""
         try:
-            part = f"trainer{self.rank}"
-            arena.begin(folder, self.store.part_file(step, part), self.attempt, self.read_back)
+            part_file = self.store.part_file(step, f"trainer{self.rank}")
             try:
+                if self.rank == 0:
+                    fault_point("save.begin")
+                    self.store.begin(step, folders, self.attempt)
+                self.store.wait_for_begin(step, self.attempt, timeout=self.part_timeout)
+                arena.begin(self.store.folder(step), part_file, self.attempt, self.read_back)
                 fault_point("save.copy")
                 arena.copy()
             finally:
@@ -201,6 +199,7 @@ class Saver:
                 self.after_commit(step)
             self._done.append(Saved(step, self._stall, time.monotonic() - started))
         except BaseException as error:
+            arena.broken = True
             self._error = error
 
 
@@ -209,6 +208,8 @@ class _Arena:
 
     def __init__(self, tensors: Tensors, rank: int, max_file_bytes: int):
         self.rank = rank
+        self.broken = False
+        """After a failed save nobody knows what the writer waits for: the next save gets a new one."""
         self.layout = _describe(tensors)
         files: list[FileLayout] = []
         self.indices: dict[str, bytes] = {}
@@ -271,11 +272,11 @@ class _Arena:
         """Note which values to copy; on a GPU also have it copy behind what it is doing now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
-        for stem, name in self._keys:
-            local, _ = local_part(tensors[stem][name], self.rank)
-            start = self.plan.starts.get(f"{stem}:{name}")
-            if start is not None:
-                self._sources.append((start, as_bytes(local)))
+        with torch.no_grad():
+            for stem, name in self._keys:
+                start = self.plan.starts.get(f"{stem}:{name}")
+                if start is not None:
+                    self._sources.append((start, as_bytes(local_values(tensors[stem][name]))))
 
     def begin(self, folder: Path, part_file: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save comes."""

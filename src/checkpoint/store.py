@@ -27,6 +27,8 @@ from cairn.run.faults import fault_point
 from cairn.run.files import read_json, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
 
+BEGUN = ".begun.json"
+
 
 class CheckpointStore:
     """The checkpoints of one run, below `root`."""
@@ -79,8 +81,11 @@ class CheckpointStore:
 
     # Writing
 
-    def begin(self, step: int, folders: list[str]) -> None:
+    def begin(self, step: int, folders: list[str], attempt: str | None = None) -> None:
         """Make empty `folders` in step `step`; what a save that was never completed left there is removed.
+
+        Args:
+            attempt: if given, `wait_for_begin` of other processes of this attempt returns.
 
         Raises:
             CheckpointError: the step exists already.
@@ -91,6 +96,23 @@ class CheckpointStore:
         for name in folders:
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / name).mkdir(parents=True)
+        if attempt is not None:
+            write_json(folder / BEGUN, {"attempt": attempt})
+
+    def wait_for_begin(self, step: int, attempt: str, *, timeout: float) -> None:
+        """Wait until the folders of step `step` are there to be written into.
+
+        Raises:
+            DeadlinePassed: rank 0 did not make them within `timeout` seconds.
+        """
+
+        def begun() -> bool | None:
+            content = read_json(self.folder(step) / BEGUN)
+            return True if content and content["attempt"] == attempt else None
+
+        wait_for(
+            begun, seconds=timeout, whom=f"rank 0 to begin checkpoint {step}", setting="--ckpt.part-timeout"
+        )
 
     def part_file(self, step: int, part: str) -> Path:
         """Where a part says that it is complete, until the step is committed."""

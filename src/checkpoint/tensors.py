@@ -65,6 +65,11 @@ def local_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, int] | No
     return (tensor, 0) if rank == 0 else None
 
 
+def local_values(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's values of a tensor, sharing its memory; to be called under `torch.no_grad`."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
 def _first_item(tensor: DTensor) -> int | None:
     """The index in the whole tensor of a shard's first item; None if every rank has all of it."""
     if all(isinstance(placement, Replicate) for placement in tensor.placements):

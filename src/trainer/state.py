@@ -129,7 +129,6 @@ class TrainerCheckpoints:
             store,
             rank=group.rank,
             world_size=group.world_size,
-            barrier=group.barrier,
             attempt=attempt.id,
             roles=tuple(part for part in self._parts if part == "orchestrator"),
             part_timeout=ckpt.part_timeout,
