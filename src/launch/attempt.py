@@ -63,7 +63,7 @@ def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
     return start
 
 
-def begin(config: RunConfig, start: Start) -> Attempt:
+def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     """Make the run directory ready for an attempt from `start`, and announce it to the roles.
 
     What lies beyond that step is set aside: later checkpoints under `abandoned/`, later rows of
@@ -84,6 +84,7 @@ def begin(config: RunConfig, start: Start) -> Attempt:
     attempt = Attempt(
         run_id=start.manifest.run_id if own_step else secrets.token_hex(4),
         number=number,
+        command=command,
         branch=start.manifest.branch if own_step and not rewinds else f"branch_{number}",
         start_step=start.step,
         resume_from=str(start.folder) if start.folder else None,

@@ -14,6 +14,8 @@ class StepDisplay:
     def __init__(self, metrics: MetricsLog, start_step: int, max_steps: int):
         self.metrics = metrics
         self.max_steps = max_steps
+        self.step = start_step
+        """The newest step that was shown."""
         metrics.new_rows()  # those before start_step are known
         self.console = Console()
         self._printed_at = 0.0
@@ -42,6 +44,7 @@ class StepDisplay:
         rows = self.metrics.new_rows()
         if rows:
             row = self._unprinted = rows[-1]
+            self.step = row["step"]
             self._progress.update(
                 self._task, description="training", completed=row["step"], values=_values(row)
             )

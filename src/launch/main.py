@@ -20,9 +20,9 @@ def sft() -> int:
 
     def run() -> int:
         config = load(SFTConfig, sys.argv[1:])
-        from cairn.launch.roles import trainer_command
+        from cairn.launch.commands import train
 
-        return trainer_command(config)
+        return train(config)
 
     return answer(run)
 
@@ -33,9 +33,9 @@ def trainer() -> int:
 
     def run() -> int:
         config = load(TrainerConfig, sys.argv[1:])
-        from cairn.launch.roles import trainer_command
+        from cairn.launch.commands import train
 
-        return trainer_command(config)
+        return train(config)
 
     return answer(run)
 
@@ -46,9 +46,9 @@ def orchestrator() -> int:
 
     def run() -> int:
         config = load(OrchestratorConfig, sys.argv[1:])
-        from cairn.launch.roles import orchestrator_command
+        from cairn.launch.commands import orchestrate
 
-        return orchestrator_command(config)
+        return orchestrate(config)
 
     return answer(run)
 
@@ -73,9 +73,9 @@ def rl() -> int:
 
     def run() -> int:
         config = load(RLConfig, sys.argv[1:])
-        from cairn.launch.rl import run_rl
+        from cairn.launch.commands import reinforce
 
-        return run_rl(config)
+        return reinforce(config)
 
     return answer(run)
 

@@ -39,12 +39,14 @@ def start_role(role: str, output_dir: Path, log: Path) -> subprocess.Popen:
         )
 
 
-def log_tail(log: Path, lines: int = 15) -> str:
-    """The last lines of a log, for an error message."""
+def log_end(log: Path, lines: int = 15) -> str:
+    """What a log says last, for an error message: from its last error on, if that is not far up."""
     try:
-        return "\n".join(log.read_text(errors="replace").splitlines()[-lines:])
+        end = log.read_text(errors="replace").splitlines()[-lines:]
     except OSError:
         return "(no log)"
+    errors = [i for i, line in enumerate(end) if line.startswith("error: ")]
+    return "\n".join(end[errors[-1] :] if errors else end)
 
 
 def interrupt() -> None:

@@ -1,7 +1,6 @@
 """The trainer's ranks as Ray actors: one process each, placed together."""
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 
 # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
@@ -13,7 +12,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
-from cairn.launch.process import RoleFailed, log_tail, stop_on_signals
+from cairn.launch.process import RoleFailed, log_end, stop_on_signals
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 
 LOOPBACK = "127.0.0.1"
@@ -57,11 +56,8 @@ class Worker:
         return outcome
 
 
-def train_on_ray(config: SFTConfig | TrainerConfig, attempt: Attempt, on_tick: Callable[[], None]) -> Outcome:
+def train_on_ray(config: SFTConfig | TrainerConfig, attempt: Attempt) -> Outcome:
     """Run the training loop on `config.workers` Ray actors; returns what rank 0 says of it.
-
-    Args:
-        on_tick: called a few times a second while training goes on.
 
     Raises:
         RoleFailed: a worker could not be placed, raised an error, or died.
@@ -70,14 +66,12 @@ def train_on_ray(config: SFTConfig | TrainerConfig, attempt: Attempt, on_tick: C
     _start_ray(config)
     try:
         with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
-            return _train(config, attempt, run, on_tick)
+            return _train(config, attempt, run)
     finally:
         ray.shutdown()
 
 
-def _train(
-    config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory, on_tick: Callable[[], None]
-) -> Outcome:
+def _train(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory) -> Outcome:
     logs = [_log(run, rank) for rank in range(config.workers)]
     gpus = 1 if ray.cluster_resources().get("GPU") else 0
     group = placement_group([{"CPU": 1, "GPU": gpus}] * config.workers, strategy="PACK")
@@ -101,11 +95,11 @@ def _train(
     }
     outcomes = {}
     while pending:
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=0.1)
+        # Not for ever at once, so that a signal is seen in between.
+        done, _ = ray.wait(list(pending), num_returns=1, timeout=0.5)
         for future in done:
             rank = pending.pop(future)
             outcomes[rank] = _result(future, rank, logs[rank])
-        on_tick()
     return outcomes[0]
 
 
@@ -149,4 +143,4 @@ def _result(future: ray.ObjectRef, rank: int, log: Path) -> Outcome:
         cause = error.cause
         raise RoleFailed(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
     except ray.exceptions.RayActorError:
-        raise RoleFailed(f"trainer rank {rank} died; the end of {log}:\n{log_tail(log)}") from None
+        raise RoleFailed(f"trainer rank {rank} died; the end of {log}:\n{log_end(log)}") from None

@@ -18,6 +18,8 @@ class Attempt:
 
     run_id: str
     number: int
+    command: str
+    """The command that started it: sft, rl or trainer."""
     start_step: int
     """Optimiser steps that were done before this attempt."""
     resume_from: str | None

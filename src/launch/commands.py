@@ -1,0 +1,104 @@
+"""What `sft`, `rl`, `trainer` and `orchestrator` do once their configuration is read.
+
+Everything that can be wrong is looked at first; only then is anything started or written.
+"""
+
+import asyncio
+from pathlib import Path
+
+from cairn.config.cli import UsageError
+from cairn.config.model import ModelConfig
+from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import DATA_FILES, SFTConfig, TrainerConfig
+from cairn.inference.client import InferenceClient
+from cairn.launch.attempt import begin, choose_start
+from cairn.launch.model import resolve_model
+from cairn.launch.process import RoleFailed
+from cairn.launch.roles import CONFIGS, run_orchestrator
+from cairn.launch.supervisor import run_roles
+from cairn.orchestrator.environments import BadEnvironment, make_environment
+from cairn.orchestrator.rollouts import AttemptOver
+from cairn.run.directory import RunDirectory
+from cairn.run.waiting import wait_for
+
+
+def train(config: SFTConfig | TrainerConfig) -> int:
+    """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
+    sft = isinstance(config, SFTConfig)
+    if sft and Path(config.data.name).suffix in DATA_FILES and not Path(config.data.name).is_file():
+        raise UsageError(f"--data.name {config.data.name}: there is no such file")
+    start = choose_start(config, needs=["trainer"] if sft else ["trainer", "orchestrator"])
+    config.model = ModelConfig(
+        name=str(start.folder / "model") if start.folder else resolve_model(config.model)
+    )
+    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+    attempt = begin(config, start, command="sft" if sft else "trainer")
+    return run_roles(run, attempt, ["trainer"], config.max_steps)
+
+
+def reinforce(config: RLConfig) -> int:
+    """`rl`: start or resume an RL run and see it through; returns the exit code.
+
+    Raises:
+        UsageError: it can't start like this; nothing was started or written.
+        ServerUnavailable: no server answers at an address that was given.
+        RoleFailed: a role died.
+    """
+    _check_environment(config.orchestrator.environment)
+    start = choose_start(config, needs=["trainer", "orchestrator"])
+    roles = ["trainer", "orchestrator"]
+    if config.orchestrator.inference_url:
+        asyncio.run(_check_servers(config.orchestrator.inference_url))
+    else:
+        config.orchestrator.inference_url = [f"http://{config.inference.host}:{config.inference.port}"]
+        roles.insert(0, "inference")
+    model = str(start.folder / "model") if start.folder else resolve_model(config.model)
+    for owner in (config, config.trainer, config.orchestrator, config.inference):
+        owner.model = ModelConfig(name=model)
+    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+    return run_roles(run, begin(config, start, command="rl"), roles, config.max_steps)
+
+
+def orchestrate(config: OrchestratorConfig) -> int:
+    """`orchestrator`: serve the trainer that runs, or will run, in the same output folder.
+
+    What the run shares, and its model, is the trainer's to say.
+    """
+    if not config.inference_url:
+        raise UsageError(
+            "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
+        )
+    _check_environment(config.environment)
+    run = RunDirectory(config.output_dir)
+    while True:
+        print(f"waiting for a trainer in {run.path}", flush=True)
+        attempt = wait_for(
+            run.live_attempt,
+            seconds=config.version_timeout,
+            whom=f"a trainer in {run.path}",
+            setting="--version-timeout",
+        )
+        trainer = CONFIGS[attempt.command].model_validate_json(run.config.read_text())
+        if not isinstance(trainer, TrainerConfig):
+            raise RoleFailed(
+                f"{run.path} is a run of {attempt.command}, which needs no orchestrator of its own"
+            )
+        shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
+        try:
+            return run_orchestrator(config.model_copy(update=shared), attempt, run)
+        except AttemptOver as over:
+            print(over, flush=True)
+
+
+def _check_environment(config: EnvironmentConfig) -> None:
+    try:
+        make_environment(config)
+    except BadEnvironment as error:
+        raise UsageError(str(error)) from None
+
+
+async def _check_servers(urls: list[str]) -> None:
+    for url in urls:
+        async with InferenceClient(url, retry_for=0) as client:
+            await client.status()
