@@ -9,6 +9,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -22,12 +23,33 @@ def show(*command: str) -> None:
     print(f"\n$ {shlex.join(command)}", flush=True)
 
 
-def run(*command: str, env: dict[str, str] | None = None) -> None:
-    """Show a command and run it; if it fails, so does this script."""
+def run(*command: str, env: dict[str, str] | None = None, quiet: str = "") -> None:
+    """Show a command and run it; if it fails, so does this script.
+
+    Args:
+        quiet: what a command does that says nothing for a while; the seconds are counted instead.
+    """
     show(*command)
-    code = subprocess.run(command, env=env, check=False).returncode
+    process = subprocess.Popen(command, env=env)
+    try:
+        code = _wait_counting(process, quiet) if quiet else process.wait()
+    except BaseException:
+        process.terminate()
+        process.wait()
+        raise
     if code:
         sys.exit(f"error: {command[0]} failed (exit code {code})")
+
+
+def _wait_counting(process: subprocess.Popen, doing: str) -> int:
+    began = time.monotonic()
+    every, end = (1, "\r") if sys.stderr.isatty() else (10, "\n")
+    while True:
+        try:
+            return process.wait(every)
+        except subprocess.TimeoutExpired:
+            seconds = round(time.monotonic() - began)
+            print(f"{doing}: {seconds} s", end=end, file=sys.stderr, flush=True)
 
 
 def setup(*arguments: str) -> None:
@@ -38,12 +60,9 @@ def setup(*arguments: str) -> None:
     os.chdir(ROOT)
     provide_uv()
     if os.environ.get("UV_NO_SYNC", "0").lower() in ("", "0", "false"):
-        if not (ROOT / ".venv").exists():
-            print(
-                "\nThe first time this takes a minute or more: some GB to fetch, 27,000 files to compile."
-            )
-        run("uv", "sync", "--inexact", "--compile-bytecode", *arguments)
+        run("uv", "sync", "--inexact", *arguments)
         mend_vllm_tag()
+        run("uv", "sync", "--inexact", "--compile-bytecode", *arguments, quiet="compiling, once")
 
 
 def provide_uv() -> None:
