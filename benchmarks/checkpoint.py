@@ -331,7 +331,10 @@ def drop_cache(folder: Path) -> None:
 def measure_system(name: str, training: Training, root: Path, repeats: int) -> dict[str, float | None]:
     """Save and load repeatedly with one system, after one save that is not counted."""
     root.mkdir(parents=True, exist_ok=True)
-    memory = Memory()
+    with Memory(0) as undisturbed:
+        for _ in range(3):
+            training.step()
+    memory = Memory(undisturbed.peak)
     system = {
         "cairn": CairnSystem,
         "dcp_save": DcpSystem,
@@ -360,7 +363,7 @@ def measure_system(name: str, training: Training, root: Path, repeats: int) -> d
         "durable_s": statistics.median(durables),
         "load_cold_s": statistics.median(cold),
         "load_warm_s": statistics.median(warm),
-        "extra_bytes": memory.extra,
+        "extra_bytes": memory.peak,
     }
 
 
@@ -392,18 +395,19 @@ def _one_save(system, training: Training, number: int) -> tuple[float, float, fl
 
 
 class Memory:
-    """The most memory that this process and its children took beyond what it took before."""
+    """The most memory that this process and its children take meanwhile, in bytes beyond `base`."""
 
-    def __init__(self):
-        self.extra = 0
+    def __init__(self, base: int):
+        self.base = base
+        self.peak = 0
         self._stop = threading.Event()
 
     def __enter__(self) -> "Memory":
-        before = _memory()
-
         def watch() -> None:
-            while not self._stop.wait(0.2):
-                self.extra = max(self.extra, _memory() - before)
+            while True:
+                self.peak = max(self.peak, _memory() - self.base)
+                if self._stop.wait(0.1):
+                    return
 
         self._thread = threading.Thread(target=watch, daemon=True)
         self._thread.start()

@@ -20,6 +20,7 @@ from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.environments import BadEnvironment, make_environment
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.run.directory import RunDirectory
+from cairn.run.logs import start_logging
 from cairn.run.waiting import wait_for
 
 
@@ -70,6 +71,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
             "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
         )
     _check_environment(config.environment)
+    start_logging()
     run = RunDirectory(config.output_dir)
     while True:
         print(f"waiting for a trainer in {run.path}", flush=True)
