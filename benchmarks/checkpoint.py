@@ -446,7 +446,7 @@ class CairnSystem:
             self.store,
             rank=self.rank,
             world_size=dist.get_world_size(),
-            attempt="benchmark",
+            session="benchmark",
             after_commit=lambda step: self.store.delete(step - 1) if step > 1 else None,
         )
         self.before_update = self.saver.before_update

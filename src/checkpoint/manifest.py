@@ -150,7 +150,8 @@ def check_files(
         Damaged: naming a file that is missing, short, long, changed or unknown, and where in it.
     """
     found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    if unknown := sorted(found - manifest.files.keys() - {FILE_NAME}):
+    notes = {name for name in found if name.startswith(".") and "/" not in name}  # the writers' own
+    if unknown := sorted(found - manifest.files.keys() - notes - {FILE_NAME}):
         raise Damaged(f"{folder / unknown[0]}: does not belong to the checkpoint")
     for name, entry in manifest.files.items():  # cheap, so first
         _check_size(folder / name, entry)

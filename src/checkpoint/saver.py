@@ -58,8 +58,8 @@ class Saver:
     `check` once a step, `finish` at the end.
 
     Args:
-        attempt: id of the attempt, which parts must carry to be committed together.
-        roles: other roles whose parts belong to a checkpoint, such as orchestrator.
+        session: names this start of all ranks; what an earlier one left behind is not taken for theirs.
+        roles: other roles whose parts belong to a checkpoint, such as orchestrator, and the id they carry.
         part_timeout: seconds to wait for another rank's or role's part.
         read_back: read what was written again from the disk, and compare, before it counts.
         after_commit: called by rank 0 in the background after each commit, as for retention.
@@ -71,8 +71,8 @@ class Saver:
         *,
         rank: int,
         world_size: int,
-        attempt: str,
-        roles: tuple[str, ...] = (),
+        session: str,
+        roles: Mapping[str, str] | None = None,
         part_timeout: float = 300.0,
         read_back: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
@@ -80,8 +80,12 @@ class Saver:
     ):
         self.store = store
         self.rank = rank
-        self.attempt = attempt
-        self.parts = [*(f"trainer{r}" for r in range(world_size)), *roles]
+        self.session = session
+        self.parts = {
+            "files": session,
+            **{f"trainer{r}": session for r in range(world_size)},
+            **(roles or {}),
+        }
         self.part_timeout = part_timeout
         self.read_back = read_back
         self.max_file_bytes = max_file_bytes
@@ -183,21 +187,21 @@ class Saver:
             try:
                 if self.rank == 0:
                     fault_point("save.begin")
-                    self.store.begin(step, folders, self.attempt)
-                self.store.wait_for_begin(step, self.attempt, timeout=self.part_timeout)
-                arena.begin(self.store.folder(step), part_file, self.attempt, self.read_back)
+                    self.store.begin(step, folders, self.session)
+                self.store.wait_for_begin(step, self.session, timeout=self.part_timeout)
+                arena.begin(self.store.folder(step), part_file, self.session, self.read_back)
                 fault_point("save.copy")
                 arena.copy()
             finally:
                 self._copied.set()
             if self.rank == 0:
-                self.store.write_part(step, "files", {**files, **arena.indices}, self.attempt)
+                self.store.write_part(step, "files", {**files, **arena.indices}, self.session)
             arena.end()
             if self.rank == 0:
-                parts = ["files", *self.parts]
-                self.store.commit(step, parts, self.attempt, timeout=self.part_timeout, about=about)
-                self.after_commit(step)
+                self.store.commit(step, self.parts, timeout=self.part_timeout, about=about)
             self._done.append(Saved(step, self._stall, time.monotonic() - started))
+            if self.rank == 0:
+                self.after_commit(step)
         except BaseException as error:
             arena.broken = True
             self._error = error

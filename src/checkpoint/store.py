@@ -130,11 +130,12 @@ class CheckpointStore:
         write_json(self.part_file(step, part), part_content(attempt, checksums), durable=True)
 
     def commit(
-        self, step: int, parts: list[str], attempt: str, *, timeout: float, about: dict[str, Any]
+        self, step: int, parts: Mapping[str, str], *, timeout: float, about: dict[str, Any]
     ) -> Manifest:
-        """Wait for all `parts` of `attempt`, then make the step exist.
+        """Wait for all parts, then make the step exist.
 
         Args:
+            parts: the parts that belong to it, and the id of the session or attempt that each must carry.
             timeout: seconds to wait for a part.
             about: the manifest's fields other than step, files and created.
 
@@ -142,9 +143,9 @@ class CheckpointStore:
             DeadlinePassed: a part did not arrive.
         """
         checksums: dict[str, FileChecksum] = {}
-        for part in parts:
+        for part, writer in parts.items():
             content = wait_for(
-                lambda part=part: self._arrived(step, part, attempt),
+                lambda part=part, writer=writer: self._arrived(step, part, writer),
                 seconds=timeout,
                 whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",
@@ -159,8 +160,6 @@ class CheckpointStore:
             **about,
         )
         folder = self.folder(step)
-        for path in folder.glob(".*"):  # part files, and what a crash left of them
-            path.unlink()
         temporary = folder / f".{FILE_NAME}"
         temporary.write_bytes(manifest.to_json())
         sync(temporary)
@@ -169,7 +168,15 @@ class CheckpointStore:
         sync(folder)
         sync(self.root)
         fault_point("commit.done")
+        for path in folder.glob(".*"):  # part files, and what a crash left of them: no part of a checkpoint
+            path.unlink(missing_ok=True)
         return manifest
+
+    def has_part(self, step: int, part: str, attempt: str) -> bool:
+        """Whether that part was written by this attempt, or is committed already."""
+        if (self.folder(step) / FILE_NAME).exists() or self._arrived(step, part, attempt) is not None:
+            return True
+        return (self.folder(step) / FILE_NAME).exists()  # committed just now
 
     def _arrived(self, step: int, part: str, attempt: str) -> dict[str, Any] | None:
         content = read_json(self.part_file(step, part))

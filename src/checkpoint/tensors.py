@@ -39,7 +39,7 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-READERS = 2  # reads under way at once on each rank
+READERS = 3  # reads under way at once on each rank
 
 
 def plan_tensors(

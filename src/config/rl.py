@@ -30,6 +30,8 @@ class RLConfig(BaseConfig):
     output_dir: str = "outputs/rl"
     """Folder that holds everything the run writes."""
     ckpt: CkptConfig | None = None
+    max_restarts: int = Field(3, ge=0)
+    """How often a role that dies is started again without a step finished in between."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()

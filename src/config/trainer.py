@@ -95,6 +95,8 @@ class TrainerBase(BaseConfig):
     """Recompute each layer's activations in the backward pass instead of keeping them."""
     compile: bool = False
     """Compile each layer with torch.compile."""
+    max_restarts: int = Field(3, ge=0)
+    """How often a role that dies is started again without a step finished in between."""
     deterministic: bool = False
     """Only deterministic kernels, slower on GPU; CPU runs are deterministic anyway."""
     ray: RayConfig = RayConfig()

@@ -81,19 +81,27 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     own_step = 0 if start.is_fork else start.step
     number = (earlier.number if earlier else 0) + 1
     rewinds = (start.store.latest() or 0) > own_step
+    if own_step:
+        run_id, branch = start.manifest.run_id, start.manifest.branch
+    elif earlier and config.ckpt and config.ckpt.resume == "auto":  # it died before its first checkpoint
+        run_id, branch = earlier.run_id, earlier.branch
+    else:
+        run_id, branch = secrets.token_hex(4), ""
     attempt = Attempt(
-        run_id=start.manifest.run_id if own_step else secrets.token_hex(4),
+        run_id=run_id,
         number=number,
         command=command,
-        branch=start.manifest.branch if own_step and not rewinds else f"branch_{number}",
+        branch=f"branch_{number}" if rewinds or not branch else branch,
         start_step=start.step,
         resume_from=str(start.folder) if start.folder else None,
     )
-    aside = start.store.set_aside_after(own_step, f"before_attempt_{attempt.number}")
+    name = f"before_attempt_{number}"
+    aside = start.store.set_aside_after(own_step, name)
     if aside:
         print(f"the checkpoints after step {own_step} are now in {aside}", flush=True)
+    run.set_batches_aside(start.store.root / "abandoned" / name, attempt)
     run.metrics.keep_through(own_step)
-    run.clear_transit()
+    run.clear_weights()
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
     run.begin(attempt)
     return attempt

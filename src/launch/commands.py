@@ -35,7 +35,7 @@ def train(config: SFTConfig | TrainerConfig) -> int:
     )
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
     attempt = begin(config, start, command="sft" if sft else "trainer")
-    return run_roles(run, attempt, ["trainer"], config.max_steps)
+    return run_roles(run, attempt, ["trainer"], config)
 
 
 def reinforce(config: RLConfig) -> int:
@@ -58,7 +58,7 @@ def reinforce(config: RLConfig) -> int:
     for owner in (config, config.trainer, config.orchestrator, config.inference):
         owner.model = ModelConfig(name=model)
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
-    return run_roles(run, begin(config, start, command="rl"), roles, config.max_steps)
+    return run_roles(run, begin(config, start, command="rl"), roles, config)
 
 
 def orchestrate(config: OrchestratorConfig) -> int:

@@ -1,12 +1,13 @@
 """Child processes that never outlive their parent, and signals that end a run in good order."""
 
+import contextlib
 import ctypes
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from pathlib import Path
 
 from cairn.run.directory import RunDirectory
@@ -16,6 +17,10 @@ PR_SET_PDEATHSIG = 1
 
 class RoleFailed(Exception):
     """A role of the run died; the message shows the end of its log."""
+
+
+class WorkerDied(RoleFailed):
+    """A worker of the trainer was killed or crashed; another start may well succeed."""
 
 
 def die_with_parent() -> None:
@@ -39,6 +44,28 @@ def start_role(role: str, output_dir: Path, log: Path) -> subprocess.Popen:
         )
 
 
+def kill_session(session: int, seconds: float = 10) -> None:
+    """Kill every process of a session, and wait until they are gone; they can't do any more harm then."""
+    deadline = time.monotonic() + seconds
+    while (pids := _session_members(session)) and time.monotonic() < deadline:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.02)
+
+
+def _session_members(session: int) -> list[int]:
+    members = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                # After the name in brackets: state, parent, process group, session.
+                state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
+                if int(sid) == session and state != "Z":
+                    members.append(int(entry.name))
+    return members
+
+
 def log_end(log: Path, lines: int = 15) -> str:
     """What a log says last, for an error message: from its last error on, if that is not far up."""
     try:
@@ -54,7 +81,7 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-@contextmanager
+@contextlib.contextmanager
 def stop_on_signals(run: RunDirectory, at_once: Callable[[], None] = interrupt) -> Iterator[None]:
     """On the first SIGINT or SIGTERM ask the run to save and stop; on the second call `at_once`."""
     seen: list[int] = []

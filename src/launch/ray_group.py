@@ -12,7 +12,7 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
-from cairn.launch.process import RoleFailed, log_end, stop_on_signals
+from cairn.launch.process import RoleFailed, WorkerDied, log_end, stop_on_signals
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 
 LOOPBACK = "127.0.0.1"
@@ -143,4 +143,4 @@ def _result(future: ray.ObjectRef, rank: int, log: Path) -> Outcome:
         cause = error.cause
         raise RoleFailed(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
     except ray.exceptions.RayActorError:
-        raise RoleFailed(f"trainer rank {rank} died; the end of {log}:\n{log_end(log)}") from None
+        raise WorkerDied(f"trainer rank {rank} died; the end of {log}:\n{log_end(log)}") from None

@@ -4,17 +4,23 @@ A role finds all that it needs in the run directory, where the command that star
 """
 
 import asyncio
+import dataclasses
+import logging
 import sys
 from collections.abc import Callable
 
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.main import EXIT_STOPPED, answer
-from cairn.launch.process import die_with_parent, stop_on_signals
+from cairn.launch.process import WorkerDied, die_with_parent, stop_on_signals
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.logs import start_logging
+
+logger = logging.getLogger(__name__)
 
 CONFIGS = {"sft": SFTConfig, "trainer": TrainerConfig, "rl": RLConfig}
 """What config.json holds, by the command that started the run."""
@@ -22,6 +28,8 @@ WORKING = ("trainer", "orchestrator")
 """The roles that work towards the run's last step; a server does not."""
 EXIT_LOST = 3
 """The trainer's exit code where it was asked to stop and had nowhere to save."""
+EXIT_CRASHED = 4
+"""The trainer's exit code where one of its workers died, for no reason that it knows."""
 
 
 def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory) -> int:
@@ -30,6 +38,7 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
 
     state = "failed"
     run.set_role("trainer", "running")
+    run.metrics.keep_through(attempt.start_step)
     try:
         outcome = train_on_ray(config, attempt)
         state = "stopped" if outcome.stopped else "done"
@@ -84,13 +93,34 @@ def _main(role: str, folder: str) -> int:
     run = RunDirectory(folder)
     attempt = run.attempt()
     config = CONFIGS[attempt.command].model_validate_json(run.config.read_text())
+    run = RunDirectory(folder, config.ckpt and config.ckpt.dir)
+    attempt = newest_start(attempt, CheckpointStore(run.checkpoints))
     of_role = getattr(config, role) if attempt.command == "rl" else config
     runs: dict[str, Callable[[], int]] = {
         "trainer": lambda: run_trainer(of_role, attempt, run),
         "orchestrator": lambda: run_orchestrator(of_role, attempt, run),
         "inference": lambda: run_inference(of_role, run),
     }
-    return runs[role]()
+    try:
+        return runs[role]()
+    except WorkerDied as error:
+        print(f"error: {error}", flush=True)
+        return EXIT_CRASHED
+
+
+def newest_start(attempt: Attempt, store: CheckpointStore) -> Attempt:
+    """The attempt as a role that is started in the middle of it sees it: from its newest good checkpoint."""
+    for step in reversed(store.steps()):
+        if step <= attempt.start_step:
+            break
+        try:
+            manifest = verify(store.folder(step))
+        except CheckpointError as error:
+            logger.warning("passing over a damaged checkpoint: %s", error)
+            continue
+        if (manifest.run_id, manifest.branch) == (attempt.run_id, attempt.branch):
+            return dataclasses.replace(attempt, start_step=step, resume_from=str(store.folder(step)))
+    return attempt
 
 
 if __name__ == "__main__":

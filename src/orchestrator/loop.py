@@ -12,8 +12,10 @@ from transformers import AutoTokenizer, GenerationConfig
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import make_environment
+from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import (
     AttemptOver,
+    Generation,
     Group,
     PolicyServer,
     Rollout,
@@ -30,6 +32,8 @@ from cairn.run.seeds import derive, permutation
 from cairn.run.waiting import wait_for
 
 logger = logging.getLogger(__name__)
+
+ATTEMPTS = 5  # to have a prompt answered by the right policy
 
 
 @dataclass
@@ -68,34 +72,62 @@ class Orchestrator:
             self._load(Path(attempt.resume_from))
         self.tokenizer = AutoTokenizer.from_pretrained(self.policy_folder)
         self.stop_token_ids = _stop_tokens(self.policy_folder, self.tokenizer.eos_token_id)
+        self.ledger = Ledger(self.run_directory.ledger, attempt.run_id, attempt.branch)
         self.version = ""
         self._epoch = -1
         self._order: list[int] = []
+        self._reattaching = asyncio.Lock()
 
     async def run(self) -> int:
         """Ship batches until the trainer says that the run ends. Returns the last step.
 
+        Batches that were shipped before this process began, by one that died, are not made again.
+
         Raises:
             DeadlinePassed: the trainer did not answer in time.
             StalePolicy: a server samples from other weights than it was given.
-        AttemptOver: the trainer was started anew meanwhile.
+            AttemptOver: the trainer was started anew meanwhile.
         """
-        await self._push(self.policy_folder, self.progress.step)
-        while True:
-            step = self.progress.step + 1
-            await self._ship(step)
-            announced = await asyncio.to_thread(
-                wait_for,
-                lambda step=step: self._announced(step),
-                seconds=self.config.version_timeout,
-                whom=f"the trainer's policy version {step}",
-                setting="--orchestrator.version-timeout",
-            )
-            if announced["save"]:
-                self._save(step)
-            await self._push(self.run_directory.version_folder(step), step)
-            if announced["last"]:
-                return step
+        try:
+            shipped = self._shipped_already()
+            last = await self._settle(self.progress.step) if shipped else False
+            if not shipped:
+                await self._push(self.policy_folder, self.progress.step)
+            while not last:
+                step = self.progress.step + 1
+                await self._ship(step)
+                last = await self._settle(step)
+            return self.progress.step
+        finally:
+            self.ledger.close()
+
+    def _shipped_already(self) -> bool:
+        """Take up the progress after the newest batch beyond the starting point, if there is any."""
+        found = False
+        while (batch := self.run_directory.batch(self.attempt, self.progress.step + 1)) is not None:
+            self.progress = Progress(**batch.info["progress"])
+            found = True
+        return found
+
+    async def _settle(self, step: int) -> bool:
+        """Wait until the trainer has made the policy of `step`, save if it does, and put it into the servers.
+
+        Returns whether the run ends here.
+        """
+        announced = await asyncio.to_thread(
+            wait_for,
+            lambda: self._announced(step),
+            seconds=self.config.version_timeout,
+            whom=f"the trainer's policy version {step}",
+            setting="--orchestrator.version-timeout",
+        )
+        if announced["save"]:
+            self._save(step)
+        newest = self.store.latest()
+        if newest is not None:
+            self.ledger.fold(newest)
+        await self._push(self.run_directory.version_folder(step), step)
+        return announced["last"]
 
     def _announced(self, step: int) -> dict | None:
         """The trainer's announcement of policy version `step`, once it is there."""
@@ -108,10 +140,18 @@ class Orchestrator:
     async def _push(self, folder: Path, step: int) -> None:
         """Put the policy after `step` steps into every server; each confirms the version."""
         started = time.monotonic()
+        self.policy_folder = folder
         self.version = self.attempt.version(step)
         await asyncio.gather(*(server.update_weights(str(folder), self.version) for server in self.servers))
         self._push_seconds = time.monotonic() - started
         logger.info("version %s is served, after %.3f s", self.version, self._push_seconds)
+
+    async def _reattach(self, server: PolicyServer) -> None:
+        """Give a server that was restarted, and so has lost them, the current weights again."""
+        async with self._reattaching:
+            if (await server.status()).weight_version != self.version:
+                logger.warning("%s has lost its weights; it gets version %s again", server.url, self.version)
+                await server.update_weights(str(self.policy_folder), self.version)
 
     async def _ship(self, step: int) -> None:
         """Sample the answers to the next prompts, reward them, and write the batch of `step`."""
@@ -139,17 +179,22 @@ class Orchestrator:
         }
         info = {
             "run_id": self.attempt.run_id,
+            "branch": self.attempt.branch,
             "attempt": self.attempt.id,
             "step": step,
             "version": self.version,
+            "progress": asdict(progress),
             "problems": [group.problem for group in groups],
             "temperature": self.config.sampling.temperature,
         }
         write_batch(batch_path(self.run_directory.batches, step), Batch(samples, metrics, info))
+        self.ledger.ship(places)
         logger.info("batch %d: reward %.3f", step, metrics["reward/mean"])
 
     async def _sample(self, place: int, step: int, limit: asyncio.Semaphore) -> Group:
-        """All answers to the problem at `place` in the prompt order."""
+        """All answers to the problem at `place` in the prompt order, from the ledger if they are there."""
+        if (finished := self.ledger.finished(place, step, self.version)) is not None:
+            return finished
         epoch, index = divmod(place, len(self.environment))
         problem = self._problem(epoch, index)
         rendered = self.tokenizer.apply_chat_template(
@@ -158,35 +203,46 @@ class Orchestrator:
         sampling = self.config.sampling
         server = self.servers[place % len(self.servers)]
         async with limit:
-            generations = await server.generate(
-                rendered["input_ids"],
-                n=self.config.samples_per_prompt,
-                max_tokens=sampling.max_tokens,
-                temperature=sampling.temperature,
-                top_p=sampling.top_p,
-                seed=derive(self.config.seed, "sample", place, step - 1),
-                stop_token_ids=self.stop_token_ids,
-            )
+            for _ in range(ATTEMPTS):
+                generations = await server.generate(
+                    rendered["input_ids"],
+                    n=self.config.samples_per_prompt,
+                    max_tokens=sampling.max_tokens,
+                    temperature=sampling.temperature,
+                    top_p=sampling.top_p,
+                    seed=derive(self.config.seed, "sample", place, step - 1),
+                    stop_token_ids=self.stop_token_ids,
+                )
+                if all(self._is_current(generation) for generation in generations):
+                    break
+                await self._reattach(server)
+            else:
+                raise StalePolicy(
+                    f"{server.url} does not sample from {self.version}, though it was given it again and "
+                    "again: does another run push weights to the same server?"
+                )
         rollouts = []
         for generation in generations:
-            versions = token_versions(generation)
-            if set(versions) - {self.version} or len(versions) != len(generation.token_ids):
-                raise StalePolicy(
-                    f"{server.url} sampled from {sorted(set(versions))}, not from {self.version}: "
-                    "does another run push weights to the same server?"
-                )
             text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
             rollouts.append(
                 Rollout(
                     token_ids=generation.token_ids,
                     logprobs=generation.logprobs,
-                    versions=versions,
+                    versions=token_versions(generation),
                     text=text,
                     reward=self.environment.reward(problem, text),
                     complete=generation.finish_reason == "stop",
                 )
             )
-        return Group(place, problem, rendered["input_ids"], rollouts)
+        group = Group(place, problem, rendered["input_ids"], rollouts)
+        self.ledger.finish(group, step, self.version)
+        return group
+
+    def _is_current(self, generation: Generation) -> bool:
+        """Whether every token was sampled from the policy that the servers should have."""
+        versions = token_versions(generation)
+        complete = len(versions) == len(generation.token_ids) and generation.finish_reason != "abort"
+        return complete and set(versions) <= {self.version}
 
     def _problem(self, epoch: int, index: int) -> int:
         """The problem at `index` of an epoch's own seeded order."""
@@ -197,6 +253,8 @@ class Orchestrator:
 
     def _save(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; the trainer commits it."""
+        if self.store.has_part(step, "orchestrator", self.attempt.id):
+            return  # written by a process that died since
         self.store.begin(step, ["orchestrator"])
         state = {
             "progress": asdict(self.progress),
@@ -208,7 +266,10 @@ class Orchestrator:
                 "position": self.progress.total_problems % len(self.environment),
             },
         }
-        files = {"orchestrator/state.json": (json.dumps(state, indent=2) + "\n").encode()}
+        files = {
+            "orchestrator/state.json": (json.dumps(state, indent=2) + "\n").encode(),
+            "orchestrator/ledger.sqlite": self.ledger.snapshot(),
+        }
         fault_point("orchestrator.before_part")
         self.store.write_part(step, "orchestrator", files, self.attempt.id)
 

@@ -26,6 +26,12 @@ class Generation(Protocol):
     finish_reason: str
 
 
+class ServerStatus(Protocol):
+    """Of a server's status, the name of the policy version that it has."""
+
+    weight_version: str
+
+
 class PolicyServer(Protocol):
     """What the orchestrator needs of an inference server's client."""
 
@@ -36,6 +42,10 @@ class PolicyServer(Protocol):
         seed: int, stop_token_ids: list[int],
     ) -> list[Generation]:  # fmt: skip
         """`n` answers; answer i draws from `seed + i`."""
+        ...
+
+    async def status(self) -> "ServerStatus":
+        """What the server says of itself."""
         ...
 
     async def update_weights(self, path: str, version: str) -> None:

@@ -8,6 +8,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from cairn.run.batches import Batch, batch_path, read_batch
 from cairn.run.files import read_json, write_json
 from cairn.run.metrics import MetricsLog
 
@@ -34,7 +35,7 @@ class Attempt:
 
     def version(self, step: int) -> str:
         """The name under which a server knows the policy after `step` optimiser steps."""
-        return f"{self.id}:{step}"
+        return f"{self.run_id}:{self.branch}:{step}"
 
 
 @dataclass(frozen=True)
@@ -59,6 +60,7 @@ class RunDirectory:
         self.logs = self.path / "logs"
         self.roles = self.path / "roles.json"
         self.batches = self.path / "batches"
+        self.ledger = self.path / "ledger.sqlite"
         self.weights = self.path / "weights"
         self._stop = self.path / "stop.json"
 
@@ -119,10 +121,31 @@ class RunDirectory:
         finally:
             os.close(fd)
 
-    def clear_transit(self) -> None:
-        """Remove batches and policy versions that an earlier attempt left behind."""
-        shutil.rmtree(self.batches, ignore_errors=True)
+    def clear_weights(self) -> None:
+        """Remove the policy versions of an earlier attempt, which nobody waits for any more."""
         shutil.rmtree(self.weights, ignore_errors=True)
+
+    def set_batches_aside(self, folder: Path, attempt: Attempt) -> None:
+        """Move into `folder` the batches that `attempt` does not go on with, and another branch's ledger."""
+        earlier = self.attempt()
+        same = earlier and (earlier.run_id, earlier.branch) == (attempt.run_id, attempt.branch)
+        ledger = [Path(f"{self.ledger}{suffix}") for suffix in ("", "-wal", "-shm")]
+        doomed = [] if same else ledger
+        if self.batch(attempt, attempt.start_step + 1) is None:
+            doomed.append(self.batches)
+        for path in doomed:
+            if path.exists():
+                folder.mkdir(parents=True, exist_ok=True)
+                path.rename(folder / path.name)
+
+    def batch(self, attempt: Attempt, step: int) -> Batch | None:
+        """The batch of optimiser step `step`, if it was shipped by this branch of this run."""
+        try:
+            batch = read_batch(batch_path(self.batches, step))
+        except FileNotFoundError:
+            return None
+        belongs = (batch.info["run_id"], batch.info["branch"]) == (attempt.run_id, attempt.branch)
+        return batch if belongs else None
 
     def forget_batches(self, step: int) -> None:
         """Remove the batches through `step`, which a committed checkpoint has made needless."""

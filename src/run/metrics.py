@@ -1,6 +1,7 @@
 """`metrics.jsonl`: one row per optimiser step, each step once."""
 
 import json
+import os
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ class MetricsLog:
     def __init__(self, path: Path):
         self.path = path
         self._read = 0
+        self._inode = 0
 
     def append(self, row: dict[str, Any]) -> None:
         """Add one step's row; it must hold the key `step`."""
@@ -35,6 +37,8 @@ class MetricsLog:
         """The rows that were added since the last call."""
         try:
             with open(self.path, "rb") as file:
+                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # rows were dropped
+                    self._inode, self._read = inode, 0
                 file.seek(self._read)
                 whole = file.read().rpartition(b"\n")[0]
         except FileNotFoundError:

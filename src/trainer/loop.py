@@ -83,12 +83,15 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         started = time.monotonic()
         before_update = checkpoints.before_update if checkpoints else None
         row = {**train_step(state, batch, step, loss_function, before_update), **batch.metrics}
-        asked_to_stop, overdue = group.any_of(
-            run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at)
+        replay = publisher is not None and publisher.is_replay(step)
+        asked_to_stop, overdue, replay = group.any_of(
+            run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at), replay
         )
-        last = asked_to_stop or step == config.max_steps
+        last = step == config.max_steps or (asked_to_stop and not replay)
         save = checkpoints is not None and (last or overdue or _due(config, step))
-        if publisher:
+        if replay:  # the orchestrator is beyond this step: only if it has saved its part can it be saved
+            save = save and checkpoints.others_saved(step)
+        if publisher and not replay:
             publisher.publish(step, model, save=save and config.ckpt.training_state, last=last)
         if tracker:
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}

@@ -7,7 +7,7 @@ from transformers import PreTrainedModel
 
 from cairn.checkpoint.tensors import write_tensors
 from cairn.config.trainer import TrainerConfig
-from cairn.run.batches import Batch, batch_path, read_batch
+from cairn.run.batches import Batch, batch_path
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.waiting import wait_for
 from cairn.trainer.group import Group
@@ -30,20 +30,13 @@ class RLData:
             DeadlinePassed: the orchestrator did not ship it in time.
         """
         batch = wait_for(
-            lambda: self._arrived(step),
+            lambda: self.run.batch(self.attempt, step),
             seconds=self.config.batch_timeout,
             whom=f"the orchestrator's batch {step}",
             setting="--trainer.batch-timeout",
         )
         self.position += len(batch.samples)
         return batch
-
-    def _arrived(self, step: int) -> Batch | None:
-        try:
-            batch = read_batch(batch_path(self.run.batches, step))
-        except FileNotFoundError:
-            return None
-        return batch if batch.info["attempt"] == self.attempt.id else None
 
 
 class VersionPublisher:
@@ -53,6 +46,13 @@ class VersionPublisher:
         self.run = run
         self.attempt = attempt
         self.group = group
+
+    def is_replay(self, step: int) -> bool:
+        """Whether the orchestrator has had the policy of `step` already: it has shipped the next batch.
+
+        So it is when a trainer that died is started again and goes through the same batches.
+        """
+        return batch_path(self.run.batches, step + 1).exists()
 
     def publish(self, step: int, model: PreTrainedModel, *, save: bool, last: bool) -> None:
         """Write the weights after `step` optimiser steps, then announce them; all ranks call it.

@@ -4,6 +4,7 @@ import hashlib
 import importlib.metadata
 import json
 import platform
+import secrets
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -129,14 +130,20 @@ class TrainerCheckpoints:
             store,
             rank=group.rank,
             world_size=group.world_size,
-            attempt=attempt.id,
-            roles=tuple(part for part in self._parts if part == "orchestrator"),
+            session=group.gather_objects(secrets.token_hex(8))[0],
+            roles={part: attempt.id for part in self._parts if part == "orchestrator"},
             part_timeout=ckpt.part_timeout,
             read_back=ckpt.verify == "save",
             after_commit=committed,
         )
         self.before_update = self._saver.before_update
         self.check = self._saver.check
+
+    def others_saved(self, step: int) -> bool:
+        """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
+        others = [part for part in self._parts if part == "orchestrator"]
+        here = all(self.store.has_part(step, part, self.attempt.id) for part in others)
+        return not self.state.group.any_of(not here)[0]
 
     def prepare(self) -> None:
         """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
