@@ -95,7 +95,9 @@ def main() -> None:
     tokenizer = make_tokenizer()
     tokenizer.save_pretrained(model)
     make_config(tokenizer).save_pretrained(model)
-    GenerationConfig(eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id).save_pretrained(model)
+    GenerationConfig(
+        eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
+    ).save_pretrained(model)
     with open(arguments.folder / "sft.jsonl", "w") as file:
         for record in demonstrations(arguments.records, arguments.seed):
             file.write(json.dumps(record, separators=(",", ":")) + "\n")

@@ -7,12 +7,13 @@ bytes of header length, a JSON header padded with spaces, then the tensors end t
 
 import json
 import math
+import re
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.manifest import Damaged, refuse_repeated_keys
 
 ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
@@ -21,6 +22,8 @@ ITEM_BYTES = {
 ALIGNMENT = 4096  # tensor data starts on a page, so that it can be written past the page cache
 DIRECT_BYTES = 256 << 10  # shorter ranges go through the page cache
 MAX_FILE_BYTES = 5 << 30
+MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
+PLAIN_NAME = re.compile(r"(?!\.{1,2}$)[^/\\\0]+")
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 
@@ -185,10 +188,12 @@ def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
     if index.exists():
         try:
             names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
+        except (*MALFORMED, OSError) as error:
             raise Damaged(f"{index}: not an index of safetensors files: {error}") from None
-        if any(not isinstance(name, str) or Path(name).name != name for name in names):
-            raise Damaged(f"{index}: names a file outside its folder")
+        if outside := [name for name in names if type(name) is not str or not PLAIN_NAME.fullmatch(name)]:
+            raise Damaged(f"{index}: names a file outside its folder: {outside[0]!r}")
+        if absent := [name for name in names if not (folder / name).is_file()]:
+            raise Damaged(f"{index}: names {absent[0]}, which is not there")
     else:
         names = [f"{stem}.safetensors"]
     found: dict[str, StoredTensor] = {}
@@ -199,11 +204,14 @@ def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors that a safetensors file holds.
+    """The tensors that a safetensors file holds, in the order in which they stand in it.
 
     Raises:
-        Damaged: the header is too large, no JSON, or points outside the file.
+        FileNotFoundError: there is no such file.
+        Damaged: the header is too large, no JSON, or does not describe exactly the bytes that are there.
     """
+    if path.is_dir():
+        raise Damaged(f"{path}: is a folder, not a safetensors file")
     size = path.stat().st_size
     with open(path, "rb") as file:
         prefix = file.read(8)
@@ -212,15 +220,31 @@ def read_header(path: Path) -> list[StoredTensor]:
             raise Damaged(f"{path}: not a whole safetensors file: the header would be {length} bytes long")
         text = file.read(length)
     try:
-        entries = json.loads(text)
+        entries = json.loads(text, object_pairs_hook=refuse_repeated_keys)
         entries.pop("__metadata__", None)
-        tensors = []
-        for name, entry in entries.items():
-            spec = TensorSpec(name, entry["dtype"], tuple(entry["shape"]))
-            start, end = entry["data_offsets"]
-            if end - start != spec.nbytes or not 0 <= start <= end <= size - 8 - length:
-                raise Damaged(f"{path}: {name} lies outside the file, which was cut short or changed")
-            tensors.append(StoredTensor(path, 8 + length + start, spec))
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise Damaged(f"{path}: not a safetensors header: {error!r}") from None
-    return tensors
+        spans = sorted((_span(name, entry) for name, entry in entries.items()), key=lambda span: span[:2])
+    except MALFORMED as error:
+        raise Damaged(f"{path}: not a safetensors header: {error}") from None
+    position = 0
+    for start, end, spec in spans:
+        if start != position or end - start != spec.nbytes:
+            raise Damaged(f"{path}: {spec.name} does not stand where the tensor before it ends")
+        position = end
+    if position != size - 8 - length:
+        raise Damaged(f"{path}: has {size} bytes, and its tensors take {8 + length + position}")
+    return [StoredTensor(path, 8 + length + start, spec) for start, _, spec in spans]
+
+
+def _span(name: str, entry: dict) -> tuple[int, int, TensorSpec]:
+    """Where a tensor begins and ends in the data, as its header entry says.
+
+    Raises:
+        ValueError: a number is none, or the data type is unknown.
+    """
+    start, end = entry["data_offsets"]
+    shape = entry["shape"]
+    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in [start, end, *shape]):
+        raise ValueError(f"{name}: shape and data_offsets must be whole numbers from 0 on")
+    if entry["dtype"] not in ITEM_BYTES:
+        raise ValueError(f"{name}: unknown data type {entry['dtype']!r}")
+    return start, end, TensorSpec(name, entry["dtype"], tuple(shape))

@@ -2,6 +2,7 @@
 
 import json
 import re
+import stat
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
@@ -12,6 +13,8 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_valida
 from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crc
 
 FILE_NAME = "manifest.json"
+WRITERS_NOTE = re.compile(r"\.begun\.json|\.\w+\.part\.json|\..+\.tmp")
+"""Files in a step's folder that belong to a save under way; a crash may leave them behind."""
 STEP_NAME = re.compile(r"step_([1-9][0-9]{0,15})")
 
 
@@ -92,7 +95,7 @@ def parse(text: bytes | str, where: str) -> Manifest:
         CheckpointError: another version of Cairn wrote it in another format.
     """
     try:
-        content = json.loads(text, object_pairs_hook=_refuse_repeated_keys)
+        content = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{where}: not a manifest: {error}") from None
     if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] != 1:
@@ -107,7 +110,12 @@ def parse(text: bytes | str, where: str) -> Manifest:
         raise Damaged(f"{where}: {place}: {first['msg']}") from None
 
 
-def _refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object (as `object_pairs_hook`) in which no key may stand twice.
+
+    Raises:
+        ValueError: one does.
+    """
     content = dict(pairs)
     if len(content) != len(pairs):
         raise ValueError("a key stands in it twice")
@@ -149,12 +157,13 @@ def check_files(
     Raises:
         Damaged: naming a file that is missing, short, long, changed or unknown, and where in it.
     """
-    found = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if not path.is_dir()}
-    notes = {name for name in found if name.startswith(".") and "/" not in name}  # the writers' own
+    paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
+    found = {path.relative_to(folder).as_posix() for path in paths}
+    notes = {name for name in found if WRITERS_NOTE.fullmatch(name)}
     if unknown := sorted(found - manifest.files.keys() - notes - {FILE_NAME}):
         raise Damaged(f"{folder / unknown[0]}: does not belong to the checkpoint")
     for name, entry in manifest.files.items():  # cheap, so first
-        _check_size(folder / name, entry)
+        check_size(folder / name, entry)
     if not content:
         return
 
@@ -173,11 +182,19 @@ def check_files(
             on_bytes(count)
 
 
-def _check_size(path: Path, entry: FileEntry) -> None:
+def check_size(path: Path, entry: FileEntry) -> None:
+    """Compare a file's size with what it should be, and the number of its checksums with that.
+
+    Raises:
+        Damaged: they differ, or there is no such file.
+    """
     try:
-        size = path.stat().st_size
+        status = path.lstat()
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
+    if not stat.S_ISREG(status.st_mode):
+        raise Damaged(f"{path}: is no file")
+    size = status.st_size
     if size != entry.size:
         raise Damaged(f"{path}: has {size} bytes, should have {entry.size}")
     if len(entry.crc64nvme) != -(-size // CHUNK_BYTES):

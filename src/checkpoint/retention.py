@@ -1,6 +1,5 @@
 """Which steps to keep: a pure rule over what is on disk, so that it survives restarts."""
 
-import json
 import logging
 import math
 import shutil
@@ -80,12 +79,20 @@ def read_steps(store: CheckpointStore) -> list[Step]:
 
 
 def pins(store: CheckpointStore) -> set[int]:
-    """The steps that a person pinned."""
+    """The steps that a person pinned.
+
+    Raises:
+        CheckpointError: the file that says so can't be read, so that any step may be pinned.
+    """
+    path = store.root / PINS
     try:
-        return set(read_json(store.root / PINS) or [])
-    except (json.JSONDecodeError, TypeError):
-        logger.warning("%s can't be read; no step counts as pinned", store.root / PINS)
-        return set()
+        pinned = read_json(path)
+        pinned = [] if pinned is None else pinned
+    except ValueError:
+        pinned = None
+    if not isinstance(pinned, list) or any(type(step) is not int for step in pinned):
+        raise CheckpointError(f"{path}: is not a list of steps; mend or remove it")
+    return set(pinned)
 
 
 def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
@@ -109,10 +116,15 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
             shutil.rmtree(folder, ignore_errors=True)
     if rules.keep_last is None and rules.keep_best is None:
         return []
+    try:
+        pinned = pins(store)
+    except CheckpointError as error:
+        logger.warning("no checkpoint is deleted: %s", error)
+        return []
     # Manifests are only read where the rules look into them.
     steps = read_steps(store) if rules.keep_best else [Step(number, {}) for number in store.steps()]
     deleted = []
-    for number, reasons in reasons_to_keep(steps, rules, pins(store)).items():
+    for number, reasons in reasons_to_keep(steps, rules, pinned).items():
         if reasons:
             continue
         try:

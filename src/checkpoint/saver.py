@@ -7,6 +7,7 @@ rank's part, and every other role's, has arrived. The loop waits only where the 
 update comes, or where a save falls due while the one before is still under way.
 """
 
+import contextlib
 import ctypes
 import json
 import logging
@@ -324,7 +325,8 @@ class _Arena:
 
     def close(self) -> None:
         """End the writer."""
-        self._writer.stdin.close()
+        with contextlib.suppress(BrokenPipeError):  # it is dead already
+            self._writer.stdin.close()
         self._writer.wait()
         self._writer.stdout.close()
 

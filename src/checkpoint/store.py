@@ -160,6 +160,7 @@ class CheckpointStore:
             **about,
         )
         folder = self.folder(step)
+        self._remove_leftovers(folder, set(checksums))
         temporary = folder / f".{FILE_NAME}"
         temporary.write_bytes(manifest.to_json())
         sync(temporary)
@@ -171,6 +172,14 @@ class CheckpointStore:
         for path in folder.glob(".*"):  # part files, and what a crash left of them: no part of a checkpoint
             path.unlink(missing_ok=True)
         return manifest
+
+    @staticmethod
+    def _remove_leftovers(folder: Path, wanted: set[str]) -> None:
+        """Remove what an earlier save of the same step left behind that this one has no use for."""
+        for path in folder.rglob("*"):
+            name = path.relative_to(folder).as_posix()
+            if path.is_file() and name not in wanted and not name.startswith("."):
+                path.unlink()
 
     def has_part(self, step: int, part: str, attempt: str) -> bool:
         """Whether that part was written by this attempt, or is committed already."""
@@ -192,18 +201,21 @@ class CheckpointStore:
         shutil.rmtree(folder)
 
     def set_aside_after(self, step: int, name: str) -> Path | None:
-        """Move the steps after `step`, whole or half, out of every reader's sight.
+        """Move the steps after `step` out of every reader's sight, and remove debris from there on.
 
         A run that goes on from an earlier step leaves its abandoned future under `abandoned/<name>`.
         Returns that folder, or None if there was nothing to move.
         """
         later = [number for number in self._folders() if number > step]
-        if not later:
-            return None
         aside = self.root / "abandoned" / name
-        aside.mkdir(parents=True, exist_ok=True)
         for number in later:
+            if not (self.folder(number) / FILE_NAME).exists():
+                shutil.rmtree(self.folder(number), ignore_errors=True)
+                continue
+            aside.mkdir(parents=True, exist_ok=True)
             self.folder(number).rename(aside / self.folder(number).name)
+        if not aside.exists():
+            return None
         sync(aside)
         sync(self.root)
         return aside

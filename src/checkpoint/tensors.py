@@ -24,7 +24,7 @@ from cairn.checkpoint.layout import (
     find_tensors,
     plan,
 )
-from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crc, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crc, check_size, load_manifest
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -178,7 +178,7 @@ def read_tensors(
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
     """One whole tensor, in the data type in which it is stored."""
-    tensor = torch.empty(stored.spec.shape, dtype=DTYPES[stored.spec.dtype])
+    tensor = torch.empty(stored.spec.shape, dtype=_dtype(stored))
     with open(stored.path, "rb") as file:
         _read_local(file.fileno(), stored, tensor, rank=0)
     return tensor
@@ -206,20 +206,32 @@ def load_step(
     seen: dict[str, FileChecksum] = {}
     for stem, targets in tensors.items():
         where, _, name = stem.rpartition("/")
-        for path, checksum in read_tensors(folder / where, targets, name, rank=rank).items():
-            seen[f"{where}/{path.name}"] = checksum
+        try:
+            checksums = read_tensors(folder / where, targets, name, rank=rank)
+        except FileNotFoundError as error:
+            raise Damaged(f"{error.filename}: {error.strerror}") from None
+        seen |= {f"{where}/{path.name}": checksum for path, checksum in checksums.items()}
     merged: dict[str, FileChecksum] = {}
     for others in gather(seen):
         for name, checksum in others.items():
             merged.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
     for name, checksum in merged.items():
-        if name not in manifest.files or manifest.files[name].size != checksum.size:
-            raise Damaged(f"{folder / name}: does not belong to the checkpoint, or has another size")
+        if name not in manifest.files:
+            raise Damaged(f"{folder / name}: does not belong to the checkpoint")
+        check_size(folder / name, manifest.files[name])
         if checksum.nbytes != checksum.size:
             raise CheckpointError(f"{folder / name}: holds tensors that this run does not have")
         for chunk, crc in enumerate(checksum.chunks()):
             check_crc(folder / name, manifest.files[name], chunk, crc)
     return manifest
+
+
+def _dtype(stored: StoredTensor) -> torch.dtype:
+    if stored.spec.dtype not in DTYPES:
+        raise CheckpointError(
+            f"{stored.path}: {stored.spec.name} has data type {stored.spec.dtype}, which can't be read"
+        )
+    return DTYPES[stored.spec.dtype]
 
 
 def _read_local(fd: int, stored: StoredTensor, target: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
@@ -231,7 +243,7 @@ def _read_local(fd: int, stored: StoredTensor, target: torch.Tensor, rank: int) 
         target = target.to_local()
     if not target.numel():
         return []
-    dtype = DTYPES[stored.spec.dtype]
+    dtype = _dtype(stored)
     in_place = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
     buffer = target if in_place else torch.empty(target.shape, dtype=dtype)
     offset = stored.offset + (first or 0) * buffer.element_size()

@@ -1,6 +1,7 @@
 """The orchestrator: prompts, rollouts, rewards, batches, and the policy's way to the servers."""
 
 import asyncio
+import contextlib
 import json
 import logging
 import time
@@ -33,6 +34,7 @@ from cairn.run.waiting import wait_for
 
 logger = logging.getLogger(__name__)
 
+LAST_PUSH = 30  # seconds for the servers to take the final policy
 ATTEMPTS = 5  # to have a prompt answered by the right policy
 
 
@@ -126,8 +128,12 @@ class Orchestrator:
         newest = self.store.latest()
         if newest is not None:
             self.ledger.fold(newest)
+        if announced["last"]:  # nobody is going to sample from it: whether a server takes it does not matter
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(self._push(self.run_directory.version_folder(step), step), LAST_PUSH)
+            return True
         await self._push(self.run_directory.version_folder(step), step)
-        return announced["last"]
+        return False
 
     def _announced(self, step: int) -> dict | None:
         """The trainer's announcement of policy version `step`, once it is there."""

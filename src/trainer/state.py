@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import platform
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import Origin
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver, Tensors
@@ -61,17 +62,24 @@ class TrainerState:
         """
         saved = read_json(folder / "trainer" / "state.json")
         self.progress = Progress(**saved["progress"])
-        self._create_optimizer_state()
+        stateless = not list((folder / "trainer").glob("optimizer*.safetensors"))
+        self._create_optimizer_state([] if stateless else find_tensors(folder / "trainer", "optimizer"))
         group = self.group
         manifest = load_step(folder, self.tensors(), rank=group.rank, gather=group.gather_objects)
         return Origin(run_id=manifest.run_id, step=manifest.step)
 
-    def _create_optimizer_state(self) -> None:
-        """Have the optimiser make its state, with a step that changes nothing; loading then overwrites it."""
+    def _create_optimizer_state(self, saved: Collection[str]) -> None:
+        """Have the optimiser make the state whose names are in `saved`; loading then overwrites it.
+
+        It does so in a step that changes nothing, for the parameters that had state when it was saved: one
+        that never got a gradient has none.
+        """
         rates = [group["lr"] for group in self.optimizer.param_groups]
+        owners = {name.rpartition(".")[0] for name in saved}
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
-            for parameter in group["params"]:
+        for name, parameter in self.model.named_parameters():
+            if name in owners:
                 parameter.grad = torch.zeros_like(parameter)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
