@@ -84,10 +84,9 @@ class RunDirectory:
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)  # roles that were started one by one write it themselves
             content = read_json(self.roles)
-            entry = content["roles"].get(role, {})
             content["roles"][role] = {
                 "role": role,
-                "pid": pid if pid is not None else entry.get("pid", os.getpid()),
+                "pid": pid or os.getpid(),
                 "host": socket.gethostname(),
                 "attempt": content["number"],
                 "state": state,
