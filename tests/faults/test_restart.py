@@ -68,7 +68,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
 
 
 def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Path, tmp_path: Path):
-    """The driver is killed, then a Ray worker; what they did since the checkpoint is done again, to the bit."""
+    """The driver is killed, then a Ray worker; what they did since then is done again, to the bit."""
     run = tmp_path / "run"
     arguments = ("--ckpt.interval", 10, "--max-steps", 60, "--output-dir", run)
     with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
