@@ -1,0 +1,351 @@
+"""Checkpoints of real ranks: FSDP2 over gloo, one, two and three processes, saving and loading each other's.
+
+The processes are started once and go through all of it; the tests look at what they left.
+"""
+
+import datetime
+import json
+import os
+import traceback
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from safetensors.torch import load_file
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
+from cairn.checkpoint.saver import SaveFailed, Saver
+from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.tensors import load_step
+from cairn.run import faults
+from cairn.trainer.model import weights
+
+WORLDS = (1, 2, 3)
+FILE_BYTES = 2_000_000
+ABOUT = {
+    "run_id": "0badcafe",
+    "attempt": 1,
+    "branch": "branch_1",
+    "parent": None,
+    "parts": ["trainer"],
+    "dtypes": {},
+    "metrics": {},
+    "versions": {},
+    "config_digest": "",
+}
+
+Tensors = dict[str, dict[str, torch.Tensor]]
+
+
+class Net(torch.nn.Module):
+    """Shards of all kinds: uneven, smaller than the world, empty, large, bf16, frozen, tied; and buffers."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed = torch.nn.Embedding(7, 5)
+        self.large = torch.nn.Linear(701, 1001)  # 2.8 MB, cut in the middle of pages
+        self.uneven = torch.nn.Linear(3, 5)
+        self.short = torch.nn.Linear(9, 2)
+        self.single = torch.nn.Linear(9, 1, bias=False)
+        self.brief = torch.nn.Linear(33, 13, dtype=torch.bfloat16)
+        self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
+        self.head = torch.nn.Linear(5, 7, bias=False)
+        self.head.weight = self.embed.weight
+        self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        self.register_buffer("count", torch.tensor(3))
+        self.register_buffer("table", torch.zeros(3, 2, dtype=torch.float64))
+
+
+def value_of(kind: str, name: str, like: torch.Tensor, step: int) -> torch.Tensor:
+    """What the whole tensor of that name is at that step: any bytes that are numbers."""
+    generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}:{name}:{step}".encode()))
+    whole = torch.randn(tuple(like.shape), generator=generator, dtype=torch.float64) * 100
+    return whole.to(like.dtype)
+
+
+def share(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """What this rank holds of it, cut as FSDP2 says that it cuts: torch.chunk on dimension 0."""
+    if not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
+        return whole
+    chunks = whole.chunk(dist.get_world_size()) if len(whole) else []
+    return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else whole[:0]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    tensor = tensor.detach()
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+def build() -> Tensors:
+    """The sharded model's weights and an AdamW's state."""
+    torch.manual_seed(dist.get_rank())
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    model = Net()
+    for layer in (model.large, model.brief, model.frozen):
+        fully_shard(layer, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    optimizer = torch.optim.AdamW(parameters)
+    for parameter in parameters:
+        parameter.grad = torch.zeros_like(parameter)
+    optimizer.step()
+    states = {
+        f"{name}.{key}": value
+        for name, parameter in model.named_parameters()
+        for key, value in sorted(optimizer.state.get(parameter, {}).items())
+    }
+    states["everywhere"] = distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()])
+    return {"model/model": dict(weights(model)), "trainer/optimizer": states}
+
+
+def fill(tensors: Tensors, step: int) -> None:
+    for kind, named in tensors.items():
+        for name, tensor in named.items():
+            local(tensor).copy_(share(value_of(kind, name, tensor, step), tensor))
+
+
+def assert_filled(tensors: Tensors, step: int) -> None:
+    for kind, named in tensors.items():
+        for name, tensor in named.items():
+            expected = share(value_of(kind, name, tensor, step), tensor)
+            assert local(tensor).shape == expected.shape, name
+            assert torch.equal(local(tensor), expected), name
+
+
+def gather(mine: object) -> list:
+    found: list = [None] * dist.get_world_size()
+    dist.all_gather_object(found, mine)
+    return found
+
+
+# What the ranks do. Each takes the folder of all of it.
+
+
+def make_saver(root: Path, **options) -> Saver:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    options = {"session": "run:1", "part_timeout": 120.0, "max_file_bytes": FILE_BYTES, **options}
+    return Saver(CheckpointStore(root), rank=rank, world_size=world_size, **options)
+
+
+def save(root: Path) -> None:
+    """Steps 1 and 2, while the state changes."""
+    saver, tensors = make_saver(root / f"world_{dist.get_world_size()}"), build()
+    for step in (1, 2):
+        fill(tensors, step)
+        saver.save(
+            step, tensors, {"model/config.json": b"{}"}, {**ABOUT, "world_size": dist.get_world_size()}
+        )
+        saver.before_update()
+        fill(tensors, 99)
+    saver.finish()
+    assert [saved.step for saved in saver.check()] == [1, 2]
+    saver.close()
+
+
+def load(source: int) -> Callable[[Path], None]:
+    """Loads both steps that `source` ranks saved."""
+
+    def loading(root: Path) -> None:
+        tensors = build()
+        for step in (1, 2):
+            fill(tensors, 99)
+            manifest = load_step(
+                root / f"world_{source}" / f"step_{step}", tensors, rank=dist.get_rank(), gather=gather
+            )
+            assert (manifest.step, manifest.world_size) == (step, source)
+            assert_filled(tensors, step)
+
+    return loading
+
+
+LOADS = {source: load(source) for source in WORLDS}
+
+
+def load_damaged(root: Path) -> None:
+    """Every rank hears of a damaged byte, whichever of them reads it."""
+    folder = root / "world_2" / "step_2"
+    tensors = build()
+    for path in sorted(folder.rglob("*.safetensors")):
+        for offset in (4096, path.stat().st_size // 2, path.stat().st_size - 1):
+            dist.barrier()
+            if dist.get_rank() == 0:
+                flip(path, offset)
+            dist.barrier()
+            with pytest.raises(Damaged, match=path.name):
+                load_step(folder, tensors, rank=dist.get_rank(), gather=gather)
+            dist.barrier()
+            if dist.get_rank() == 0:
+                flip(path, offset)
+    dist.barrier()
+    load_step(folder, tensors, rank=dist.get_rank(), gather=gather)
+
+
+def flip(path: Path, offset: int) -> None:
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ 1]))
+
+
+def fail_on_one_rank(root: Path) -> None:
+    """A rank whose disk fails: an error there and, after the timeout, on the rank that commits."""
+    if dist.get_rank() == 1:
+        os.environ["CAIRN_FAULT"] = "save.before_part:EIO"
+    saver, tensors = make_saver(root / "failed", part_timeout=3.0), build()
+    saver.prepare(tensors)  # which starts the writer
+    os.environ.pop("CAIRN_FAULT", None)
+    saver.save(1, tensors, {}, {**ABOUT, "world_size": dist.get_world_size()})
+    if dist.get_rank() == 2:
+        saver.finish()
+    else:
+        with pytest.raises(SaveFailed, match="EIO" if dist.get_rank() else "trainer1.*part-timeout"):
+            saver.finish()
+    saver.close()
+
+
+def begin_late(root: Path) -> None:
+    """Ranks that are ahead of rank 0 wait until it has made the folders, and keep what they write."""
+    saver, tensors = make_saver(root / "late"), build()
+    fill(tensors, 1)
+    for rank in (2, 1, 0):
+        if dist.get_rank() == rank:
+            saver.save(1, tensors, {}, {**ABOUT, "world_size": dist.get_world_size()})
+        dist.barrier()
+    saver.finish()
+    saver.close()
+
+
+PLAN: list[tuple[int, Callable[[Path], None]]] = [
+    *((world, save) for world in WORLDS),
+    *((world, LOADS[source]) for world in WORLDS for source in WORLDS),
+    (2, load_damaged),
+    (3, begin_late),
+    (3, fail_on_one_rank),
+]
+
+
+def main(rank: int, root: Path) -> None:
+    """One process: goes through the plan where it is among the ranks, and writes down how each part ended."""
+    torch.set_num_threads(1)
+    for number, (world_size, part) in enumerate(PLAN):
+        if rank >= world_size:
+            continue
+        dist.init_process_group(
+            "gloo",
+            init_method=f"file://{root}/meet_{number}",
+            rank=rank,
+            world_size=world_size,
+            timeout=datetime.timedelta(seconds=120),
+        )
+        faults._reached.clear()
+        problem = None
+        try:
+            part(root)
+        except BaseException:
+            problem = traceback.format_exc()
+        (root / f"outcome_{number}_{rank}.json").write_text(json.dumps(problem))
+        dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What three processes left that went through the plan."""
+    root = tmp_path_factory.mktemp("ranks")
+    torch.multiprocessing.spawn(main, args=(root,), nprocs=max(WORLDS))
+    return root
+
+
+def outcome_of(left: Path, part: Callable, world_size: int) -> None:
+    """Raises what a rank raised there."""
+    number = PLAN.index((world_size, part))
+    for rank in range(world_size):
+        problem = json.loads((left / f"outcome_{number}_{rank}.json").read_text())
+        assert problem is None, f"rank {rank}: {problem}"
+
+
+def manifest_of(left: Path, world_size: int, step: int) -> Manifest:
+    return verify(left / f"world_{world_size}" / f"step_{step}")
+
+
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_ranks_save_together(left: Path, world_size: int):
+    """Both steps are whole, and hold what the state was before the update."""
+    outcome_of(left, save, world_size)
+    for step in (1, 2):
+        folder = left / f"world_{world_size}" / f"step_{step}"
+        manifest = manifest_of(left, world_size, step)
+        assert manifest.world_size == world_size
+        assert "model/model.safetensors.index.json" in manifest.files, "it is more than one file"
+        for kind in ("model/model", "trainer/optimizer"):
+            where, _, stem = kind.rpartition("/")
+            found = {}
+            for path in sorted((folder / where).glob(f"{stem}*.safetensors")):
+                found |= load_file(path)
+            assert len(found) > 10
+            for name, tensor in found.items():
+                assert torch.equal(tensor, value_of(kind, name, tensor, step)), name
+
+
+@pytest.mark.parametrize("world_size", WORLDS[1:])
+@pytest.mark.parametrize("step", [1, 2])
+def test_the_bytes_do_not_depend_on_the_number_of_ranks(left: Path, world_size: int, step: int):
+    """All files are those of one rank, byte by byte, and so are all checksums in the manifest."""
+    one, many = (left / f"world_{n}" / f"step_{step}" for n in (1, world_size))
+    names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
+    assert sorted(path.relative_to(many) for path in many.rglob("*") if path.is_file()) == names
+    for name in names:
+        if name.name != "manifest.json":
+            assert (one / name).read_bytes() == (many / name).read_bytes(), name
+    assert manifest_of(left, 1, step).files == manifest_of(left, world_size, step).files
+
+
+def test_what_is_tied_or_empty_stands_once(left: Path):
+    """A tied weight stands under one name, a frozen one has no optimiser state."""
+    folder = left / "world_3" / "step_1"
+    found: dict[str, torch.Tensor] = {}
+    for path in sorted((folder / "model").glob("*.safetensors")):
+        found |= load_file(path)
+    assert "embed.weight" in found
+    assert "head.weight" not in found
+    assert found["brief.weight"].dtype == torch.bfloat16
+    assert (found["count"].dtype, found["count"].shape) == (torch.int64, ())
+    states = {}
+    for path in sorted((folder / "trainer").glob("*.safetensors")):
+        states |= load_file(path)
+    assert not any(name.startswith(("frozen", "head", "count", "table")) for name in states)
+    assert states["short.weight.exp_avg"].shape == (2, 9)
+
+
+@pytest.mark.parametrize("source", WORLDS)
+@pytest.mark.parametrize("world_size", WORLDS)
+def test_any_number_of_ranks_loads_what_any_number_saved(left: Path, source: int, world_size: int):
+    """Each rank has its shards, bit by bit, and together they have checked every byte."""
+    outcome_of(left, LOADS[source], world_size)
+
+
+def test_damage_is_heard_of_on_every_rank(left: Path):
+    """Whichever rank reads the damaged byte."""
+    outcome_of(left, load_damaged, 2)
+
+
+def test_ranks_that_are_ahead_wait(left: Path):
+    """There is no barrier when a save begins."""
+    outcome_of(left, begin_late, 3)
+    verify(left / "late" / "step_1")
+
+
+def test_one_ranks_failure_fails_the_save(left: Path):
+    """Nothing is committed, and the rank that commits names the one whose part is missing."""
+    outcome_of(left, fail_on_one_rank, 3)
+    store = CheckpointStore(left / "failed")
+    assert (store.steps(), store.debris()) == ([], [store.folder(1)])
+    with pytest.raises(CheckpointError):
+        verify(store.folder(1))

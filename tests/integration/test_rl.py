@@ -1,0 +1,353 @@
+"""Reinforcement learning from the outside, against one server that stays up while runs come and go."""
+
+import json
+import signal
+import statistics
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+import pytest
+import torch
+from runs import (
+    CONFIGS,
+    Finished,
+    Server,
+    Shell,
+    free_port,
+    read,
+    rows,
+    step_folder,
+    steps,
+    untimed,
+    whole_rows,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cairn.inference.client import ServerStatus
+from cairn.run.batches import batch_path, read_batch
+from cairn.run.directory import RunDirectory
+
+pytestmark = pytest.mark.timeout(900)
+
+PROMPTS, SAMPLES = 16, 8  # a step, as orch.toml has it
+FILES = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
+
+
+def rise(run: Path) -> float:
+    """Mean reward of the last three steps less that of the first three."""
+    rewards = [row["reward/mean"] for row in rows(run)]
+    return statistics.fmean(rewards[-3:]) - statistics.fmean(rewards[:3])
+
+
+def states(roles: dict) -> dict[str, str]:
+    """Each role's state, as roles.json has it."""
+    return {role: entry["state"] for role, entry in roles["roles"].items()}
+
+
+def status(server: Server) -> ServerStatus:
+    """What the server reports."""
+    return server.ask(lambda client: client.status())
+
+
+def push(server: Server, model: Path, version: str) -> dict[str, str]:
+    """Put a model into the server; returns the checksums of its weights."""
+
+    async def job(client):
+        await client.update_weights(model, version)
+        return await client.weight_checksums()
+
+    return server.ask(job)
+
+
+# A run in two halves, with strange weights in the server between them
+
+
+@dataclass(frozen=True)
+class Halves:
+    """A run of 10 steps, resumed to 20 with a server that had other weights meanwhile."""
+
+    run: Path
+    asked: list[int]
+    """The problems that were asked for, in order."""
+    asked_before: int
+    """How many of them in the first half."""
+    version_before: str
+    checksums_before: dict[str, str]
+    status_at_first_prompt: ServerStatus
+    checksums_at_first_prompt: dict[str, str]
+    checksums_of_10: dict[str, str]
+    status_after: ServerStatus
+    checksums_after: dict[str, str]
+
+
+@pytest.fixture(scope="module")
+def halves(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Halves:
+    """An epoch is 20 steps long."""
+    folder = tmp_path_factory.mktemp("halves")
+    run, problems = folder / "run", folder / "problems"
+    environment = {"folder": folder, "problems": 20 * PROMPTS, "min_length": 3, "max_length": 8, "seed": 1}
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--ckpt"),
+        *("--orchestrator.inference-url", server.url),
+        *("--orchestrator.environment.name", "observed:Observed"),
+        *("--orchestrator.environment.args", json.dumps(environment, default=str)),
+    )
+    shell.succeed(*arguments, "--max-steps", 10)
+    asked_before = len(problems.read_text().split())
+    version_before = status(server).weight_version
+    checksums_of_10 = push(server, step_folder(run, 10) / "model", "test:10")
+    checksums_before = push(server, step_folder(trained, 100) / "model", "test:other")
+
+    (folder / "hold").touch()
+    with shell.start(*arguments, "--max-steps", 20, "--ckpt.resume-step", 10) as command:
+        command.wait_until((folder / "held").exists)
+        at_first_prompt = status(server)
+        checksums_at_first_prompt = server.ask(lambda client: client.weight_checksums())
+        (folder / "hold").unlink()
+        finished = command.finish()
+        assert finished.code == 0, finished.output
+    return Halves(
+        run=run,
+        asked=[int(problem) for problem in problems.read_text().split()],
+        asked_before=asked_before,
+        version_before=version_before,
+        checksums_before=checksums_before,
+        status_at_first_prompt=at_first_prompt,
+        checksums_at_first_prompt=checksums_at_first_prompt,
+        checksums_of_10=checksums_of_10,
+        status_after=status(server),
+        checksums_after=server.ask(lambda client: client.weight_checksums()),
+    )
+
+
+def test_a_resumed_run_samples_from_the_step_it_goes_on_from(halves: Halves):
+    """When the first prompt is handed out, the server has step 10's weights, whatever it had before."""
+    attempt = RunDirectory(halves.run).attempt()
+    assert (attempt.number, attempt.start_step) == (2, 10)
+    assert halves.version_before == attempt.version(10)
+    assert halves.checksums_before != halves.checksums_of_10
+    assert halves.status_at_first_prompt.weight_version == attempt.version(10)
+    assert halves.checksums_at_first_prompt == halves.checksums_of_10
+
+
+def test_every_prompt_of_the_epoch_is_seen_once(halves: Halves):
+    """Over both halves; the second goes on in the order that the first began."""
+    assert halves.asked_before == 10 * PROMPTS
+    assert len(halves.asked) == 20 * PROMPTS
+    assert sorted(halves.asked) == list(range(20 * PROMPTS))
+    assert halves.asked != sorted(halves.asked)
+
+
+def test_metrics_hold_every_step_once(halves: Halves):
+    """And count on from the first half."""
+    found = whole_rows(halves.run, 20)
+    assert [row["total_problems"] for row in found] == [PROMPTS * step for step in range(1, 21)]
+    assert [row["total_samples"] for row in found] == [PROMPTS * SAMPLES * step for step in range(1, 21)]
+    assert found[9]["epoch"] == 0.5
+    assert found[19]["epoch"] == 1
+    tokens = [row["total_tokens"] for row in found]
+    assert tokens == sorted(tokens)
+
+
+def test_trainer_and_server_agree_on_every_token(halves: Halves):
+    """They compute with the same weights at every step: no logprob differs by 1e-4, no ratio from 1."""
+    for row in whole_rows(halves.run, 20):
+        assert 0 < row["mismatch/logprob_max"] < 1e-4, row["step"]
+        assert row["ratio/mean"] == pytest.approx(1, abs=1e-4)
+        assert row["ratio/clipped"] == 0
+
+
+def test_a_checkpoint_spans_trainer_and_orchestrator(halves: Halves):
+    """One manifest lists the parts of both, and both count the same."""
+    assert steps(halves.run) == [10, 20]
+    for step in (10, 20):
+        folder = step_folder(halves.run, step)
+        manifest = read(folder / "manifest.json")
+        assert sorted(manifest["parts"]) == ["orchestrator", "trainer"]
+        names = set(manifest["files"])
+        assert {"orchestrator/state.json", "trainer/state.json", "model/config.json"} <= names
+        assert names | {"manifest.json"} == {
+            path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()
+        }
+        row = rows(halves.run)[step - 1]
+        assert manifest["metrics"]["reward/mean"] == row["reward/mean"]
+        progress = read(folder / "orchestrator" / "state.json")["progress"]
+        assert progress == {
+            "step": step,
+            "total_problems": step * PROMPTS,
+            "total_samples": step * PROMPTS * SAMPLES,
+            "total_tokens": row["total_tokens"],
+        }
+        trainer = read(folder / "trainer" / "state.json")["progress"]
+        assert trainer == {key: progress[key] for key in ("step", "total_samples", "total_tokens")}
+
+
+def test_a_checkpoint_opens_in_transformers_and_in_the_server(halves: Halves, server: Server):
+    """Both give the same logprobs, and the server had these very weights when the run ended."""
+    model = step_folder(halves.run, 20) / "model"
+    assert halves.status_after.weight_version == RunDirectory(halves.run).attempt().version(20)
+    assert push(server, model, "test:20") == halves.checksums_after != halves.checksums_of_10
+    tokenizer = AutoTokenizer.from_pretrained(model)
+    prompt = tokenizer.apply_chat_template(
+        [{"role": "user", "content": "cairn"}], add_generation_prompt=True, return_dict=True
+    )["input_ids"]
+    (answer,) = server.ask(lambda client: client.generate(prompt, max_tokens=8, seed=1, stop_token_ids=[1]))
+    network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    with torch.no_grad():
+        logits = network(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
+    expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_reward_rises_over_two_halves(halves: Halves):
+    """Seed 0."""
+    assert rise(halves.run) > 0.1, [row["reward/mean"] for row in rows(halves.run)]
+
+
+# Ends that are not good
+
+
+@dataclass(frozen=True)
+class Interrupted:
+    """A run that was interrupted, and then went on to 20 by itself."""
+
+    run: Path
+    finished: Finished
+    stopped_at: int
+    roles_then: dict
+    rows_then: list[dict]
+
+
+@pytest.fixture(scope="module")
+def interrupted(
+    shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Interrupted:
+    """Seed 1."""
+    run = tmp_path_factory.mktemp("interrupted") / "run"
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 20),
+        *("--seed", 1, "--orchestrator.inference-url", server.url),
+    )
+    with shell.start(*arguments, "--ckpt") as command:
+        command.wait_until(lambda: len(rows(run)) >= 4)
+        command.process.send_signal(signal.SIGINT)
+        finished = command.finish()
+        command.assert_nothing_survives()
+    result = Interrupted(run, finished, len(rows(run)), read(run / "roles.json"), rows(run))
+    shell.succeed(*arguments, "--ckpt.resume", "auto")
+    return result
+
+
+def test_an_interrupt_saves_both_parts_at_the_next_step_boundary(interrupted: Interrupted):
+    """One Ctrl-C: exit code 75, a whole checkpoint of the last step, and the message says how to go on."""
+    assert interrupted.finished.code == 75, interrupted.finished.output
+    folder = step_folder(interrupted.run, interrupted.stopped_at)
+    assert f"stopped at step {interrupted.stopped_at}, saved in {folder}" in interrupted.finished.output
+    assert "--ckpt.resume auto" in interrupted.finished.output
+    assert interrupted.stopped_at < 20
+    assert steps(interrupted.run) == [interrupted.stopped_at, 20]
+    assert states(interrupted.roles_then) == {"trainer": "stopped", "orchestrator": "stopped"}
+
+
+def test_an_interrupted_run_goes_on(interrupted: Interrupted):
+    """Each step stands once in the metrics, those before the stop as they were, and the reward rises."""
+    found = whole_rows(interrupted.run, 20)
+    assert found[: interrupted.stopped_at] == interrupted.rows_then
+    assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
+    assert states(read(interrupted.run / "roles.json")) == {"trainer": "done", "orchestrator": "done"}
+    assert rise(interrupted.run) > 0.1, [row["reward/mean"] for row in found]
+
+
+@dataclass(frozen=True)
+class Killed:
+    """A run whose launcher was killed, and that two commands, one a role, then took to step 20."""
+
+    run: Path
+    newest: int
+    rows_then: list[dict]
+    infos_then: dict[int, dict]
+    roles_then: dict
+
+
+@pytest.fixture(scope="module")
+def killed(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
+    """Seed 2."""
+    run = tmp_path_factory.mktemp("killed") / "run"
+    shared = ("--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 20, "--seed", 2)
+    url = ("--orchestrator.inference-url", server.url)
+    with shell.start("rl", *FILES, *shared, *url, "--ckpt.interval", 3) as command:
+        command.wait_until(lambda: len(rows(run)) >= 5 and steps(run))
+        command.family()
+        roles_then = read(run / "roles.json")
+        command.process.kill()
+        command.process.wait()
+        command.assert_nothing_survives(killed=True)
+    there = {step: batch_path(run / "batches", step) for step in range(1, 21)}
+    result = Killed(
+        run=run,
+        newest=steps(run)[-1],
+        rows_then=rows(run),
+        infos_then={step: read_batch(path).info for step, path in there.items() if path.exists()},
+        roles_then=roles_then,
+    )
+    assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
+    of_trainer = ("@", f"{CONFIGS}/train.toml", "--ckpt.resume", "auto")
+    of_orchestrator = ("@", f"{CONFIGS}/orch.toml", "--inference-url", server.url)
+    with (
+        shell.start("trainer", *of_trainer, *shared) as trainer,
+        shell.start("orchestrator", *of_orchestrator, *shared) as orchestrator,
+    ):
+        assert trainer.finish().code == 0, trainer.output
+        assert orchestrator.finish().code == 0, orchestrator.output
+    return result
+
+
+def test_no_role_outlives_a_killed_launcher(killed: Killed):
+    """SIGKILL of `rl`: its roles die with it (see the fixture), and the server, which is not its, lives."""
+    assert states(killed.roles_then) == {"trainer": "running", "orchestrator": "running"}
+    for role in killed.roles_then["roles"].values():
+        assert not Path(f"/proc/{role['pid']}").exists()
+
+
+def test_batches_are_kept_until_a_checkpoint_makes_them_needless(killed: Killed, halves: Halves):
+    """Each names the policy that it was sampled from, which is the newest there was."""
+    assert set(range(killed.newest + 1, len(killed.rows_then) + 1)) <= killed.infos_then.keys()
+    assert not list((killed.run / "batches").iterdir())
+    assert not list((halves.run / "batches").iterdir())
+    attempt = RunDirectory(killed.run).attempt()
+    for step, info in killed.infos_then.items():
+        assert (info["run_id"], info["step"]) == (attempt.run_id, step)
+        assert info["version"] == attempt.version(step - 1)
+        assert len(set(info["problems"])) == PROMPTS
+
+
+def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(killed: Killed):
+    """`trainer` and `orchestrator` repeat what the kill undid to the bit, and the reward rises."""
+    found = whole_rows(killed.run, 20)
+    assert RunDirectory(killed.run).attempt().start_step == killed.newest
+    assert len(killed.rows_then) >= 5
+    assert untimed(found[: len(killed.rows_then)]) == untimed(killed.rows_then)
+    assert rise(killed.run) > 0.1, [row["reward/mean"] for row in found]
+    assert steps(killed.run)[-1] == 20
+
+
+# A server of the run's own
+
+
+def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, tmp_path: Path):
+    """`rl @ rl.toml` needs nothing else; here it stops after two steps."""
+    port = free_port()
+    arguments = ("--max-steps", 2, "--output-dir", tmp_path / "run", "--inference.port", port)
+    with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments) as command:
+        finished = command.finish()
+        assert finished.code == 0, finished.output
+        assert any(
+            "vllm" in line for line in (tmp_path / "run" / "logs" / "vllm.log").read_text().splitlines()
+        )
+        command.assert_nothing_survives()
+    whole_rows(tmp_path / "run", 2)
+    expected = {"inference": "stopped", "trainer": "done", "orchestrator": "done"}
+    assert states(read(tmp_path / "run" / "roles.json")) == expected
+    with pytest.raises(httpx.ConnectError):
+        httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)

@@ -1,0 +1,261 @@
+"""Supervised fine-tuning from the outside: a run that is stopped and gone on with is as if it never was."""
+
+import json
+import signal
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runs import (
+    CONFIGS,
+    REPOSITORY,
+    Finished,
+    Shell,
+    assert_same_bits,
+    read,
+    rows,
+    step_folder,
+    steps,
+    tensors,
+    untimed,
+    whole_rows,
+)
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from cairn.config.trainer import SFTDataConfig
+from cairn.trainer.sft_data import SFTData
+
+pytestmark = pytest.mark.timeout(900)
+
+RECORDS, BATCH = 200, 12  # so step 17 spans two epochs, and the 20 steps of a half end within one
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small data set, of which 40 steps see more than two epochs."""
+    records = (REPOSITORY / CONFIGS / "sft.jsonl").read_text().splitlines()[:RECORDS]
+    path = tmp_path_factory.mktemp("data") / "small.jsonl"
+    path.write_text("\n".join(records) + "\n")
+    return path
+
+
+@pytest.fixture(scope="module")
+def sft(data: Path) -> tuple:
+    """The command line of all runs here: several micro-batches a step, over shuffled epochs."""
+    short = ("--seq-len", 32, "--micro-batch-size", 2, "--data.name", data, "--data.batch-size", BATCH)
+    return ("sft", "@", f"{CONFIGS}/sft.toml", *short)
+
+
+@pytest.fixture(scope="module")
+def straight(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """40 steps on one rank without a stop."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    shell.succeed(*sft, "--max-steps", 40, "--ckpt.interval", 20, "--output-dir", run)
+    return run
+
+
+@dataclass(frozen=True)
+class Parts:
+    """A run of 40 steps in three parts: to an interrupt, from there to 20, from there to 40."""
+
+    run: Path
+    interrupted: Finished
+    stopped_at: int
+    roles_then: dict
+
+
+@pytest.fixture(scope="module")
+def parts(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) -> Parts:
+    """On one rank."""
+    run = tmp_path_factory.mktemp("parts") / "run"
+    with shell.start(*sft, "--max-steps", 100_000, "--ckpt", "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) >= 3)
+        command.process.send_signal(signal.SIGINT)
+        interrupted = command.finish()
+        command.assert_nothing_survives()
+    parts = Parts(run, interrupted, len(rows(run)), read(run / "roles.json"))
+    assert parts.stopped_at < 20, "too late to go on from there to 20"
+    shell.succeed(*sft, "--max-steps", 20, "--ckpt.resume", "auto", "--output-dir", run)
+    shell.succeed(*sft, "--max-steps", 40, "--ckpt.resume-step", 20, "--output-dir", run)
+    return parts
+
+
+def test_an_interrupt_saves_at_the_next_step_boundary(parts: Parts):
+    """One Ctrl-C: exit code 75, the step that was done last is saved, and the message says how to go on."""
+    assert parts.interrupted.code == 75, parts.interrupted.output
+    folder = step_folder(parts.run, parts.stopped_at)
+    assert f"stopped at step {parts.stopped_at}, saved in {folder}" in parts.interrupted.output
+    assert "--ckpt.resume auto" in parts.interrupted.output
+    assert steps(parts.run) == [parts.stopped_at, 20, 40]
+    assert parts.roles_then["roles"]["trainer"]["state"] == "stopped"
+    assert read(parts.run / "roles.json")["roles"]["trainer"]["state"] == "done"
+
+
+def test_parts_have_the_metrics_of_a_run_that_never_stopped(straight: Path, parts: Parts):
+    """Losses, gradient norms and counts of all steps, each step once, bit for bit, across epochs."""
+    expected, found = whole_rows(straight, 40), whole_rows(parts.run, 40)
+    assert untimed(found) == untimed(expected)
+    assert len({row["loss"] for row in expected}) == 40
+    assert expected[19]["epoch"] > 1
+    assert expected[39]["epoch"] > 2
+    assert expected[39]["total_samples"] == 40 * BATCH
+
+
+@pytest.mark.parametrize("step", [20, 40])
+def test_parts_have_the_weights_of_a_run_that_never_stopped(straight: Path, parts: Parts, step: int):
+    """Weights and optimiser state, bit for bit."""
+    expected = tensors(step_folder(straight, step))
+    assert any(name.startswith("model/") for name in expected)
+    assert any(name.endswith("exp_avg_sq") for name in expected)
+    assert_same_bits(tensors(step_folder(parts.run, step)), expected)
+
+
+def test_each_checkpoint_names_the_one_before_it(parts: Parts):
+    """The lineage is whole, over all parts of the run."""
+    manifests = [read(step_folder(parts.run, step) / "manifest.json") for step in steps(parts.run)]
+    (run_id,) = {manifest["run_id"] for manifest in manifests}
+    parents = [manifest["parent"] for manifest in manifests]
+    assert parents[0] is None
+    assert [(parent["run_id"], parent["step"]) for parent in parents[1:]] == [
+        (run_id, step) for step in steps(parts.run)[:-1]
+    ]
+    assert [manifest["attempt"] for manifest in manifests] == [1, 2, 3]
+    assert [manifest["world_size"] for manifest in manifests] == [1, 1, 1]
+
+
+def test_a_checkpoint_opens_in_transformers(straight: Path, data: Path):
+    """`model/` is a plain Hugging Face directory: it has the loss that the next step began with."""
+    folder = step_folder(straight, 20) / "model"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    records = SFTData(SFTDataConfig(name=str(data), batch_size=BATCH), tokenizer, 0, position=20 * BATCH)
+    total, count = 0.0, 0
+    for sample in records.next_batch(21).samples:
+        tokens = torch.from_numpy(sample.token_ids).long()
+        labels = tokens[1:].masked_fill(~torch.from_numpy(sample.loss_mask)[1:], -100)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        total += F.cross_entropy(logits, labels, reduction="sum").item()
+        count += int((labels != -100).sum())
+    row = rows(straight)[20]
+    assert row["learned_tokens"] == count
+    assert total / count == pytest.approx(row["loss"], rel=1e-5)
+    assert read(folder / "generation_config.json")["eos_token_id"] == tokenizer.eos_token_id
+
+
+def test_what_a_finished_run_leaves(shell: Shell, straight: Path):
+    """The run directory of DESIGN section 3, and `ckpt` reads its checkpoints."""
+    config = read(straight / "config.json")
+    assert (config["max_steps"], config["ckpt"]["interval"]) == (40, 20)
+    assert (straight / "logs" / "trainer.log").exists()
+    assert not list(straight.rglob("*.tmp"))
+    listed = json.loads(shell.succeed("ckpt", "list", straight, "--json"))
+    assert [entry["step"] for entry in listed] == [20, 40]
+    verified = json.loads(shell.succeed("ckpt", "verify", straight, "--json"))
+    assert [entry["ok"] for entry in verified] == [True, True]
+
+
+# Two ranks, and going back
+
+
+@dataclass(frozen=True)
+class Rewound:
+    """A run of 40 steps on two ranks, then again from 20 on two ranks, then from 20 to 30 on one."""
+
+    run: Path
+    first: list[dict]
+    first_tensors: dict[str, torch.Tensor]
+    second: list[dict]
+    second_tensors: dict[str, torch.Tensor]
+    parent_of_40: dict
+    aside: list[str]
+
+
+@pytest.fixture(scope="module")
+def rewound(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) -> Rewound:
+    """See `Rewound`."""
+    run = tmp_path_factory.mktemp("rewound") / "run"
+    two, to_40 = ("--workers", 2), ("--max-steps", 40, "--output-dir", run)
+    shell.succeed(*sft, *two, *to_40, "--ckpt.interval", 20)
+    first, first_tensors = whole_rows(run, 40), tensors(step_folder(run, 40))
+    output = shell.succeed(*sft, *two, *to_40, "--ckpt.resume-step", 20)
+    assert "abandoned" in output, "the user is told where the later steps went"
+    second, second_tensors = whole_rows(run, 40), tensors(step_folder(run, 40))
+    parent_of_40 = read(step_folder(run, 40) / "manifest.json")["parent"]
+    shell.succeed(*sft, "--max-steps", 30, "--output-dir", run, "--ckpt.resume-step", 20)
+    aside = sorted(path.parent.name for path in (run / "checkpoints" / "abandoned").rglob("manifest.json"))
+    return Rewound(run, first, first_tensors, second, second_tensors, parent_of_40, aside)
+
+
+def test_two_ranks_go_on_as_if_never_stopped(rewound: Rewound):
+    """Losses, gradient norms, weights and optimiser state of 20 to 40 are the same again, bit for bit."""
+    assert untimed(rewound.second) == untimed(rewound.first)
+    assert_same_bits(rewound.second_tensors, rewound.first_tensors)
+    assert rewound.parent_of_40["step"] == 20
+
+
+def test_two_ranks_learn_what_one_learns(straight: Path, rewound: Rewound):
+    """The number of ranks changes neither data nor loss, apart from rounding."""
+    one, two = rows(straight), rewound.first
+    for key in ("learned_tokens", "total_tokens", "total_samples", "epoch", "lr"):
+        assert [row[key] for row in two] == [row[key] for row in one]
+    assert [row["loss"] for row in two] == pytest.approx([row["loss"] for row in one], rel=1e-3)
+    assert [row["loss"] for row in two[:3]] == pytest.approx([row["loss"] for row in one[:3]], rel=1e-6)
+
+
+def test_a_checkpoint_of_two_ranks_goes_on_on_one(rewound: Rewound):
+    """The number of ranks may change between a save and a resume."""
+    found = whole_rows(rewound.run, 30)
+    assert untimed(found[:20]) == untimed(rewound.first[:20])
+    for key in ("loss", "grad_norm"):
+        expected = [row[key] for row in rewound.first[:30]]
+        assert [row[key] for row in found] == pytest.approx(expected, rel=1e-3), key
+    # The first step after the resume differs by the order of a sum alone.
+    assert found[20]["loss"] == pytest.approx(rewound.first[20]["loss"], rel=1e-6)
+    worlds = [read(step_folder(rewound.run, step) / "manifest.json")["world_size"] for step in (20, 30)]
+    assert worlds == [2, 1]
+
+
+@pytest.mark.parametrize("which", ["latest", "auto"])
+def test_steps_set_aside_are_never_gone_on_with(shell: Shell, sft: tuple, rewound: Rewound, which: str):
+    """After going back to 20 and on to 30, the newest step is 30, although there once were two steps 40."""
+    assert steps(rewound.run) == [20, 30]
+    assert rewound.aside == ["step_40", "step_40"]
+    end = ("--max-steps", 30, "--output-dir", rewound.run)
+    refused = shell.run(*sft, *end, "--ckpt.resume", which)
+    assert refused.code == 2
+    assert "goes on from step 30" in refused.output
+    assert steps(rewound.run) == [20, 30]
+    whole_rows(rewound.run, 30)
+
+
+# Ends that are not good
+
+
+def test_a_stop_without_checkpoints_says_what_is_lost(shell: Shell, sft: tuple, tmp_path: Path):
+    """SIGTERM without --ckpt: exit code 1, and the message names the flag that would have saved the work."""
+    run = tmp_path / "run"
+    with shell.start(*sft, "--max-steps", 100_000, "--output-dir", run) as command:
+        command.wait_until(lambda: rows(run))
+        command.process.send_signal(signal.SIGTERM)
+        finished = command.finish()
+        assert finished.code == 1
+        assert f"stopped at step {len(rows(run))}, which is lost" in finished.output
+        assert "--ckpt" in finished.output
+        assert not (run / "checkpoints").exists()
+        command.assert_nothing_survives()
+
+
+def test_no_process_outlives_a_killed_launcher(shell: Shell, sft: tuple, tmp_path: Path):
+    """SIGKILL of the command in the middle of training on two ranks."""
+    run = tmp_path / "run"
+    with shell.start(*sft, "--workers", 2, "--max-steps", 100_000, "--output-dir", run) as command:
+        command.wait_until(lambda: rows(run))
+        trainer = read(run / "roles.json")["roles"]["trainer"]
+        assert trainer["state"] == "running"
+        assert trainer["pid"] in {pid for pid, _ in command.family()}
+        command.process.kill()
+        command.process.wait()
+        command.assert_nothing_survives(killed=True)

@@ -1,0 +1,293 @@
+"""Commands run as users run them, what they leave behind, and what tests share.
+
+A pytest plugin, so that its fixtures are there for all tests.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from cairn.inference.client import InferenceClient, token_file
+from cairn.launch.process import die_with_parent
+
+T = TypeVar("T")
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+CONFIGS = "configs/reverse_text"
+RAY_AGENT = re.compile(r"ray::\w+Agent")
+DEADLINE = 240.0
+"""Seconds that anything may take before a test gives up on it."""
+
+
+# Commands and processes
+
+
+@dataclass(frozen=True)
+class Finished:
+    """How a command ended, and all that it printed."""
+
+    code: int
+    output: str
+
+
+class Command:
+    """One of our commands as a process of its own. As a context manager it leaves no process behind."""
+
+    def __init__(self, log: Path, environment: dict[str, str], name: str, *arguments: object):
+        self.log = log
+        with open(log, "wb") as out:
+            self.process = subprocess.Popen(
+                [str(Path(sys.executable).parent / name), *map(str, arguments)],
+                cwd=REPOSITORY,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+                preexec_fn=die_with_parent,
+            )
+        self._family: set[tuple[int, str]] = set()
+
+    def __enter__(self) -> "Command":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.family()
+        for pid, _ in {(self.process.pid, ""), *self.survivors()}:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        self.process.wait()
+
+    @property
+    def output(self) -> str:
+        """What it has printed so far."""
+        return self.log.read_text(errors="replace")
+
+    def finish(self, deadline: float = DEADLINE) -> Finished:
+        """Wait until it ends by itself."""
+        end = time.monotonic() + deadline
+        while self.process.poll() is None:
+            assert time.monotonic() < end, f"still running after {deadline:g} s; it printed:\n{self.output}"
+            self.family()
+            time.sleep(0.1)
+        return Finished(self.process.returncode, self.output)
+
+    def wait_until(self, condition: Callable[[], T | None], deadline: float = DEADLINE) -> T:
+        """Wait until `condition` holds while the command runs; returns what it gave."""
+        end = time.monotonic() + deadline
+        while not (value := condition()):
+            assert self.process.poll() is None, f"ended too early; it printed:\n{self.output}"
+            assert time.monotonic() < end, f"waited {deadline:g} s; it printed:\n{self.output}"
+            time.sleep(0.01)
+        return value
+
+    def family(self) -> set[tuple[int, str]]:
+        """All descendants seen so far, as process id and start time; call it now and then."""
+        processes = _processes()
+        known = {self.process.pid} | {pid for pid, _ in self.survivors()}
+        while found := {pid for pid, (_, parent) in processes.items() if parent in known} - known:
+            self._family |= {(pid, processes[pid][0]) for pid in found}
+            known |= found
+        return set(self._family)
+
+    def survivors(self) -> set[tuple[int, str]]:
+        """Those of the family that are still alive."""
+        processes = _processes()
+        return {(pid, started) for pid, started in self._family if processes.get(pid, ("", 0))[0] == started}
+
+    def assert_nothing_survives(self, *, killed: bool = False, deadline: float = 30.0) -> None:
+        """All descendants are gone, or will be soon.
+
+        Once its driver was killed, two agents of Ray live on for a minute; only then are they overlooked.
+        """
+        end = time.monotonic() + deadline
+        while alive := [
+            name for name in map(_name, self.survivors()) if not (killed and RAY_AGENT.fullmatch(name))
+        ]:
+            assert time.monotonic() < end, alive
+            time.sleep(0.1)
+
+
+def _processes() -> dict[int, tuple[str, int]]:
+    """Start time and parent of every process but zombies."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            with contextlib.suppress(OSError):
+                state, parent, *fields = (entry / "stat").read_text().rpartition(")")[2].split()
+                if state != "Z":
+                    found[int(entry.name)] = (fields[17], int(parent))
+    return found
+
+
+def _name(process: tuple[int, str]) -> str:
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process[0]}/cmdline").read_text().replace("\0", " ").strip()
+    return ""
+
+
+class Shell:
+    """Starts commands in one environment: a cache folder of its own, no network, no token."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        self.cache = folder / "cache"
+        self.environment = {
+            **os.environ,
+            "XDG_CACHE_HOME": str(self.cache),
+            "HF_HUB_OFFLINE": "1",
+            # For environments that tests bring along.
+            "PYTHONPATH": os.pathsep.join(
+                filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+            ),
+        }
+        self.environment.pop("CAIRN_INFERENCE_TOKEN", None)
+        self._started = 0
+
+    def start(self, name: str, *arguments: object) -> Command:
+        """Start a command, to be used as a context manager."""
+        self._started += 1
+        log = self.folder / f"{self._started}_{name}.log"
+        return Command(log, self.environment, name, *arguments)
+
+    def run(self, name: str, *arguments: object) -> Finished:
+        """Run a command to its end."""
+        with self.start(name, *arguments) as command:
+            return command.finish()
+
+    def succeed(self, name: str, *arguments: object) -> str:
+        """Run a command that must end with code 0; returns its output."""
+        finished = self.run(name, *arguments)
+        assert finished.code == 0, finished.output
+        return finished.output
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+# What a run leaves behind
+
+
+def rows(run: Path) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl so far; a last line that is still being written is left out."""
+    path = run / "metrics.jsonl"
+    text = path.read_text() if path.exists() else ""
+    return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+
+
+def whole_rows(run: Path, last: int) -> list[dict[str, Any]]:
+    """The rows of metrics.jsonl, which must hold every step from 1 to `last` once."""
+    found = rows(run)
+    assert [row["step"] for row in found] == list(range(1, last + 1))
+    return found
+
+
+def untimed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Rows without what differs from run to run: how long things took."""
+    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in found]
+
+
+def step_folder(run: Path, step: int) -> Path:
+    """Where a checkpoint lies."""
+    return run / "checkpoints" / f"step_{step}"
+
+
+def steps(run: Path) -> list[int]:
+    """The checkpoints that exist: those with a manifest."""
+    found = (run / "checkpoints").glob("step_*/manifest.json")
+    return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
+
+
+def read(path: Path) -> Any:
+    """A JSON file."""
+    return json.loads(path.read_text())
+
+
+def tensors(step: Path) -> dict[str, torch.Tensor]:
+    """All tensors of a checkpoint: weights by name below model/, optimiser state below trainer/."""
+    return {
+        f"{part}/{name}": tensor
+        for part in ("model", "trainer")
+        for file in sorted((step / part).glob("*.safetensors"))
+        for name, tensor in load_file(file).items()
+    }
+
+
+def assert_same_bits(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> None:
+    """The same tensors by name, type and shape, bit for bit."""
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert (tensor.dtype, tensor.shape) == (b[name].dtype, b[name].shape), name
+        assert tensor.numpy().tobytes() == b[name].numpy().tobytes(), name
+
+
+# What tests share
+
+
+@dataclass(frozen=True)
+class Server:
+    """The long-lived inference server."""
+
+    url: str
+    token: str
+    command: Command
+
+    def ask(self, job: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> T:
+        """What `job` gets from a client of the server."""
+
+        async def main() -> T:
+            async with InferenceClient(self.url, self.token) as client:
+                return await job(client)
+
+        return asyncio.run(main())
+
+
+@pytest.fixture(scope="session")
+def shell(tmp_path_factory: pytest.TempPathFactory) -> Shell:
+    """For commands that share a cache folder."""
+    return Shell(tmp_path_factory.mktemp("shell"))
+
+
+@pytest.fixture(scope="session")
+def running_server(shell: Shell) -> Iterator[tuple[str, Command]]:
+    """The `inference` command, started but not waited for: its address and process."""
+    port = free_port()
+    with shell.start("inference", "@", f"{CONFIGS}/infer.toml", "--port", port) as command:
+        yield f"http://127.0.0.1:{port}", command
+        command.process.send_signal(signal.SIGINT)
+        assert command.finish(30).code == 0, command.output
+
+
+@pytest.fixture(scope="session")
+def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of sft.toml as it is, with checkpoints at 100 and 200. Leave it as it is."""
+    run = tmp_path_factory.mktemp("trained") / "run"
+    shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)
+    return run
+
+
+@pytest.fixture(scope="session")
+def server(running_server: tuple[str, Command], trained: Path, shell: Shell) -> Server:
+    """The server, ready. It starts while the model is trained. Tests leave it with any weights."""
+    url, command = running_server
+    command.wait_until(lambda: f"inference ready at {url}" in command.output)
+    token = read(shell.cache / "cairn" / "servers" / token_file(url).name)["token"]
+    return Server(url, token, command)

@@ -1,0 +1,188 @@
+"""The orchestrator's parts: environments, rewards, advantages, and what is told of a batch."""
+
+import itertools
+import statistics
+import string
+
+import numpy as np
+import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
+
+from cairn.config.orchestrator import EnvironmentConfig
+from cairn.inference.client import Generation, VersionSpan
+from cairn.orchestrator.environments import (
+    BadEnvironment,
+    ReverseText,
+    longest_common_subsequence,
+    make_environment,
+)
+from cairn.orchestrator.rollouts import (
+    Group,
+    Rollout,
+    batch_metrics,
+    group_advantages,
+    to_samples,
+    token_versions,
+)
+
+# Environments
+
+WORDS = st.text("abc", max_size=6)
+
+
+@given(WORDS, WORDS)
+def test_the_longest_common_subsequence_is_the_longest_there_is(a: str, b: str):
+    """Against all subsequences of both."""
+
+    def subsequences(text: str) -> set[str]:
+        return {"".join(letters) for n in range(len(text) + 1) for letters in itertools.combinations(text, n)}
+
+    common = subsequences(a) & subsequences(b)
+    assert longest_common_subsequence(a, b) == max(map(len, common))
+
+
+@given(st.integers(0, 99), st.text(string.ascii_lowercase + " <", max_size=12))
+def test_only_the_exact_answer_has_the_full_reward(problem: int, answer: str):
+    """Rewards are between 0 and 1, and no answer is too strange for one."""
+    task = ReverseText(problems=100, seed=1)
+    (question,) = task.messages(problem)
+    wanted = question["content"][::-1]
+    assert question["role"] == "user"
+    assert task.reward(problem, wanted) == 1.0
+    assert 0.0 <= task.reward(problem, answer) <= 1.0
+    assert (task.reward(problem, answer) == 1.0) == (answer == wanted)
+    assert task.reward(problem, "") == 0.0
+
+
+def test_more_of_the_answer_has_more_of_the_reward():
+    """So that there is a way up."""
+    task = ReverseText(problems=10, min_length=6, max_length=6)
+    wanted = task.messages(3)[0]["content"][::-1]
+    rewards = [task.reward(3, wanted[:n]) for n in range(7)]
+    assert rewards == sorted(rewards)
+    assert len(set(rewards)) == 7
+    assert task.reward(3, wanted + "a") < 1.0
+
+
+def test_problems_are_the_same_in_every_process():
+    """They depend on their number and the seed alone, not on how many there are."""
+    tasks = [ReverseText(problems=n, seed=seed) for n, seed in ((50, 1), (99, 1), (50, 2))]
+    texts = [[task.messages(i)[0]["content"] for i in range(50)] for task in tasks]
+    assert texts[0] == texts[1] != texts[2]
+    assert texts[0][:3] == ["lcxid", "fwmrm", "ykvwkzzo"]
+    lengths = {len(text) for text in texts[0]}
+    assert (min(lengths), max(lengths)) == (3, 8)
+    assert len(ReverseText(problems=50)) == 50
+
+
+class Own:
+    """An environment of a user's own."""
+
+    def __init__(self, size: int = 3):
+        self.size = size
+
+
+def test_a_built_in_environment_or_one_of_your_own():
+    assert len(make_environment(EnvironmentConfig(args={"problems": 5}))) == 5
+    own = make_environment(EnvironmentConfig(name=f"{__name__}:Own", args={"size": 4}))
+    assert (type(own).__name__, own.size) == ("Own", 4)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"name": "reverse"}, r"environment\.name = 'reverse': not one of reverse_text, nor module:Class"),
+        ({"name": "no_such_module:Own"}, r"environment\.name .*no_such_module"),
+        ({"name": f"{__name__}:Other"}, r"environment\.name .*Other"),
+        ({"args": {"size": 4}}, r"environment\.args = \{'size': 4\}: .*size"),
+        ({"args": {"min_length": 0}}, r"environment\.args .*min_length"),
+        ({"args": {"problems": "many"}}, r"environment\.args .*many"),
+    ],
+)
+def test_an_environment_that_can_not_be_made(config: dict, message: str):
+    """The message has the key and its value."""
+    with pytest.raises(BadEnvironment, match=message):
+        make_environment(EnvironmentConfig(**config))
+
+
+# Advantages
+
+REWARDS = st.lists(st.integers(0, 100).map(lambda n: n / 100), min_size=2, max_size=16)
+
+
+@given(REWARDS)
+def test_advantages_are_relative_to_the_group(rewards: list[float]):
+    """They add up to nothing and keep the order of rewards; normalised, their spread is 1."""
+    plain = group_advantages(rewards, normalize=False)
+    normal = group_advantages(rewards, normalize=True)
+    assert sum(plain) == pytest.approx(0, abs=1e-9)
+    for (a, x, y), (b, v, w) in itertools.combinations(zip(rewards, plain, normal, strict=True), 2):
+        assert (a < b) == (x < v) == (y < w)
+        assert x - v == pytest.approx(a - b)
+    if len(set(rewards)) > 1:
+        assert statistics.stdev(normal) == pytest.approx(1)
+
+
+@given(st.floats(0, 1), st.integers(2, 16), st.booleans())
+def test_a_group_without_spread_teaches_exactly_nothing(reward: float, size: int, normalize: bool):
+    """Not even a rounding error that normalising would blow up."""
+    assert group_advantages([reward] * size, normalize=normalize) == [0.0] * size
+
+
+@given(REWARDS, st.integers(1, 9))
+def test_normalised_advantages_do_not_depend_on_the_scale_of_rewards(rewards: list[float], scale: int):
+    """Nor on where they begin."""
+    assume(len(set(rewards)) > 1)
+    moved = group_advantages([scale * reward + 5 for reward in rewards], normalize=True)
+    assert moved == pytest.approx(group_advantages(rewards, normalize=True), abs=1e-6)
+
+
+# Batches
+
+
+def rollout(tokens: list[int], reward: float, complete: bool = True) -> Rollout:
+    """A rollout; token t has logprob -t / 10."""
+    logprobs = [-token / 10 for token in tokens]
+    return Rollout(tokens, logprobs, ["v"] * len(tokens), "", reward, complete)
+
+
+GROUPS = [
+    Group(0, 7, [50, 51], [rollout([1, 2, 3], 1.0), rollout([4], 0.0)]),
+    Group(1, 3, [60], [rollout([5, 6], 0.5), rollout([7, 8], 0.5, complete=False)]),
+]
+
+
+def test_samples_are_what_the_server_saw_and_sampled():
+    """Prompt and answer as token ids; what is learned, and its logprobs and advantages, is the answer."""
+    first, second = to_samples(GROUPS[0], normalize=False)
+    np.testing.assert_array_equal(first.token_ids, [50, 51, 1, 2, 3])
+    np.testing.assert_array_equal(first.loss_mask, [False, False, True, True, True])
+    np.testing.assert_allclose(first.logprobs, [0, 0, -0.1, -0.2, -0.3])
+    np.testing.assert_allclose(first.advantages, [0, 0, 0.5, 0.5, 0.5])
+    np.testing.assert_array_equal(second.token_ids, [50, 51, 4])
+    np.testing.assert_allclose(second.advantages, [0, 0, -0.5])
+    for sample in to_samples(GROUPS[1], normalize=True):
+        assert not sample.advantages.any()
+        assert sample.loss_mask.sum() == 2
+
+
+def test_what_is_told_of_a_batch():
+    """Means are over rollouts, whatever their group."""
+    assert batch_metrics(GROUPS) == pytest.approx(
+        {
+            "reward/mean": 0.5,
+            "reward/std": statistics.pstdev([1.0, 0.0, 0.5, 0.5]),
+            "reward/min": 0.0,
+            "reward/max": 1.0,
+            "groups/zero_spread": 1,
+            "rollout/tokens": 8,
+            "rollout/length": 2.0,
+            "rollout/cut_off": 0.25,
+        }
+    )
+
+
+def test_each_token_has_the_version_that_produced_it():
+    spans = [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
+    assert token_versions(Generation([1, 2, 3], [0, 0, 0], spans, "stop")) == ["a", "a", "b"]

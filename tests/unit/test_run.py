@@ -1,0 +1,322 @@
+"""What all roles share: seeds, batches, metrics, the run directory, waiting."""
+
+import dataclasses
+import itertools
+import json
+import multiprocessing
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cairn.run.batches import Batch, Sample, batch_path, read_batch, write_batch
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.files import read_json, write_atomic, write_json
+from cairn.run.metrics import MetricsLog
+from cairn.run.seeds import derive, permutation
+from cairn.run.waiting import DeadlinePassed, wait_for
+
+# Seeds
+
+PURPOSES = st.lists(st.one_of(st.integers(0, 10_000), st.text("abc ", min_size=1, max_size=8)), max_size=4)
+
+
+@given(st.integers(0, 2**63), PURPOSES, PURPOSES)
+def test_seeds_of_different_purposes_differ(seed: int, a: list, b: list):
+    """And are small enough for vLLM to add a sample's index; 1 and "1" name the same purpose."""
+    assert 0 <= derive(seed, *a) < 2**48
+    assert (derive(seed, *a) == derive(seed, *b)) == (list(map(str, a)) == list(map(str, b)))
+    assert derive(seed, *a) != derive(seed + 1, *a)
+    assert derive(seed, *a, "x") != derive(seed, *a)
+
+
+def test_seeds_of_neighbours_have_nothing_in_common():
+    """Seeds of neighbouring steps differ in half of their bits, so that streams do not run in parallel."""
+    seeds = [derive(0, "sample", place) for place in range(2000)]
+    assert len(set(seeds)) == 2000
+    differing = [(a ^ b).bit_count() for a, b in itertools.pairwise(seeds)]
+    assert 23 < np.mean(differing) < 25
+
+
+def test_seeds_are_the_same_in_every_version():
+    """Runs that were saved yesterday have to draw the same today."""
+    assert derive(0, "sft order", 0) == 68866459469506
+    assert permutation(8, 0, "sft order", 0) == [3, 5, 2, 1, 7, 0, 4, 6]
+
+
+@given(st.integers(0, 300), st.integers(0, 2**32), st.integers(0, 5))
+def test_a_permutation_has_every_number_once(n: int, seed: int, epoch: int):
+    """And is the same each time it is asked for."""
+    order = permutation(n, seed, "order", epoch)
+    assert sorted(order) == list(range(n))
+    assert order == permutation(n, seed, "order", epoch)
+    if n > 20:
+        assert order != permutation(n, seed, "order", epoch + 1)
+
+
+# Batches
+
+FLOATS = st.floats(width=32, allow_nan=False, allow_infinity=False)
+
+
+@st.composite
+def samples(draw) -> Sample:
+    """A sample of an RL batch."""
+    n = draw(st.integers(1, 12))
+
+    def column(element: st.SearchStrategy, dtype: type) -> np.ndarray:
+        return np.array(draw(st.lists(element, min_size=n, max_size=n)), dtype)
+
+    tokens, mask = column(st.integers(0, 2**31 - 1), np.int32), column(st.booleans(), np.bool_)
+    return Sample(tokens, mask, column(FLOATS, np.float32), column(FLOATS, np.float32))
+
+
+@given(st.lists(samples(), min_size=1, max_size=6), st.integers(1, 10**6))
+def test_a_batch_comes_back_from_its_file_as_it_was(tmp_path_factory, batch: list[Sample], step: int):
+    """Every sample with its own tokens, and all that was said about the batch."""
+    path = batch_path(tmp_path_factory.mktemp("run") / "batches", step)
+    metrics, info = {"reward/mean": 0.1}, {"step": step, "problems": [1, 2], "version": "a:1:2"}
+    write_batch(path, Batch(batch, metrics, info))
+    found = read_batch(path)
+    assert (found.metrics, found.info) == (metrics, info)
+    assert len(found.samples) == len(batch)
+    for a, b in zip(found.samples, batch, strict=True):
+        for name in ("token_ids", "loss_mask", "logprobs", "advantages"):
+            assert getattr(a, name).dtype == getattr(b, name).dtype
+            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+    assert [entry.name for entry in path.parent.iterdir()] == [path.name]
+
+
+def test_a_batch_that_is_not_there(tmp_path: Path):
+    with pytest.raises(FileNotFoundError):
+        read_batch(batch_path(tmp_path, 1))
+
+
+@given(samples(), st.integers(1, 20))
+def test_cutting_a_sample_cuts_all_of_it(sample: Sample, length: int):
+    cut = sample.cut(length)
+    for name in ("token_ids", "loss_mask", "logprobs", "advantages"):
+        np.testing.assert_array_equal(getattr(cut, name), getattr(sample, name)[:length])
+    assert Sample(sample.token_ids, sample.loss_mask).cut(length).advantages is None
+
+
+# metrics.jsonl
+
+
+@given(st.lists(st.integers(1, 50), unique=True), st.integers(0, 60))
+def test_keeping_metrics_through_a_step(tmp_path_factory, numbers: list[int], last: int):
+    """Later rows go, earlier ones stay as they were."""
+    log = MetricsLog(tmp_path_factory.mktemp("run") / "metrics.jsonl")
+    written = [{"step": step, "loss": step / 3} for step in sorted(numbers)]
+    for row in written:
+        log.append(row)
+    assert log.rows() == written
+    log.keep_through(last)
+    assert log.rows() == [row for row in written if row["step"] <= last]
+    log.append({"step": 99})
+    assert log.rows()[-1] == {"step": 99}
+
+
+def test_a_row_that_a_crash_cut_short_is_dropped(tmp_path: Path):
+    """And what is written after the resume stands on a line of its own."""
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1})
+    with open(log.path, "a") as file:
+        file.write('{"step": 2, "lo')
+    assert log.rows() == [{"step": 1}]
+    log.keep_through(1)
+    log.append({"step": 2})
+    assert [json.loads(line) for line in log.path.read_text().splitlines()] == [{"step": 1}, {"step": 2}]
+
+
+def test_metrics_of_a_run_that_has_not_begun(tmp_path: Path):
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.keep_through(0)
+    assert (log.rows(), log.new_rows()) == ([], [])
+    assert not log.path.exists()
+
+
+def test_new_rows_come_once_and_whole(tmp_path: Path):
+    """Whoever follows the file sees a row when its line has ended."""
+    log = MetricsLog(tmp_path / "metrics.jsonl")
+    log.append({"step": 1})
+    log.append({"step": 2})
+    assert log.new_rows() == [{"step": 1}, {"step": 2}]
+    assert log.new_rows() == []
+    with open(log.path, "a") as file:
+        file.write('{"step"')
+        file.flush()
+        assert log.new_rows() == []
+        file.write(': 3}\n{"st')
+    assert log.new_rows() == [{"step": 3}]
+
+
+# Files
+
+
+def test_a_reader_never_sees_half_a_file(tmp_path: Path):
+    """While it is written again and again."""
+    path = tmp_path / "file"
+    write_atomic(path, b"0" * 100_000)
+    done = threading.Event()
+
+    def write() -> None:
+        for i in range(200):
+            write_atomic(path, str(i % 10).encode() * 100_000)
+        done.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    while not done.is_set():
+        content = path.read_bytes()
+        assert len(content) == 100_000
+        assert len(set(content)) == 1
+    writer.join()
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_json_comes_back(tmp_path: Path):
+    write_json(tmp_path / "a.json", {"a": [1, None, "ä"]}, durable=True)
+    assert read_json(tmp_path / "a.json") == {"a": [1, None, "ä"]}
+    assert read_json(tmp_path / "b.json") is None
+
+
+# The run directory
+
+
+ATTEMPT = Attempt(
+    run_id="abc",
+    number=2,
+    command="rl",
+    start_step=10,
+    resume_from="/somewhere/step_10",
+    branch="branch_1",
+)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunDirectory:
+    """An attempt's run directory."""
+    run = RunDirectory(tmp_path)
+    run.begin(ATTEMPT)
+    return run
+
+
+def test_roles_read_the_attempt_that_the_launcher_began(run: RunDirectory):
+    attempt = RunDirectory(run.path).attempt()
+    assert attempt == ATTEMPT
+    assert attempt.version(11) == "abc:branch_1:11"
+    assert RunDirectory(run.path / "nowhere").attempt() is None
+
+
+def _set_role(path: Path, role: str) -> None:
+    run = RunDirectory(path)
+    for i in range(100):
+        run.set_role(role, f"state {i}")
+        assert read_json(run.roles)["roles"][role]["state"] == f"state {i}"
+
+
+def test_roles_do_not_overwrite_each_other(run: RunDirectory):
+    """roles.json holds all of them, although each process writes it."""
+    context = multiprocessing.get_context("spawn")
+    names = [f"role{i}" for i in range(4)]
+    processes = [context.Process(target=_set_role, args=(run.path, name)) for name in names]
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join()
+        assert process.exitcode == 0
+    roles = read_json(run.roles)["roles"]
+    assert {name: roles[name]["state"] for name in names} == dict.fromkeys(names, "state 99")
+    assert {role["pid"] for role in roles.values()} == {process.pid for process in processes}
+    assert {role["attempt"] for role in roles.values()} == {2}
+
+
+def test_one_launcher_at_a_time(run: RunDirectory):
+    """The lock is there before roles are, and a live attempt is one whose trainer runs under it."""
+    assert run.live_attempt() is None
+    assert run.lock()
+    assert not RunDirectory(run.path).lock()
+    assert run.live_attempt() is None
+    run.set_role("trainer", "running")
+    assert RunDirectory(run.path).live_attempt() == run.attempt()
+    run.set_role("trainer", "done")
+    assert run.live_attempt() is None
+
+
+def test_a_stop_is_asked_of_one_attempt_only(run: RunDirectory):
+    assert run.stop_requested() is None
+    run.request_stop("SIGINT")
+    assert RunDirectory(run.path).stop_requested() == "SIGINT"
+    run.begin(dataclasses.replace(ATTEMPT, number=3))
+    assert run.stop_requested() is None
+
+
+def test_an_earlier_attempts_versions_are_not_taken(run: RunDirectory):
+    """Nor is one that is still in transit when an attempt begins."""
+    run.weights.mkdir()
+    run.announce_version(run.attempt(), 11, save=True, last=False)
+    announced = run.announced_version(run.attempt(), 11)
+    assert (announced["save"], announced["last"]) == (True, False)
+    assert run.announced_version(run.attempt(), 12) is None
+    assert run.announced_version(dataclasses.replace(ATTEMPT, number=3), 11) is None
+    run.clear_weights()
+    assert run.announced_version(run.attempt(), 11) is None
+
+
+def ship(run: RunDirectory, steps: range, *, run_id: str = "abc", branch: str = "branch_1") -> None:
+    """Batches as the orchestrator of some branch ships them."""
+    sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
+    for step in steps:
+        write_batch(batch_path(run.batches, step), Batch([sample], {}, {"run_id": run_id, "branch": branch}))
+
+
+def test_batches_go_when_a_checkpoint_has_made_them_needless(run: RunDirectory):
+    ship(run, range(8, 13))
+    run.forget_batches(10)
+    assert sorted(run.batches.iterdir()) == sorted(batch_path(run.batches, step) for step in (11, 12))
+
+
+def test_only_batches_of_the_same_branch_are_trained_on(run: RunDirectory):
+    """Those that another branch, or another run, has left are not seen."""
+    ship(run, range(11, 12))
+    ship(run, range(12, 13), branch="branch_2")
+    ship(run, range(13, 14), run_id="xyz")
+    found = [step for step in range(10, 15) if run.batch(ATTEMPT, step)]
+    assert found == [11]
+
+
+@pytest.mark.parametrize(("steps", "branch", "goes_on"), [
+    (range(11, 13), "branch_1", True),
+    (range(12, 13), "branch_1", False),
+    (range(11, 13), "branch_2", False),
+])  # fmt: skip
+def test_batches_that_can_be_trained_on_stay_and_others_are_set_aside(
+    run: RunDirectory, steps: range, branch: str, goes_on: bool
+):
+    """They stay if they begin where the attempt does, on its branch; what is set aside is all there."""
+    ship(run, steps, branch=branch)
+    names = sorted(path.name for path in run.batches.iterdir())
+    aside = run.path / "abandoned"
+    run.set_batches_aside(aside, ATTEMPT)
+    assert run.batches.exists() == goes_on
+    assert sorted(path.name for path in (run.batches if goes_on else aside / "batches").iterdir()) == names
+
+
+# Waiting
+
+
+def test_waiting_ends_with_what_came():
+    answers = iter([None, None, 0])
+    assert wait_for(lambda: next(answers), seconds=60, whom="it", setting="--x", poll=0) == 0
+
+
+def test_a_deadline_names_whom_and_what_allows_more():
+    begun = time.monotonic()
+    with pytest.raises(DeadlinePassed, match=r"waited 0\.05 s for the trainer; --ckpt\.part-timeout allows"):
+        wait_for(lambda: None, seconds=0.05, whom="the trainer", setting="--ckpt.part-timeout")
+    assert time.monotonic() - begun >= 0.05

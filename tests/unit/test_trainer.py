@@ -1,0 +1,555 @@
+"""The trainer's parts: packing, losses, one step, the learning rate, and records to samples."""
+
+import itertools
+import json
+import math
+import os
+import socket
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pyarrow
+import pyarrow.parquet
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
+
+from cairn.checkpoint.tensors import read_tensors
+from cairn.config.trainer import (
+    OptimizerConfig,
+    PolicyLossConfig,
+    SchedulerConfig,
+    SFTConfig,
+    SFTDataConfig,
+    TrainerConfig,
+)
+from cairn.run.batches import Batch, Sample
+from cairn.trainer.group import Group
+from cairn.trainer.loop import TrainingDiverged, train_step
+from cairn.trainer.losses import PolicyLoss, sft_loss
+from cairn.trainer.model import build_model, weights
+from cairn.trainer.optimizer import learning_rate, make_optimizer
+from cairn.trainer.packing import MicroBatch, make_micro_batches, pack
+from cairn.trainer.sft_data import BadRecord, SFTData, encode
+from cairn.trainer.state import Progress, TrainerState
+
+MODEL = Path(__file__).parents[2] / "configs" / "reverse_text" / "model"
+
+# Packing
+
+LENGTHS = st.lists(st.integers(1, 16), min_size=1, max_size=40)
+
+
+def make_samples(lengths: list[int]) -> list[Sample]:
+    """Samples whose tokens tell where they come from: token j of sample i is 100 (i + 1) + j."""
+    return [
+        Sample(
+            token_ids=np.arange(n, dtype=np.int32) + 100 * (i + 1),
+            loss_mask=np.arange(n) % 3 != 1,
+            logprobs=-(np.arange(n, dtype=np.float32) + i),
+            advantages=np.full(n, i + 1, np.float32),
+        )
+        for i, n in enumerate(lengths)
+    ]
+
+
+@given(LENGTHS, st.integers(16, 40))
+def test_every_sample_gets_into_one_row_that_has_room(lengths: list[int], row_length: int):
+    """And at most one row stays half empty."""
+    rows = pack(lengths, row_length)
+    assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
+    filled = [sum(lengths[i] for i in row) for row in rows]
+    assert max(filled) <= row_length
+    assert sum(2 * tokens <= row_length for tokens in filled) <= 1
+
+
+def test_a_sample_that_is_longer_than_a_row():
+    with pytest.raises(ValueError, match="17 tokens does not fit into a row of 16"):
+        pack([3, 17], 16)
+
+
+def columns(micro: MicroBatch) -> list[torch.Tensor]:
+    """All tensors of a micro-batch."""
+    return [micro.input_ids, micro.position_ids, micro.loss_mask, micro.logprobs, micro.advantages]
+
+
+@given(LENGTHS, st.integers(16, 40), st.integers(1, 4), st.integers(1, 4))
+def test_the_ranks_micro_batches_are_those_of_one_rank(
+    lengths: list[int], row_length: int, rows_each: int, world_size: int
+):
+    """Together, whatever their number; each has equally many, and what fills them up learns nothing."""
+    samples = make_samples(lengths)
+    size = {"row_length": row_length, "rows_each": rows_each}
+    alone = make_micro_batches(samples, **size, rank=0, world_size=1)
+    assert [micro.index for micro in alone] == list(range(len(alone)))
+    shares = [
+        make_micro_batches(samples, **size, rank=rank, world_size=world_size) for rank in range(world_size)
+    ]
+    assert len({len(share) for share in shares}) == 1
+    for rank, share in enumerate(shares):  # summed up round by round, they are in order
+        assert [micro.index for micro in share] == [rank + world_size * i for i in range(len(share))]
+    together = sorted((micro for share in shares for micro in share), key=lambda micro: micro.index)
+    assert [micro.index for micro in together] == list(range(len(together)))
+    for a, b in zip(alone, together, strict=False):
+        assert all(torch.equal(x, y) for x, y in zip(columns(a), columns(b), strict=True))
+    for extra in together[len(alone) :]:
+        assert not extra.loss_mask.any()
+
+
+@given(LENGTHS, st.integers(16, 40), st.integers(1, 4))
+def test_every_token_is_there_once_with_all_that_belongs_to_it(
+    lengths: list[int], row_length: int, rows_each: int
+):
+    """In a run of positions from 0 on; only a sample's first token is never learned."""
+    samples = make_samples(lengths)
+    micros = make_micro_batches(samples, row_length=row_length, rows_each=rows_each, rank=0, world_size=1)
+    seen = []
+    for micro in micros:
+        assert micro.input_ids.shape == micros[0].input_ids.shape
+        for ids, positions, mask, logprobs, advantages in zip(*columns(micro), strict=True):
+            starts = [place for place, position in enumerate(positions.tolist()) if position == 0]
+            for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+                assert positions[start:end].tolist() == list(range(end - start))
+                if ids[start] == 0:  # padding
+                    assert not ids[start:end].any()
+                    assert not mask[start:end].any()
+                    continue
+                i = int(ids[start]) // 100 - 1
+                seen.append(i)
+                np.testing.assert_array_equal(ids[start:end], samples[i].token_ids)
+                np.testing.assert_array_equal(mask[start + 1 : end], samples[i].loss_mask[1:])
+                assert not mask[start]
+                np.testing.assert_array_equal(logprobs[start:end], samples[i].logprobs)
+                np.testing.assert_array_equal(advantages[start:end], samples[i].advantages)
+    assert sorted(seen) == list(range(len(lengths)))
+
+
+# Losses
+
+
+def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
+    """Logprobs [5, 12] under the current weights, and a micro-batch with those of the sampler."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    sampler, advantages = -normal(5, 13).abs(), normal(5, 13)
+    mask = torch.rand(5, 13, generator=draw) < 0.6
+    tokens = torch.zeros(5, 13, dtype=torch.int64)
+    logprobs = (sampler[:, 1:] + 0.4 * normal(5, 12)).requires_grad_()
+    return logprobs, MicroBatch(tokens, tokens, mask, sampler, advantages, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.1, 0.3), (0.0, 0.0)])
+def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, float]):
+    """Token by token, with its gradient, and nothing from tokens that are not learned."""
+    logprobs, micro = random_micro(seed)
+    sums = PolicyLoss(PolicyLossConfig(clip_low=clip[0], clip_high=clip[1]))(logprobs, micro)
+    sums.loss.backward()
+    loss, clipped, ratios, gaps, kl = 0.0, 0, [], [], 0.0
+    gradient = torch.zeros(5, 12)
+    for row in range(5):
+        for place in range(12):
+            if not micro.loss_mask[row, place + 1]:
+                continue
+            gap = logprobs[row, place].item() - micro.logprobs[row, place + 1].item()
+            advantage = micro.advantages[row, place + 1].item()
+            ratio = math.exp(gap)
+            limited = min(max(ratio, 1 - clip[0]), 1 + clip[1])
+            loss -= min(ratio * advantage, limited * advantage)
+            if ratio * advantage <= limited * advantage:
+                gradient[row, place] = -ratio * advantage
+            else:
+                clipped += 1
+            ratios.append(ratio)
+            gaps.append(abs(gap))
+            kl += ratio - 1 - gap
+    assert 0 < clipped < len(ratios)
+    assert sums.loss.item() == pytest.approx(loss, rel=1e-4)
+    torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
+    assert sums.means["ratio/mean"].item() == pytest.approx(sum(ratios), rel=1e-5)
+    assert sums.means["ratio/clipped"].item() == clipped
+    assert sums.means["mismatch/logprob"].item() == pytest.approx(sum(gaps), rel=1e-5)
+    assert sums.means["mismatch/kl"].item() == pytest.approx(kl, rel=1e-4)
+    assert sums.maxima["ratio/max"].item() == pytest.approx(max(ratios), rel=1e-5)
+    assert sums.maxima["mismatch/logprob_max"].item() == pytest.approx(max(gaps), rel=1e-5)
+
+
+def test_the_sft_loss_is_the_likelihood_of_what_is_learned():
+    logprobs, micro = random_micro(0)
+    sums = sft_loss(logprobs, micro)
+    sums.loss.backward()
+    mask = micro.loss_mask[:, 1:]
+    assert sums.loss.item() == pytest.approx(-logprobs[mask].sum().item())
+    torch.testing.assert_close(logprobs.grad, -mask.float())
+
+
+# One step of a real model
+
+
+@pytest.fixture(scope="module")
+def group() -> Iterator[Group]:
+    """A group of one rank, in this process."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with pytest.MonkeyPatch.context() as patch:
+        for key, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
+            patch.setenv(key, value)
+        group = Group.join(threads=1, deterministic=False)
+        yield group
+        group.leave()
+
+
+@pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
+def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Qwen3 of 20,000 parameters, wide enough in its logits to tell contexts apart."""
+    folder = tmp_path_factory.mktemp("model")
+    config = Qwen3Config(
+        **{"vocab_size": 101, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+        **{
+            "num_attention_heads": 2,
+            "num_key_value_heads": 1,
+            "head_dim": 16,
+            "max_position_embeddings": 256,
+        },
+        **{"initializer_range": 0.2, "tie_word_embeddings": request.param},
+    )
+    torch.manual_seed(0)
+    Qwen3ForCausalLM(config).save_pretrained(folder)
+    return folder
+
+
+Step = Callable[..., tuple[dict[str, float], dict[str, torch.Tensor]]]
+
+
+@pytest.fixture
+def step(group: Group, model_folder: Path) -> Step:
+    """`step(samples, loss, **config)`: metrics of one step, and the weights after it."""
+
+    def run(samples: list[Sample], loss: Callable = sft_loss, info: dict | None = None, **changed: object):
+        config = TrainerConfig(
+            **{"optimizer": {"lr": 0.01, "max_grad_norm": 1e9, "eps": 1e-3}, "seq_len": 24, **changed}
+        )
+        model = build_model(model_folder, config, group.mesh)
+        read_tensors(model_folder, weights(model), "model")
+        state = TrainerState(
+            config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
+        )
+        row = train_step(state, Batch(samples, info=info or {}), 1, loss)
+        tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
+        assert state.progress == Progress(1, tokens, len(samples))
+        return row, {name: weight.full_tensor() for name, weight in weights(model).items()}
+
+    return run
+
+
+def random_samples(seed: int, lengths: list[int]) -> list[Sample]:
+    """Samples for both losses."""
+    draw = np.random.default_rng(seed)
+    return [
+        Sample(
+            token_ids=draw.integers(1, 101, n).astype(np.int32),
+            loss_mask=draw.random(n) < 0.7,
+            logprobs=-draw.random(n).astype(np.float32) * 9,
+            advantages=draw.normal(size=n).astype(np.float32),
+        )
+        for n in lengths
+    ]
+
+
+def reference(folder: Path, samples: list[Sample]) -> torch.Tensor:
+    """The mean loss of the learned tokens, each sample by itself, in transformers."""
+    model = Qwen3ForCausalLM.from_pretrained(folder, dtype=torch.float32)
+    losses = []
+    for sample in samples:
+        ids = torch.from_numpy(sample.token_ids).long()
+        logprobs = model(ids[None]).logits[0, :-1].log_softmax(-1)
+        mask = torch.from_numpy(sample.loss_mask)[1:]
+        losses.append(-logprobs.gather(-1, ids[1:, None])[:, 0][mask])
+    return torch.cat(losses).mean()
+
+
+LAYOUTS = {
+    "a sample a row, a row a micro-batch": {"seq_len": 12, "micro_batch_size": 1},
+    "packed rows": {"seq_len": 24, "micro_batch_size": 2},
+    "all in one row": {"seq_len": 200, "micro_batch_size": 1},
+    "all in one micro-batch": {"seq_len": 24, "micro_batch_size": 64},
+}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_step_is_the_same_however_it_is_cut_and_packed(step: Step, model_folder: Path, layout: dict):
+    """Samples that share a row do not see each other, and every learned token counts the same."""
+    samples = random_samples(1, [12, 9, 8, 12, 7, 3, 11, 2])
+    expected = reference(model_folder, samples)
+    row, found = step(samples, **layout)
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    assert row["learned_tokens"] == sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    plain_row, plain = step(samples, seq_len=12, micro_batch_size=1)
+    assert row["grad_norm"] == pytest.approx(plain_row["grad_norm"], rel=1e-4)
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, plain[name], atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS.values(), ids=LAYOUTS)
+def test_a_policy_step_is_the_same_however_it_is_cut_and_packed(step: Step, layout: dict):
+    """All its metrics are, too."""
+    samples = random_samples(2, [12, 9, 8, 12, 7, 3])
+    loss = PolicyLoss(PolicyLossConfig())
+    row, found = step(samples, loss, **layout)
+    plain_row, plain = step(samples, loss, seq_len=12, micro_batch_size=1)
+    assert row == pytest.approx(plain_row, rel=1e-3)
+    assert 0 < row["ratio/clipped"] < 1
+    for name, weight in found.items():
+        torch.testing.assert_close(weight, plain[name], atol=2e-5, rtol=0)
+
+
+def test_gradients_are_those_of_transformers(step: Step, model_folder: Path):
+    """Their norm, how they are clipped, and where AdamW goes with them."""
+    samples = random_samples(3, [12, 9, 8])
+    model = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    ids = [torch.from_numpy(sample.token_ids).long() for sample in samples]
+    count = sum(int(sample.loss_mask[1:].sum()) for sample in samples)
+    for sample, tokens in zip(samples, ids, strict=True):
+        logprobs = model(tokens[None]).logits[0, :-1].log_softmax(-1).gather(-1, tokens[1:, None])[:, 0]
+        (-(logprobs * torch.from_numpy(sample.loss_mask)[1:]).sum() / count).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    torch.optim.AdamW(model.parameters(), lr=0.01, betas=(0.9, 0.95), eps=1e-3, weight_decay=0.0).step()
+    limited = {"lr": 0.01, "max_grad_norm": 0.1, "eps": 1e-3}
+    row, found = step(samples, optimizer=limited)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert row["lr"] == 0.01
+    for name, weight in model.named_parameters():
+        torch.testing.assert_close(found[name], weight.detach(), atol=2e-5, rtol=0)
+
+
+def test_the_temperature_of_sampling_is_that_of_the_loss(step: Step, model_folder: Path):
+    """With the sampler's own logprobs at that temperature there is no mismatch."""
+    (sample,) = random_samples(4, [12])
+    model = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    ids = torch.from_numpy(sample.token_ids).long()
+    with torch.no_grad():
+        logprobs = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
+    sample.logprobs[1:] = logprobs.numpy()
+    row, _ = step([sample], PolicyLoss(PolicyLossConfig()), {"temperature": 0.7})
+    assert row["mismatch/logprob_max"] < 1e-5
+    row, _ = step([sample], PolicyLoss(PolicyLossConfig()))
+    assert row["mismatch/logprob_max"] > 0.1
+
+
+def test_samples_that_are_too_long_are_cut_and_counted(step: Step, model_folder: Path):
+    samples = random_samples(5, [12, 20, 9, 13])
+    row, _ = step(samples, seq_len=12)
+    assert row["cut_samples"] == 2
+    expected = reference(model_folder, [sample.cut(12) for sample in samples])
+    assert row["loss"] == pytest.approx(expected.item(), rel=1e-5)
+    row, _ = step(samples, seq_len=20)
+    assert "cut_samples" not in row
+
+
+def test_a_gradient_that_is_not_finite_ends_training(step: Step):
+    samples = random_samples(7, [12])
+    samples[0].advantages[:] = np.nan
+    with pytest.raises(TrainingDiverged, match="step 1: the gradient's norm is nan"):
+        step(samples, PolicyLoss(PolicyLossConfig()))
+
+
+def test_weight_decay_is_for_matrices_only():
+    parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
+    frozen = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
+    optimizer = make_optimizer([*parameters, frozen], OptimizerConfig(weight_decay=0.5))
+    decays = {
+        id(parameter): group["weight_decay"]
+        for group in optimizer.param_groups
+        for parameter in group["params"]
+    }
+    assert decays == {id(parameters[0]): 0.5, id(parameters[1]): 0.0}
+
+
+# The learning rate
+
+SCHEDULERS = st.builds(
+    SchedulerConfig,
+    type=st.sampled_from(["constant", "linear", "cosine"]),
+    warmup_steps=st.integers(0, 20),
+    min_lr_ratio=st.floats(0, 1),
+)
+
+
+@given(SCHEDULERS, st.integers(21, 100))
+def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end(scheduler: SchedulerConfig, end: int):
+    """In straight steps up; then never up again; and it stays where it ends."""
+    rates = [learning_rate(step, OptimizerConfig(lr=2.0), scheduler, end) for step in range(1, end + 20)]
+    warmup = scheduler.warmup_steps
+    assert rates[:warmup] == pytest.approx([2.0 * (i + 1) / warmup for i in range(warmup)])
+    after = rates[max(warmup - 1, 0) :]
+    assert all(a >= b - 1e-12 for a, b in itertools.pairwise(after))
+    last = 2.0 if scheduler.type == "constant" else 2.0 * scheduler.min_lr_ratio
+    assert rates[end - 1 :] == pytest.approx([last] * 20)
+
+
+def test_half_way_down():
+    """The linear and the cosine schedule cross in the middle."""
+    for kind, quarter in (("linear", 0.75), ("cosine", (1 + math.cos(math.pi / 4)) / 2)):
+        scheduler = SchedulerConfig(type=kind, warmup_steps=10)
+        assert learning_rate(60, OptimizerConfig(lr=1.0), scheduler, 110) == pytest.approx(0.5)
+        assert learning_rate(35, OptimizerConfig(lr=1.0), scheduler, 110) == pytest.approx(quarter)
+
+
+# Records to samples
+
+
+@pytest.fixture
+def tokenizer() -> PreTrainedTokenizerBase:
+    """One token a character; `<user>question<assistant>answer<eos>`."""
+    return AutoTokenizer.from_pretrained(MODEL)
+
+
+def turns(*texts: str) -> list[dict[str, str]]:
+    """A conversation: user, assistant, user, ..."""
+    return [{"role": ("user", "assistant")[i % 2], "content": text} for i, text in enumerate(texts)]
+
+
+def learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[str, str]:
+    """The whole text, and the same with dots for tokens that are not learned."""
+    tokens = tokenizer.convert_ids_to_tokens(sample.token_ids.tolist())
+    masked = [t if m else "." for t, m in zip(tokens, sample.loss_mask, strict=True)]
+    return "".join(tokens), "".join(masked)
+
+
+@pytest.mark.parametrize(
+    ("record", "text", "what"),
+    [
+        ({"messages": turns("ab", "ba")}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
+        (
+            {"messages": turns("ab", "ba", "c", "c!")},
+            "<user>ab<assistant>ba<eos><user>c<assistant>c!<eos>",
+            "....ba<eos>...c!<eos>",
+        ),
+        ({"messages": turns("ab", "ba", "c")}, "<user>ab<assistant>ba<eos><user>c", "....ba<eos>.."),
+        ({"messages": turns("ab")}, "<user>ab", "..."),
+        ({"prompt": "ab", "completion": "ba"}, "abba<eos>", "..ba<eos>"),
+        ({"prompt": "", "completion": "ba"}, "ba<eos>", "ba<eos>"),
+        (
+            {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "ba"}]},
+            "<user>ab<assistant>ba<eos>",
+            "....ba<eos>",
+        ),
+        (
+            {"prompt": turns("x", "y", "ab"), "completion": [{"role": "assistant", "content": "ba"}]},
+            "<user>x<assistant>y<eos><user>ab<assistant>ba<eos>",
+            "........." + "ba<eos>",
+        ),
+        ({"messages": None, "prompt": "a", "completion": "b"}, "ab<eos>", ".b<eos>"),
+        ({"messages": turns("ab", "ba"), "prompt": None}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
+    ],
+)
+def test_what_the_assistant_says_is_learned(
+    tokenizer: PreTrainedTokenizerBase, record: dict, text: str, what: str
+):
+    """With the end of its turn, and nothing else: neither questions nor an answer within a prompt."""
+    assert learned(encode(record, tokenizer, 0), tokenizer) == (text, what)
+
+
+@pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "ab"}, {"messages": [], "completion": "b"}])
+def test_a_record_of_another_kind(tokenizer: PreTrainedTokenizerBase, record: dict):
+    with pytest.raises(BadRecord, match=r"record 17 has the fields .*; it needs messages, or prompt and"):
+        encode(record, tokenizer, 17)
+
+
+def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBase):
+    """As those that drop earlier thoughts: the tokens that were said can't be told, so it is refused."""
+    tokenizer.chat_template = (
+        "{% for m in messages %}<{{ m.role }}>"
+        "{{ m.content if loop.last or m.role == 'user' else '-' }}<eos>{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+    assert learned(encode({"messages": turns("a", "b")}, tokenizer, 3), tokenizer)[1] == "....b<eos>"
+    with pytest.raises(BadRecord, match="record 3: the chat template renders message 1 differently"):
+        encode({"messages": turns("a", "b", "c", "d")}, tokenizer, 3)
+
+
+def test_messages_without_a_template(tokenizer: PreTrainedTokenizerBase):
+    tokenizer.chat_template = None
+    with pytest.raises(BadRecord, match="record 3 has messages, and the tokenizer has no chat template"):
+        encode({"messages": turns("a", "b")}, tokenizer, 3)
+    encode({"prompt": "a", "completion": "b"}, tokenizer, 3)
+
+
+@pytest.fixture(scope="module")
+def seven(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Seven records, with prompts a to g."""
+    path = tmp_path_factory.mktemp("data") / "seven.jsonl"
+    path.write_text("".join(json.dumps({"prompt": p, "completion": "x"}) + "\n" for p in "abcdefg"))
+    return path
+
+
+def prompts(data: SFTData, steps: int) -> str:
+    """The prompts of the next batches."""
+    ids = [int(s.token_ids[0]) for step in range(steps) for s in data.next_batch(step).samples]
+    return "".join(data.tokenizer.convert_ids_to_tokens(ids))
+
+
+@pytest.fixture(scope="module")
+def datasets_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """A cache folder of `datasets` that is not the user's."""
+    import datasets
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path_factory.mktemp("datasets"))
+        yield
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_every_epoch_has_every_record_once(seven: Path, tokenizer: PreTrainedTokenizerBase):
+    """Each in an order of its own that depends on the seed; batches go over the ends of epochs."""
+    config = SFTDataConfig(name=str(seven), batch_size=5)
+    taken = prompts(SFTData(config, tokenizer, 3, 0), 7)
+    epochs = [taken[i : i + 7] for i in range(0, 35, 7)]
+    assert [sorted(epoch) for epoch in epochs] == [list("abcdefg")] * 5
+    assert len(set(epochs)) > 1
+    assert prompts(SFTData(config, tokenizer, 4, 0), 7) != taken
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@settings(max_examples=20)
+@given(st.integers(0, 6))
+def test_a_position_is_all_that_it_takes_to_go_on(seven: Path, done: int):
+    """Whether it lies within an epoch or at its end."""
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    config = SFTDataConfig(name=str(seven), batch_size=5)
+    data = SFTData(config, tokenizer, 3, 0)
+    prompts(data, done)
+    assert data.position == 5 * done
+    assert prompts(SFTData(config, tokenizer, 3, data.position), 3) == prompts(data, 3)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_without_shuffling_the_files_order_stays(seven: Path, tokenizer: PreTrainedTokenizerBase):
+    config = SFTDataConfig(name=str(seven), batch_size=5, shuffle=False)
+    data = SFTData(config, tokenizer, 3, 0)
+    assert prompts(data, 3) == "abcdefgabcdefga"
+    assert data.next_batch(4).metrics == {"epoch": 20 / 7}
+
+
+@pytest.mark.usefixtures("datasets_cache")
+def test_parquet_is_as_good_as_jsonl(seven: Path, tokenizer: PreTrainedTokenizerBase, tmp_path: Path):
+    records = [json.loads(line) for line in seven.read_text().splitlines()]
+    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), tmp_path / "seven.parquet")
+    found = [
+        prompts(SFTData(SFTDataConfig(name=str(path), batch_size=5), tokenizer, 3, 0), 7)
+        for path in (seven, tmp_path / "seven.parquet")
+    ]
+    assert found[0] == found[1]
+
+
+def test_defaults_fit_each_other():
+    """A configuration without any key is one that can be trained with."""
+    assert SFTConfig().seq_len >= SFTConfig().micro_batch_size
+    assert os.path.exists(Path(__file__).parents[2] / SFTConfig().data.name)
