@@ -132,7 +132,9 @@ def load_manifest(folder: Path) -> Manifest:
     try:
         text = path.read_bytes()
     except FileNotFoundError:
-        what = "its save was never completed" if folder.is_dir() else "there is no such folder"
+        what = "there is no manifest.json in it" if folder.is_dir() else "there is no such folder"
+        if folder.is_dir() and STEP_NAME.fullmatch(folder.name):
+            what = "its save was never completed"
         raise CheckpointError(f"{folder} is not a checkpoint: {what}") from None
     manifest = parse(text, str(path))
     match = STEP_NAME.fullmatch(folder.name)

@@ -34,6 +34,8 @@ def load(cls: type[Config], argv: list[str]) -> Config:
         config = cli(cls, args=argv)
     except ConfigFileError as error:
         raise UsageError(_readable(error.message)) from None
+    except OSError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
     if config.dry_run:
         print(config.model_dump_json(indent=2))
         sys.exit(0)

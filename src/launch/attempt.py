@@ -4,6 +4,7 @@ import importlib.metadata
 import json
 import platform
 import secrets
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -74,7 +75,9 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
         UsageError: another run is at work in the directory.
     """
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
-    run.path.mkdir(parents=True, exist_ok=True)
+    if config.ckpt and config.ckpt.dir:
+        _make_folder(run.checkpoints, f"--ckpt.dir {config.ckpt.dir}")
+    _make_folder(run.path, f"--output-dir {config.output_dir}")
     if not run.lock():
         raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
     earlier = run.attempt()
@@ -105,6 +108,22 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
     run.begin(attempt)
     return attempt
+
+
+def _make_folder(path: Path, setting: str) -> None:
+    """Make a folder now that is written to only much later.
+
+    Raises:
+        UsageError: it can't be made, or not written into; naming the setting.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=path):
+            pass
+    except OSError as error:
+        raise UsageError(
+            f"{setting}: {path} is no folder that can be written to ({error.strerror})"
+        ) from None
 
 
 def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) -> Path | None:

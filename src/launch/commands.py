@@ -27,8 +27,11 @@ from cairn.run.waiting import wait_for
 def train(config: SFTConfig | TrainerConfig) -> int:
     """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
     sft = isinstance(config, SFTConfig)
-    if sft and Path(config.data.name).suffix in DATA_FILES and not Path(config.data.name).is_file():
-        raise UsageError(f"--data.name {config.data.name}: there is no such file")
+    if sft and (data := Path(config.data.name)).suffix in DATA_FILES:
+        if not data.is_file():
+            raise UsageError(f"--data.name {data}: there is no such file")
+        if not data.stat().st_size:
+            raise UsageError(f"--data.name {data}: the file is empty")
     start = choose_start(config, needs=["trainer"] if sft else ["trainer", "orchestrator"])
     config.model = ModelConfig(
         name=str(start.folder / "model") if start.folder else resolve_model(config.model)

@@ -1,17 +1,20 @@
 """The trainer's ranks as Ray actors: one process each, placed together."""
 
 import os
+import socket
 from pathlib import Path
 
 # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
 os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
+# Its memory monitor kills the trainer when somebody else fills the machine.
+os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
 os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
+from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
 from cairn.launch.process import RoleFailed, WorkerDied, log_end, stop_on_signals
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 
@@ -31,8 +34,6 @@ class Worker:
 
     def address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it, for the ranks to meet at."""
-        import socket
-
         address = ray.util.get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
@@ -104,18 +105,40 @@ def _train(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirector
 
 
 def _start_ray(config: TrainerBase) -> None:
-    if config.ray.address:
-        ray.init(config.ray.address, log_to_driver=False, logging_level="ERROR")
-        return
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    ray.init(
-        num_cpus=config.workers,
-        include_dashboard=False,
-        object_store_memory=80 << 20,
-        log_to_driver=False,
-        logging_level="ERROR",
-        _node_ip_address=LOOPBACK,
-    )
+    """Join the cluster at `ray.address`, or start one on this machine.
+
+    Raises:
+        RoleFailed: nobody answers there, or it does not start.
+    """
+    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
+    try:
+        if config.ray.address:
+            _check_address(config.ray)
+            ray.init(config.ray.address, **quiet)
+            return
+        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+        ray.init(
+            "local",  # whatever RAY_ADDRESS says
+            num_cpus=config.workers,
+            include_dashboard=False,
+            object_store_memory=80 << 20,
+            _node_ip_address=LOOPBACK,
+            **quiet,
+        )
+    except (RuntimeError, OSError, ValueError) as error:
+        where = f"at --ray.address {config.ray.address}" if config.ray.address else "on this machine"
+        raise RoleFailed(f"no Ray cluster {where}: {error}") from None
+
+
+def _check_address(config: RayConfig) -> None:
+    """Ray itself waits for minutes where nobody listens.
+
+    Raises:
+        OSError: nobody does.
+    """
+    host, _, port = config.address.rpartition("//")[2].partition(":")
+    if port.isdigit():
+        socket.create_connection((host, int(port)), timeout=config.start_timeout).close()
 
 
 def _log(run: RunDirectory, rank: int) -> Path:
@@ -142,5 +165,6 @@ def _result(future: ray.ObjectRef, rank: int, log: Path) -> Outcome:
     except ray.exceptions.RayTaskError as error:
         cause = error.cause
         raise RoleFailed(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
-    except ray.exceptions.RayActorError:
-        raise WorkerDied(f"trainer rank {rank} died; the end of {log}:\n{log_end(log)}") from None
+    except ray.exceptions.RayError as error:
+        reason = "" if isinstance(error, ray.exceptions.ActorDiedError) else f" ({type(error).__name__})"
+        raise WorkerDied(f"trainer rank {rank} died{reason}; the end of {log}:\n{log_end(log)}") from None

@@ -233,6 +233,29 @@ def test_data_that_is_not_there(refused: Refused, tmp_path: Path):
     assert f"--data.name {tmp_path / 'nowhere.jsonl'}: there is no such file" in message
 
 
+def test_an_empty_data_file(refused: Refused, tmp_path: Path):
+    """Found before Ray is started."""
+    data = write(tmp_path / "empty.jsonl", "")
+    message = refused("sft", *SFT, "--output-dir", tmp_path / "run", "--data.name", data)
+    assert message == f"error: --data.name {data}: the file is empty\n"
+
+
+def test_a_folder_instead_of_a_config_file(refused: Refused, tmp_path: Path):
+    """It is named."""
+    assert refused("sft", "@", tmp_path) == f"error: {tmp_path}: Is a directory\n"
+
+
+@pytest.mark.parametrize("flag", ["--output-dir", "--ckpt.dir"])
+def test_a_folder_that_can_not_be_written_to(call: Callable[..., Finished], tmp_path: Path, flag: str):
+    """Found at once, and not when the first checkpoint is due."""
+    file = write(tmp_path / "file", "")
+    flags = {"--output-dir": tmp_path / "run", flag: file / "below"}
+    finished = call("sft", *SFT, "--ckpt", *(part for pair in flags.items() for part in pair))
+    assert finished.code == 2, finished.output
+    assert f"{flag} {file / 'below'}" in finished.output
+    assert not (tmp_path / "run").exists()
+
+
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
