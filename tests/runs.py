@@ -5,6 +5,7 @@ A pytest plugin, so that its fixtures are there for all tests.
 
 import asyncio
 import contextlib
+import functools
 import json
 import os
 import re
@@ -23,7 +24,7 @@ import torch
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
-from cairn.launch.process import die_with_parent
+from cairn.run.lifetime import die_with
 
 T = TypeVar("T")
 
@@ -59,7 +60,7 @@ class Command:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=die_with_parent,
+                preexec_fn=functools.partial(die_with, os.getpid()),
             )
         self._family: set[tuple[int, str]] = set()
 

@@ -236,7 +236,7 @@ class _Arena:
         fd = os.memfd_create("cairn-arena")
         os.ftruncate(fd, nbytes)
         self._writer = subprocess.Popen(
-            [sys.executable, "-m", "cairn.checkpoint.writer", str(fd), str(nbytes)],
+            [sys.executable, "-m", "cairn.checkpoint.writer", *map(str, (fd, nbytes, os.getpid()))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             pass_fds=[fd],

@@ -31,6 +31,7 @@ from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
 from cairn.checkpoint.parts import part_content
 from cairn.run.faults import fault_point
 from cairn.run.files import sync, write_json
+from cairn.run.lifetime import die_with
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 FALLOC_FL_KEEP_SIZE = 1
@@ -202,7 +203,8 @@ class _Commands:
 
 def main() -> None:
     """Serve one training process until it closes its end."""
-    arena_fd, nbytes = int(sys.argv[1]), int(sys.argv[2])
+    arena_fd, nbytes, trainer = map(int, sys.argv[1:])
+    die_with(trainer)  # whoever comes after it may save the same step
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
     os.nice(10)

@@ -1,7 +1,6 @@
 """Child processes that never outlive their parent, and signals that end a run in good order."""
 
 import contextlib
-import ctypes
 import os
 import signal
 import subprocess
@@ -12,8 +11,6 @@ from pathlib import Path
 
 from cairn.run.directory import RunDirectory
 
-PR_SET_PDEATHSIG = 1
-
 
 class RoleFailed(Exception):
     """A role of the run died; the message shows the end of its log."""
@@ -23,20 +20,12 @@ class WorkerDied(RoleFailed):
     """A worker of the trainer was killed or crashed; another start may well succeed."""
 
 
-def die_with_parent() -> None:
-    """Have the kernel kill this process when its parent dies, however it dies (Linux)."""
-    parent = os.getppid()
-    ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() != parent:  # it died in between
-        os.kill(os.getpid(), signal.SIGKILL)
-
-
 def start_role(role: str, output_dir: Path, log: Path) -> subprocess.Popen:
     """Start `role` of the run in `output_dir`, in a session of its own; its output goes to `log`."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with open(log, "ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir)],
+            [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir), str(os.getpid())],
             stdin=subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,

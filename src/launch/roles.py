@@ -1,4 +1,4 @@
-"""The roles of a run, each in a process of its own: `python -m cairn.launch.roles ROLE RUN_DIR`.
+"""The roles of a run, each in a process of its own: `python -m cairn.launch.roles ROLE RUN_DIR LAUNCHER`.
 
 A role finds all that it needs in the run directory, where the command that started the run has put it.
 """
@@ -16,8 +16,9 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.main import EXIT_STOPPED, answer
-from cairn.launch.process import WorkerDied, die_with_parent, stop_on_signals
+from cairn.launch.process import WorkerDied, stop_on_signals
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.lifetime import die_with
 from cairn.run.logs import start_logging
 
 logger = logging.getLogger(__name__)
@@ -87,8 +88,8 @@ def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
         run.set_role("inference", "stopped")
 
 
-def _main(role: str, folder: str) -> int:
-    die_with_parent()
+def _main(role: str, folder: str, launcher: str) -> int:
+    die_with(int(launcher))
     start_logging()
     run = RunDirectory(folder)
     attempt = run.attempt()
@@ -124,4 +125,4 @@ def newest_start(attempt: Attempt, store: CheckpointStore) -> Attempt:
 
 
 if __name__ == "__main__":
-    sys.exit(answer(lambda: _main(sys.argv[1], sys.argv[2])))
+    sys.exit(answer(lambda: _main(*sys.argv[1:])))
