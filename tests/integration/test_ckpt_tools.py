@@ -1,0 +1,165 @@
+"""The `ckpt` command, on checkpoints with a run around them and without."""
+
+import json
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from runs import CONFIGS, Finished, Shell, assert_same_bits, read, rows, step_folder, steps, tensors
+
+from cairn.launch import main
+
+
+@pytest.fixture
+def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Runs the command in this process."""
+
+    def run(*arguments: object) -> Finished:
+        monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
+        try:
+            code = main.ckpt()
+        except SystemExit as exit:
+            code = exit.code
+        captured = capsys.readouterr()
+        return Finished(code, captured.out + captured.err)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def made(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run with the steps 2, 4, 6 and 8, of which its rules keep the last two and every fourth."""
+    run = tmp_path_factory.mktemp("made") / "run"
+    flags = ("--max-steps", 8, "--ckpt.interval", 2, "--output-dir", run)
+    shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", *flags)
+    return run
+
+
+@pytest.fixture
+def run(made: Path, tmp_path: Path) -> Path:
+    """A copy of it to work on."""
+    return Path(shutil.copytree(made, tmp_path / "run"))
+
+
+def data(finished: Finished):
+    """What a command printed with --json."""
+    assert finished.code == 0, finished.output
+    return json.loads(finished.output)
+
+
+def damage(step: Path) -> Path:
+    """Change one byte of a step."""
+    file = step / "trainer" / "optimizer.safetensors"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    return file
+
+
+def test_list_shows_each_step_and_what_keeps_it(ckpt, run: Path):
+    """Damaged, partial and abandoned ones, too; the folder may stand alone."""
+    (step_folder(run, 2) / "trainer" / "state.json").unlink()
+    (run / "checkpoints" / "step_9" / "model").mkdir(parents=True)
+    (run / "checkpoints" / "abandoned" / "before_attempt_2").mkdir(parents=True)
+    step_folder(run, 4).rename(run / "checkpoints" / "abandoned" / "before_attempt_2" / "step_4")
+    found = {Path(row["folder"]).name: row for row in data(ckpt("list", run, "--json"))}
+    assert found["step_2"]["state"].startswith("damaged: ")
+    assert "state.json" in found["step_2"]["state"]
+    assert found["step_9"]["state"] == "partial"
+    assert found["step_4"]["state"] == "abandoned (before_attempt_2)"
+    assert (found["step_8"]["state"], found["step_8"]["kept_by"]) == ("complete", ["newest", "all"])
+    assert found["step_8"]["metrics"]["loss"] == rows(run)[7]["loss"]
+    alone = run / "checkpoints"
+    (run / "config.json").unlink()
+    assert [Path(row["folder"]).name for row in data(ckpt("list", alone, "--json"))] == [
+        *("step_2", "step_6", "step_8", "step_9", "step_4"),
+    ]
+    for text in ("branch_1", "complete", "partial", "abandoned"):
+        assert text in ckpt("list", run).output
+
+
+def test_verify_finds_damage_and_says_where(ckpt, run: Path):
+    """Exit code 1 then, 0 otherwise."""
+    assert ckpt("verify", run).code == 0
+    file = damage(step_folder(run, 6))
+    finished = ckpt("verify", run, "--json")
+    assert finished.code == 1
+    results = {Path(row["folder"]).name: row for row in json.loads(finished.output)}
+    assert {name for name, row in results.items() if not row["ok"]} == {"step_6"}
+    assert f"{file}: changed between bytes 0 and {file.stat().st_size}" in results["step_6"]["problem"]
+
+
+def test_diff_names_what_changed(ckpt, run: Path):
+    """Weights by name with how much; what is the same is not named."""
+    a, b = step_folder(run, 2), step_folder(run, 8)
+    report = data(ckpt("diff", a, b, "--json"))
+    before, after = tensors(a), tensors(b)
+    assert {row["name"] for row in report["tensors"]} == {
+        name.removeprefix("model/") for name in before if name.startswith("model/")
+    }
+    for row in report["tensors"]:
+        change = (after[f"model/{row['name']}"] - before[f"model/{row['name']}"]).double()
+        assert row["max_change"] == pytest.approx(change.abs().max().item())
+        norm = before[f"model/{row['name']}"].double().norm().item()
+        assert row["relative_change"] == pytest.approx(change.norm().item() / norm)
+    assert report["config"] == report["versions"] == {}
+    assert "loss" in report["metrics"]
+    same = data(ckpt("diff", a, a, "--json"))
+    assert {row["max_change"] for row in same["tensors"]} == {0.0}
+    assert "differ" in ckpt("diff", a, b).output
+
+
+def test_prune_deletes_what_no_rule_keeps(ckpt, run: Path):
+    """And says so before, if asked; pins keep a step; debris goes."""
+    (run / "checkpoints" / "step_9" / "model").mkdir(parents=True)
+    rules = ("--keep-last", 1, "--keep-every", 4)
+    dry = data(ckpt("prune", run, *rules, "--dry-run", "--json"))
+    assert [Path(name).name for name in dry["deleted"]] == ["step_2", "step_6"]
+    assert [Path(name).name for name in dry["debris"]] == ["step_9"]
+    assert steps(run) == [2, 4, 6, 8]
+    ckpt("prune", run, *rules, "--pin", 2)
+    assert steps(run) == [2, 4, 8]
+    assert not (run / "checkpoints" / "step_9").exists()
+    ckpt("prune", run, *rules, "--unpin", 2)
+    assert steps(run) == [4, 8]
+
+
+def test_prune_never_deletes_the_newest_good_step(ckpt, run: Path):
+    """Even if a damaged one is newer."""
+    damage(step_folder(run, 8))
+    report = data(ckpt("prune", run, "--keep-last", 1, "--json"))
+    assert steps(run) == [6, 8]
+    assert report["kept"]["6"] == ["newest good"]
+    assert len(report["damaged"]) == 1
+
+
+def test_a_fork_is_a_run_of_its_own(ckpt, shell: Shell, run: Path, tmp_path: Path):
+    """It goes on to the same weights, and the run that it comes from is left as it was."""
+    forked = tmp_path / "forked"
+    report = data(ckpt("fork", step_folder(run, 4), forked, "--json"))
+    manifest = read(step_folder(run, 4) / "manifest.json")
+    assert report["parent"] == {"run_id": manifest["run_id"], "step": 4}
+    assert report["run_id"] != manifest["run_id"]
+    flags = ("--max-steps", 8, "--ckpt.resume", "latest", "--output-dir", forked)
+    shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", *flags)
+    assert_same_bits(tensors(step_folder(forked, 8)), tensors(step_folder(run, 8)))
+    assert read(step_folder(forked, 8) / "manifest.json")["run_id"] == report["run_id"]
+    assert steps(run) == [2, 4, 6, 8]
+
+
+@pytest.mark.parametrize("command", ["list", "verify", "prune"])
+def test_a_folder_without_checkpoints(ckpt, tmp_path: Path, command: str):
+    """Exit code 2, and the folder's name."""
+    finished = ckpt(command, tmp_path)
+    assert (finished.code, finished.output) == (2, f"error: {tmp_path}: there is no checkpoint here\n")
+
+
+def test_a_run_instead_of_a_step(ckpt, run: Path):
+    """`show` and its like take one step, and say which there is."""
+    finished = ckpt("show", run)
+    assert (finished.code, finished.output) == (
+        2,
+        f"error: {run}: give one step, such as {step_folder(run, 8)}\n",
+    )
+    assert read(step_folder(run, 8) / "manifest.json") == data(ckpt("show", step_folder(run, 8), "--json"))
