@@ -16,7 +16,7 @@ class StepDisplay:
         self.max_steps = max_steps
         self.step = start_step
         """The newest step that was shown."""
-        metrics.new_rows()  # those before start_step are known
+        self.start_step = start_step
         self.console = Console()
         self._printed_at = 0.0
         self._unprinted: dict | None = None
@@ -41,7 +41,7 @@ class StepDisplay:
 
     def update(self, *, final: bool = False) -> None:
         """Show the newest step, if there is a new one."""
-        rows = self.metrics.new_rows()
+        rows = [row for row in self.metrics.new_rows() if row["step"] > self.start_step]
         if rows:
             row = self._unprinted = rows[-1]
             self.step = row["step"]
