@@ -48,8 +48,13 @@ class FileChecksum:
         self.nbytes += other.nbytes
 
     def chunks(self) -> list[int]:
-        """The CRC of each chunk, once every byte was counted in."""
-        assert self.nbytes == self.size, f"{self.nbytes} of {self.size} bytes were checksummed"
+        """The CRC of each chunk, once every byte was counted in.
+
+        Raises:
+            ValueError: some were not, or some twice.
+        """
+        if self.nbytes != self.size:
+            raise ValueError(f"{self.nbytes} bytes of a file of {self.size} were checksummed")
         return [self.crcs.get(chunk, 0) for chunk in range(-(-self.size // CHUNK_BYTES))]
 
 

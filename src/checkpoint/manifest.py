@@ -15,6 +15,7 @@ from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crc
 FILE_NAME = "manifest.json"
 WRITERS_NOTE = re.compile(r"\.begun\.json|\.\w+\.part\.json|\..+\.tmp")
 """Files in a step's folder that belong to a save under way; a crash may leave them behind."""
+MAX_BYTES = 64 << 20  # enough for 40 TB of files
 STEP_NAME = re.compile(r"step_([1-9][0-9]{0,15})")
 
 
@@ -78,7 +79,8 @@ class Manifest(BaseModel):
     def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
             path = PurePosixPath(name)
-            if path.is_absolute() or ".." in path.parts or str(path) != name or "\\" in name:
+            plain = not path.is_absolute() and ".." not in path.parts and str(path) == name
+            if not plain or name in (".", FILE_NAME) or "\\" in name or "\0" in name:
                 raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
         return files
 
@@ -98,7 +100,9 @@ def parse(text: bytes | str, where: str) -> Manifest:
         content = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{where}: not a manifest: {error}") from None
-    if isinstance(content, dict) and isinstance(content.get("format"), int) and content["format"] != 1:
+    if not isinstance(content, dict) or type(content.get("format")) is not int:
+        raise Damaged(f"{where}: format: not a manifest, which is an object that names its format")
+    if content["format"] != 1:
         raise CheckpointError(
             f"{where}: format {content['format']}, and this version of Cairn reads format 1; use a newer one"
         )
@@ -130,12 +134,17 @@ def load_manifest(folder: Path) -> Manifest:
     """
     path = folder / FILE_NAME
     try:
-        text = path.read_bytes()
-    except FileNotFoundError:
+        with open(path, "rb") as file:
+            text = file.read(MAX_BYTES + 1)
+    except (FileNotFoundError, NotADirectoryError):
         what = "there is no manifest.json in it" if folder.is_dir() else "there is no such folder"
         if folder.is_dir() and STEP_NAME.fullmatch(folder.name):
             what = "its save was never completed"
         raise CheckpointError(f"{folder} is not a checkpoint: {what}") from None
+    except OSError as error:
+        raise Damaged(f"{path}: {error.strerror}") from None
+    if len(text) > MAX_BYTES:
+        raise Damaged(f"{path}: not a manifest: it has more than {MAX_BYTES} bytes")
     manifest = parse(text, str(path))
     match = STEP_NAME.fullmatch(folder.name)
     if match and int(match[1]) != manifest.step:

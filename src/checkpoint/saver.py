@@ -253,21 +253,25 @@ class _Arena:
         on_gpu = any(tensor.device.type == "cuda" for named in tensors.values() for tensor in named.values())
         self._stream = torch.cuda.Stream() if on_gpu else None
         self._sources: list[tuple[int, torch.Tensor]] = []
-        self._ready = threading.Thread(target=self._populate, args=(files,), daemon=True)
+        self._pinned = False
+        for position, number in self.plan.headers:  # they stay the same from save to save
+            self._map[position : position + len(files[number].header)] = files[number].header
+        self._ready = threading.Thread(target=self._populate, daemon=True)
         self._ready.start()
 
-    def _populate(self, files: list[FileLayout]) -> None:
-        """Have the kernel map the memory now, outside the interpreter's lock, and put the headers in."""
+    def _populate(self) -> None:
+        """Have the kernel map the memory now, outside the interpreter's lock, and pin it for the GPU."""
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE
         )
-        if self._stream is not None:  # pinned, the GPU copies into it by itself
-            torch.cuda.check_error(
-                torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0)
-            )
-        for position, number in self.plan.headers:
-            header = files[number].header
-            self._map[position : position + len(header)] = header
+        if self._stream is not None:
+            try:
+                torch.cuda.check_error(
+                    torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0)
+                )
+                self._pinned = True
+            except RuntimeError as error:
+                logger.warning("the arena is not pinned, so copying from the GPU is slow: %s", error)
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether it was made for tensors like these."""
@@ -325,6 +329,10 @@ class _Arena:
 
     def close(self) -> None:
         """End the writer."""
+        self._ready.join()
+        if self._pinned:
+            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            self._pinned = False
         with contextlib.suppress(BrokenPipeError):  # it is dead already
             self._writer.stdin.close()
         self._writer.wait()

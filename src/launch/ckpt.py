@@ -328,7 +328,8 @@ def _prune(arguments: argparse.Namespace) -> int:
     for step in [int(good.name.removeprefix("step_"))] if good else kept:
         kept[step] = kept[step] or ["newest good" if good else "none is good"]
     doomed = [store.folder(step) for step, reasons in kept.items() if not reasons]
-    debris = store.debris()
+    newest = store.latest() or 0  # what is newer may be a save that is under way just now
+    debris = [folder for folder in store.debris() if int(folder.name.removeprefix("step_")) < newest]
     abandoned = sorted(store.root.glob("abandoned/*")) if arguments.abandoned else []
     if not arguments.dry_run:
         for folder in doomed:

@@ -66,6 +66,7 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
     if isinstance(config, SFTConfig):
         loss_function = sft_loss
         data = SFTData(config.data, AutoTokenizer.from_pretrained(model_folder), config.seed, position)
+        data.check_identity(state.data_identity)
     else:
         loss_function = PolicyLoss(config.loss)
         data = RLData(config, run, attempt, position)
@@ -73,7 +74,10 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
     checkpoints = None
     if config.ckpt:
         store = CheckpointStore(run.checkpoints)
-        checkpoints = TrainerCheckpoints(state, store, attempt, model_folder, parent, run.forget_batches)
+        identity = data.identity() if isinstance(data, SFTData) else None
+        checkpoints = TrainerCheckpoints(
+            state, store, attempt, model_folder, parent, identity, run.forget_batches
+        )
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
     stopped, save, saved_at = None, False, time.monotonic()

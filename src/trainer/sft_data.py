@@ -1,5 +1,7 @@
 """Records to samples, in a seeded order that does not depend on the number of ranks."""
 
+import hashlib
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -30,6 +32,26 @@ class SFTData:
         self.records = load_records(config)
         self._epoch = -1
         self._order: list[int] = []
+
+    def identity(self) -> dict[str, Any]:
+        """What tells this data set from another: a position in one means nothing in the other."""
+        first = json.dumps(self.records[0], sort_keys=True, default=str)
+        last = json.dumps(self.records[-1], sort_keys=True, default=str)
+        digest = hashlib.blake2b(f"{first}\n{last}".encode(), digest_size=8).hexdigest()
+        return {"records": len(self.records), "first_and_last": digest}
+
+    def check_identity(self, saved: dict[str, Any] | None) -> None:
+        """Refuse to go on in another data set than the checkpoint's.
+
+        Raises:
+            BadRecord: naming both.
+        """
+        if saved is not None and saved != self.identity():
+            raise BadRecord(
+                f"{self.config.name} is not the checkpoint's data set: that has {saved['records']} records, "
+                f"this has {len(self.records)}, or they begin or end otherwise; start a new run from the "
+                "checkpoint's weights with --model.name"
+            )
 
     def next_batch(self, step: int) -> Batch:
         """The next `batch_size` records; a batch may span two epochs."""

@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.layout import find_tensors
-from cairn.checkpoint.manifest import Origin
+from cairn.checkpoint.manifest import CheckpointError, Origin
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver, Tensors
 from cairn.checkpoint.store import CheckpointStore
@@ -26,7 +26,18 @@ from cairn.trainer.group import Group
 from cairn.trainer.model import companions, weights
 
 # What of the configuration says where and how long a run goes, and not what it computes.
-NOT_RECIPE = {"model", "max_steps", "output_dir", "ckpt", "workers", "ray", "wandb", "dry_run"}
+NOT_RECIPE = {
+    "model",
+    "max_steps",
+    "output_dir",
+    "ckpt",
+    "workers",
+    "threads",
+    "max_restarts",
+    "ray",
+    "wandb",
+}
+NOT_RECIPE |= {"dry_run"}
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
 
@@ -52,6 +63,8 @@ class TrainerState:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     progress: Progress
+    data_identity: dict[str, Any] | None = None
+    """Of the data set that the loaded checkpoint was trained on."""
 
     def load(self, folder: Path) -> Origin:
         """Take everything from the checkpoint in `folder`; all ranks call it. Returns which one that was.
@@ -61,6 +74,12 @@ class TrainerState:
             Damaged: a file is not as it was written.
         """
         saved = read_json(folder / "trainer" / "state.json")
+        self.data_identity = saved.get("data")
+        optimizer = type(self.optimizer).__name__
+        if saved.get("optimizer", optimizer) != optimizer:
+            raise CheckpointError(
+                f"{folder} has the state of {saved['optimizer']}, and this run uses {optimizer}"
+            )
         self.progress = Progress(**saved["progress"])
         stateless = not list((folder / "trainer").glob("optimizer*.safetensors"))
         self._create_optimizer_state([] if stateless else find_tensors(folder / "trainer", "optimizer"))
@@ -110,6 +129,7 @@ class TrainerCheckpoints:
         attempt: Attempt,
         model_folder: Path,
         parent: Origin | None,
+        data_identity: dict[str, Any] | None,
         after_commit: Callable[[int], None],
     ):
         """Prepare to save.
@@ -117,12 +137,14 @@ class TrainerCheckpoints:
         Args:
             model_folder: where the model's configuration and tokenizer come from.
             parent: the checkpoint that the run goes on from.
+            data_identity: what tells the data set from others (SFT).
             after_commit: called on rank 0, in the background, with each step that was committed.
         """
         self.state = state
         self.store = store
         self.attempt = attempt
         self.parent = parent
+        self.data_identity = data_identity
         self._companions = companions(state.model, model_folder) if state.group.rank == 0 else {}
         ckpt, group = state.config.ckpt, state.group
         if not ckpt.training_state:
@@ -171,6 +193,7 @@ class TrainerCheckpoints:
             trainer_state = {
                 "progress": asdict(state.progress),
                 "seed": state.config.seed,
+                "data": self.data_identity,
                 "optimizer": type(state.optimizer).__name__,
                 "scheduler": state.config.scheduler.model_dump(),
                 "config": state.config.model_dump(exclude=NOT_RECIPE),
