@@ -44,11 +44,15 @@ class CheckpointStore:
 
     def steps(self) -> list[int]:
         """The steps that exist, oldest first."""
-        return [step for step in self._folders() if (self.folder(step) / FILE_NAME).exists()]
+        return [step for step in self._folders() if self.exists(step)]
+
+    def exists(self, step: int) -> bool:
+        """The one rule: a step exists if and only if its manifest does."""
+        return (self.folder(step) / FILE_NAME).exists()
 
     def debris(self) -> list[Path]:
         """Folders of saves that were never committed."""
-        return [self.folder(step) for step in self._folders() if not (self.folder(step) / FILE_NAME).exists()]
+        return [self.folder(step) for step in self._folders() if not self.exists(step)]
 
     def _folders(self) -> list[int]:
         if not self.root.exists():
@@ -59,7 +63,7 @@ class CheckpointStore:
     def latest(self) -> int | None:
         """The newest step that exists; without a look at all the others."""
         numbers = reversed(self._folders())
-        return next((step for step in numbers if (self.folder(step) / FILE_NAME).exists()), None)
+        return next((step for step in numbers if self.exists(step)), None)
 
     def newest_good(self, *, content: bool = True) -> tuple[Path | None, list[str]]:
         """The newest step whose files are all as they were written, and what is wrong with newer ones.
@@ -69,9 +73,9 @@ class CheckpointStore:
         """
         passed_over = []
         for step in reversed(self._folders()):
-            folder = self.folder(step)
-            if not (folder / FILE_NAME).exists():
+            if not self.exists(step):
                 continue
+            folder = self.folder(step)
             try:
                 verify(folder, content=content)
                 return folder, passed_over
@@ -91,7 +95,7 @@ class CheckpointStore:
             CheckpointError: the step exists already.
         """
         folder = self.folder(step)
-        if (folder / FILE_NAME).exists():
+        if self.exists(step):
             raise CheckpointError(f"{folder} exists already and is never overwritten")
         for name in folders:
             shutil.rmtree(folder / name, ignore_errors=True)
@@ -105,13 +109,11 @@ class CheckpointStore:
         Raises:
             DeadlinePassed: rank 0 did not make them within `timeout` seconds.
         """
-
-        def begun() -> bool | None:
-            content = read_json(self.folder(step) / BEGUN)
-            return True if content and content["attempt"] == attempt else None
-
         wait_for(
-            begun, seconds=timeout, whom=f"rank 0 to begin checkpoint {step}", setting="--ckpt.part-timeout"
+            lambda: _note_of(attempt, self.folder(step) / BEGUN),
+            seconds=timeout,
+            whom=f"rank 0 to begin checkpoint {step}",
+            setting="--ckpt.part-timeout",
         )
 
     def part_file(self, step: int, part: str) -> Path:
@@ -183,13 +185,11 @@ class CheckpointStore:
 
     def has_part(self, step: int, part: str, attempt: str) -> bool:
         """Whether that part was written by this attempt, or is committed already."""
-        if (self.folder(step) / FILE_NAME).exists() or self._arrived(step, part, attempt) is not None:
-            return True
-        return (self.folder(step) / FILE_NAME).exists()  # committed just now
+        arrived = self._arrived(step, part, attempt) is not None
+        return arrived or self.exists(step)  # in this order: a commit takes part files away once it is done
 
     def _arrived(self, step: int, part: str, attempt: str) -> dict[str, Any] | None:
-        content = read_json(self.part_file(step, part))
-        return content if content and content["attempt"] == attempt else None
+        return _note_of(attempt, self.part_file(step, part))
 
     def delete(self, step: int) -> None:
         """Delete a step: first its manifest, with which it ceases to exist, then the rest."""
@@ -209,7 +209,7 @@ class CheckpointStore:
         later = [number for number in self._folders() if number > step]
         aside = self.root / "abandoned" / name
         for number in later:
-            if not (self.folder(number) / FILE_NAME).exists():
+            if not self.exists(number):
                 shutil.rmtree(self.folder(number), ignore_errors=True)
                 continue
             aside.mkdir(parents=True, exist_ok=True)
@@ -219,6 +219,12 @@ class CheckpointStore:
         sync(aside)
         sync(self.root)
         return aside
+
+
+def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
+    """What a writer's note says, if it is there and of this attempt or session."""
+    content = read_json(path)
+    return content if content and content["attempt"] == attempt else None
 
 
 def verify(

@@ -45,7 +45,6 @@ class _Role:
         self.run = run
         self.log = run.logs / f"{name}.log"
         self.max_restarts = max_restarts
-        self.restarts = 0
         self.ended = False
         self._fruitless = 0  # restarts since a step was finished
         self._step = -1
@@ -78,7 +77,6 @@ class _Role:
             raise RoleFailed(
                 f"{self.name} died (exit code {code}); the end of {self.log}:\n{log_end(self.log)}"
             )
-        self.restarts += 1
         wait = 0.0 if self._fruitless == 1 else min(2.0**self._fruitless, 30.0)
         print(f"{self.name} died (exit code {code}) and is started again", flush=True)
         self._start_at = time.monotonic() + wait
@@ -100,12 +98,13 @@ class _Role:
 
 def _conclude(run: RunDirectory, code: int, step: int) -> int:
     """Say how the run ended; returns the launcher's exit code."""
-    folder = CheckpointStore(run.checkpoints).folder(step)
+    store = CheckpointStore(run.checkpoints)
+    folder = store.folder(step)
     if code == EXIT_STOPPED:
         print(f"stopped at step {step}, saved in {folder}; --ckpt.resume auto goes on", flush=True)
         return EXIT_STOPPED
     if code == EXIT_LOST:
         raise RoleFailed(f"stopped at step {step}, which is lost: --ckpt would have saved it")
-    saved = f", saved in {folder}" if step in CheckpointStore(run.checkpoints).steps() else ""
+    saved = f", saved in {folder}" if store.exists(step) else ""
     print(f"done: step {step}{saved}", flush=True)
     return 0

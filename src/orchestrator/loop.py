@@ -138,9 +138,10 @@ class Orchestrator:
     def _announced(self, step: int) -> dict | None:
         """The trainer's announcement of policy version `step`, once it is there."""
         announced = self.run_directory.announced_version(self.attempt, step)
-        current = self.run_directory.attempt()
-        if announced is None and current and current.id != self.attempt.id:
-            raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
+        if announced is None:
+            current = self.run_directory.attempt()
+            if current and current.id != self.attempt.id:
+                raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
         return announced
 
     async def _push(self, folder: Path, step: int) -> None:
