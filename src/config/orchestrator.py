@@ -27,6 +27,8 @@ class SamplingConfig(BaseConfig):
     """Probability mass that is sampled from."""
     max_tokens: int = Field(256, ge=1)
     """Longest answer, in tokens."""
+    chunk_tokens: int = Field(512, ge=1)
+    """Tokens asked for at once; an answer that a crash cuts short goes on after its last whole piece."""
 
 
 class OrchestratorConfig(BaseConfig):
@@ -48,6 +50,8 @@ class OrchestratorConfig(BaseConfig):
     """Prompts in one batch."""
     samples_per_prompt: int = Field(8, ge=2)
     """Answers to each prompt: the group that advantages are relative to."""
+    max_off_policy_steps: int = Field(1, ge=0)
+    """Steps that the policy of a token may be behind; 0: generating and training take turns, exactly."""
     normalize_advantages: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
     max_in_flight: int = Field(256, ge=1)

@@ -137,12 +137,18 @@ class SFTConfig(TrainerBase):
 
 
 class PolicyLossConfig(BaseConfig):
-    """Clipped policy gradient with token-level importance ratios (PPO, eq. 7; arXiv:1707.06347)."""
+    """Policy gradient with a ratio for each token: its probability now over that when it was sampled."""
 
+    correction: Literal["clip", "truncate", "mask"] = "clip"
+    """What bounds the ratio: PPO's clipping, truncation at ratio_max, or leaving out tokens beyond bounds."""
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """The ratio is clipped from below at 1 - clip_low."""
+    """clip: the ratio is clipped from below at 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
-    """The ratio is clipped from above at 1 + clip_high."""
+    """clip: the ratio is clipped from above at 1 + clip_high."""
+    ratio_min: float = Field(0.5, ge=0, le=1)
+    """mask: tokens with a smaller ratio are left out."""
+    ratio_max: float = Field(2.0, ge=1)
+    """truncate: larger ratios count as this one; mask: tokens with a larger ratio are left out."""
 
 
 class TrainerConfig(TrainerBase):

@@ -1,101 +1,241 @@
-"""The ledger: what became of each prompt, so that a restarted orchestrator asks for nothing twice.
+"""The ledger: what became of each prompt, so that nothing is asked for twice and nothing is left out.
 
-One SQLite file in the run directory with one writer. A group (a prompt's answers) is written down when its
-answers are there, before anything else is made of them; when it is shipped in a batch that is noted. Rows of
-batches that a committed checkpoint has made needless are folded into one count per epoch.
+One SQLite file in the run directory with one writer. It holds every prompt from when it was given to a
+server until a committed checkpoint holds the training on it, with the tokens that came back so far; and, for
+ever, one small row for each batch and for each group of answers that was dropped. The life of a prompt:
+
+    issued -> partial tokens -> whole answers -> shipped in a batch -> trained, and folded
+                             -> dropped, and issued again
 """
 
+import contextlib
 import json
+import logging
 import sqlite3
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import astuple, dataclass
 from pathlib import Path
+from typing import Self
 
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.run.files import write_atomic
 
+logger = logging.getLogger(__name__)
+
+FORMAT = 2
 SCHEMA = """
-CREATE TABLE IF NOT EXISTS run (run_id TEXT NOT NULL, branch TEXT NOT NULL);
-CREATE TABLE IF NOT EXISTS groups (
-    place INTEGER PRIMARY KEY,  -- in the run's prompt order
-    problem INTEGER NOT NULL,
-    step INTEGER NOT NULL,      -- the optimiser step that it was sampled for
-    version TEXT NOT NULL,      -- the policy that it was sampled from
-    shipped INTEGER NOT NULL DEFAULT 0,
-    prompt_ids TEXT NOT NULL,
-    rollouts TEXT NOT NULL      -- token ids, logprobs, versions, text, reward of each answer
+CREATE TABLE run (
+    run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,
+    problems INTEGER NOT NULL,          -- in an epoch
+    prompts_per_step INTEGER NOT NULL, samples_per_prompt INTEGER NOT NULL,
+    max_off_policy_steps INTEGER NOT NULL
 );
-CREATE TABLE IF NOT EXISTS folded (first INTEGER NOT NULL, last INTEGER NOT NULL);  -- trained places
+CREATE TABLE groups (                   -- prompts on which the training is in no checkpoint yet
+    place INTEGER PRIMARY KEY,          -- in the run's prompt order; epoch, index = divmod(place, problems)
+    problem INTEGER NOT NULL,
+    tries INTEGER NOT NULL,             -- 1, and 1 more for each time that its answers were dropped
+    policy_step INTEGER NOT NULL,       -- of the policy that was served when it was issued
+    batch INTEGER,                      -- the optimiser step that it was shipped for
+    prompt_ids TEXT                     -- unknown (NULL) where all that is left is the batch
+);
+CREATE TABLE samples (                  -- their answers
+    place INTEGER NOT NULL, sample INTEGER NOT NULL, seed INTEGER NOT NULL,
+    token_ids TEXT NOT NULL, logprobs TEXT NOT NULL,
+    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
+    finish_reason TEXT,                 -- stop, length; NULL while it is partial
+    text TEXT NOT NULL, reward REAL,
+    PRIMARY KEY (place, sample)
+);
+CREATE TABLE batches (
+    step INTEGER PRIMARY KEY,           -- the optimiser step that it is for
+    places TEXT NOT NULL,               -- [[first, last], ...]
+    samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
+    digest TEXT NOT NULL,               -- of what is learned from; in metrics.jsonl as batch/digest
+    oldest_step INTEGER NOT NULL        -- of the oldest policy that any of its tokens come from
+);
+CREATE TABLE dropped (
+    place INTEGER NOT NULL, try INTEGER NOT NULL, reason TEXT NOT NULL,
+    step INTEGER NOT NULL               -- the batch that was made up when they were
+);
 """
+
+# Without its prompt a group can't be shipped again, and is issued anew.
+UNSHIP = (
+    "DELETE FROM groups WHERE batch > ? AND prompt_ids IS NULL",
+    "UPDATE groups SET batch = NULL WHERE batch > ?",
+    "DELETE FROM batches WHERE step > ?",
+)
+
+
+@dataclass(frozen=True)
+class LedgerRun:
+    """Whose ledger it is."""
+
+    run_id: str
+    branch: str
+    format: int
+    seed: int
+    problems: int
+    prompts_per_step: int
+    samples_per_prompt: int
+    max_off_policy_steps: int
+
+
+@dataclass(frozen=True)
+class ShippedBatch:
+    """A batch's row: what is known of it for ever."""
+
+    step: int
+    places: list[list[int]]
+    samples: int
+    tokens: int
+    digest: str
+    oldest_step: int
+
+    @property
+    def problems(self) -> int:
+        """Prompts in it."""
+        return sum(last - first + 1 for first, last in self.places)
 
 
 class Ledger:
-    """The groups of a run that are not yet safe in a checkpoint."""
+    """The ledger of one branch of a run; to be opened by one process only."""
 
-    def __init__(self, path: Path, run_id: str, branch: str):
-        """Open the ledger of this run and branch, or begin it; one of another run or branch is begun anew."""
-        self.path = path
+    def __init__(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int):
+        """Open the ledger of this run and branch.
+
+        One that is damaged or of another branch is set aside, and the truth is the snapshot of the checkpoint
+        that the run goes on from, after `step` steps; without one, nothing has happened yet.
+
+        Raises:
+            CheckpointError: the snapshot is of another format.
+        """
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = self._open()
-        if self._database.execute("SELECT run_id, branch FROM run").fetchall() != [(run_id, branch)]:
-            with self._database:
-                for table in ("run", "groups", "folded"):
-                    self._database.execute(f"DELETE FROM {table}")
-                self._database.execute("INSERT INTO run VALUES (?, ?)", (run_id, branch))
+        self._database = _open(path, run) or self._begin(path, run, snapshot, step)
 
-    def _open(self) -> sqlite3.Connection:
-        """The database; a damaged one is put aside, and what it held is sampled again."""
-        try:
-            database = sqlite3.connect(self.path)
-            database.execute("PRAGMA journal_mode = WAL")
-            database.execute(
-                "PRAGMA synchronous = NORMAL"
-            )  # survives a kill; a power cut may cost the last rows
-            database.executescript(SCHEMA)
-            return database
-        except sqlite3.DatabaseError:
-            database.close()
-            self.path.replace(self.path.with_suffix(".damaged"))
-            return self._open()
+    def _begin(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection:
+        """The ledger as the snapshot has it, or an empty one."""
+        if path.exists():
+            logger.warning("set the ledger aside as %s: it is damaged or of another run", _set_aside(path))
+        if snapshot:
+            write_atomic(path, snapshot.read_bytes(), durable=True)
+        database = _connect(path)
+        with database:
+            if snapshot:
+                _check_format(database, snapshot)
+                _rewind(database, step)
+            else:
+                database.executescript(SCHEMA)
+            _own(database, run)
+        return database
 
-    def finish(self, group: Group, step: int, version: str) -> None:
-        """Write down a group whose answers are all there."""
-        rollouts = json.dumps([vars(rollout) for rollout in group.rollouts])
-        row = (group.place, group.problem, step, version, json.dumps(group.prompt_ids), rollouts)
+    # Prompts and answers
+
+    def issue(self, group: Group) -> None:
+        """Write down that a prompt goes to a server."""
+        tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
+        row = (group.place, group.problem, tries.fetchone()[0] + 1, group.policy_step)
         with self._database:
             self._database.execute(
-                "INSERT OR REPLACE INTO groups (place, problem, step, version, prompt_ids, rollouts) "
-                "VALUES (?, ?, ?, ?, ?, ?)",
-                row,
+                "INSERT INTO groups (place, problem, tries, policy_step, prompt_ids) VALUES (?, ?, ?, ?, ?)",
+                (*row, json.dumps(group.prompt_ids)),
             )
 
-    def finished(self, place: int, step: int, version: str) -> Group | None:
-        """The group at `place`, if its answers were sampled for this step from this policy."""
-        row = self._database.execute(
-            "SELECT problem, prompt_ids, rollouts FROM groups WHERE place = ? AND step = ? AND version = ?",
-            (place, step, version),
-        ).fetchone()
-        if row is None:
-            return None
-        problem, prompt_ids, rollouts = row
-        return Group(
-            place, problem, json.loads(prompt_ids), [Rollout(**item) for item in json.loads(rollouts)]
-        )
-
-    def ship(self, places: Iterable[int]) -> None:
-        """Note that these groups are in a batch file."""
+    def record(self, place: int, rollouts: Mapping[int, Rollout]) -> None:
+        """Write down how far these answers to the prompt at `place` have come, by their number."""
+        rows = [
+            {
+                "place": place,
+                "sample": i,
+                **vars(rollout),
+                **{key: json.dumps(getattr(rollout, key)) for key in ("token_ids", "logprobs", "versions")},
+            }
+            for i, rollout in rollouts.items()
+        ]
         with self._database:
             self._database.executemany(
-                "UPDATE groups SET shipped = 1 WHERE place = ?", [(p,) for p in places]
+                "INSERT OR REPLACE INTO samples VALUES "
+                "(:place, :sample, :seed, :token_ids, :logprobs, :versions, :finish_reason, :text, :reward)",
+                rows,
             )
 
-    def fold(self, step: int) -> None:
-        """Forget the groups of steps through `step`, which a committed checkpoint holds the training on."""
+    def drop(self, place: int, reason: str, step: int) -> None:
+        """Forget the answers to a prompt, which is to be issued again; `step` would have been their batch."""
         with self._database:
-            first, last = self._database.execute(
-                "SELECT min(place), max(place) FROM groups WHERE step <= ?", (step,)
-            ).fetchone()
-            if first is not None:
-                self._database.execute("INSERT INTO folded VALUES (?, ?)", (first, last))
-                self._database.execute("DELETE FROM groups WHERE step <= ?", (step,))
+            self._database.execute(
+                "INSERT INTO dropped SELECT place, tries, ?, ? FROM groups WHERE place = ?",
+                (reason, step, place),
+            )
+            self._forget([place])
+
+    def waiting(self) -> list[Group]:
+        """The prompts that were issued and not shipped, with what is there of their answers."""
+        groups = {
+            place: Group(place, problem, policy_step, json.loads(prompt_ids), [])
+            for place, problem, policy_step, prompt_ids in self._database.execute(
+                "SELECT place, problem, policy_step, prompt_ids FROM groups WHERE batch IS NULL"
+            )
+        }
+        rows = self._database.execute(
+            "SELECT place, seed, token_ids, logprobs, versions, finish_reason, text, reward FROM samples "
+            "WHERE place IN (SELECT place FROM groups WHERE batch IS NULL) ORDER BY place, sample"
+        )
+        for place, seed, token_ids, logprobs, versions, finish_reason, text, reward in rows:
+            spans = [tuple(span) for span in json.loads(versions)]
+            groups[place].rollouts.append(
+                Rollout(seed, json.loads(token_ids), json.loads(logprobs), spans, finish_reason, text, reward)
+            )
+        return list(groups.values())
+
+    # Batches
+
+    def ship(self, batch: ShippedBatch, problems: Mapping[int, int]) -> None:
+        """Write down that a batch's file is there; `problems` has the problem at each of its places."""
+        row = (batch.step, json.dumps(batch.places), batch.samples, batch.tokens, batch.digest)
+        groups = [(place, problem, batch.oldest_step) for place, problem in problems.items()]
+        with self._database:
+            self._database.execute(
+                "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", (*row, batch.oldest_step)
+            )
+            # Rows that a power cut took come back from the batch's file.
+            self._database.executemany("INSERT OR IGNORE INTO groups VALUES (?, ?, 1, ?, NULL, NULL)", groups)
+            self._database.executemany(
+                "UPDATE groups SET batch = ? WHERE place = ?", [(batch.step, place) for place in problems]
+            )
+
+    def shipped(self, step: int) -> ShippedBatch | None:
+        """The batch of that step, if it was shipped."""
+        row = self._database.execute("SELECT * FROM batches WHERE step = ?", (step,)).fetchone()
+        return ShippedBatch(row[0], json.loads(row[1]), *row[2:]) if row else None
+
+    def unship_after(self, step: int) -> None:
+        """The batches after `step` are gone, as if they had never been shipped."""
+        with self._database:
+            for statement in UNSHIP:
+                self._database.execute(statement, (step,))
+
+    def fold(self, step: int) -> None:
+        """Forget the answers in batches through `step`: a committed checkpoint holds the training on them."""
+        places = self._database.execute("SELECT place FROM groups WHERE batch <= ?", (step,)).fetchall()
+        if places:
+            with self._database:
+                self._forget([place for (place,) in places])
+
+    def never_issued(self) -> tuple[list[int], int]:
+        """The places at which no prompt was issued: holes among the others, and the first after them all."""
+        ranges = [[place, place] for (place,) in self._database.execute("SELECT place FROM groups")]
+        for (places,) in self._database.execute("SELECT places FROM batches"):
+            ranges += json.loads(places)
+        holes, following = [], 0
+        for first, last in sorted(ranges):
+            holes += range(following, first)
+            following = max(following, last + 1)
+        return holes, following
+
+    def _forget(self, places: list[int]) -> None:
+        for table in ("samples", "groups"):
+            self._database.executemany(f"DELETE FROM {table} WHERE place = ?", [(place,) for place in places])
 
     def snapshot(self) -> bytes:
         """A consistent copy of the whole ledger."""
@@ -104,3 +244,83 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def to_ranges(places: Iterable[int]) -> list[list[int]]:
+    """Numbers as [first, last] of the runs that they make."""
+    ranges: list[list[int]] = []
+    for place in sorted(places):
+        if ranges and place == ranges[-1][1] + 1:
+            ranges[-1][1] = place
+        else:
+            ranges.append([place, place])
+    return ranges
+
+
+def _connect(path: Path) -> sqlite3.Connection:
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = WAL")
+    # Survives a kill; of what a power cut may take, the batches' files tell.
+    database.execute("PRAGMA synchronous = NORMAL")
+    return database
+
+
+def _open(path: Path, run: LedgerRun) -> sqlite3.Connection | None:
+    """The ledger at `path`, if there is a whole one of this branch and format."""
+    if not path.exists():
+        return None
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            whole = database.execute("PRAGMA quick_check").fetchall() == [("ok",)]
+            owner = database.execute("SELECT run_id, branch, format FROM run").fetchall()
+    except sqlite3.DatabaseError:
+        return None
+    if not whole or owner != [(run.run_id, run.branch, run.format)]:
+        return None
+    database = _connect(path)
+    with database:
+        _own(database, run)
+    return database
+
+
+def _own(database: sqlite3.Connection, run: LedgerRun) -> None:
+    """Write down whose ledger it is now."""
+    database.execute("DELETE FROM run")
+    database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(run))
+
+
+def _check_format(database: sqlite3.Connection, snapshot: Path) -> None:
+    try:
+        (found,) = database.execute("SELECT format FROM run").fetchone()
+    except sqlite3.DatabaseError:
+        found = "an older one"
+    if found != FORMAT:
+        raise CheckpointError(f"{snapshot} has the format {found}, this version of Cairn reads {FORMAT}")
+
+
+def _rewind(database: sqlite3.Connection, step: int) -> None:
+    """Go back to when `step` steps were trained: what was shipped for later ones is waiting again."""
+    for statement in (
+        "DELETE FROM samples WHERE place IN (SELECT place FROM groups WHERE batch <= ?)",
+        "DELETE FROM groups WHERE batch <= ?",
+        *UNSHIP,
+        "DELETE FROM dropped WHERE step > ?",
+    ):
+        database.execute(statement, (step,))
+
+
+def _set_aside(path: Path) -> Path:
+    """Rename the ledger, with what SQLite keeps beside it, to a name that is free."""
+    n = 1
+    while (target := path.with_name(f"{path.stem}_aside_{n}{path.suffix}")).exists():
+        n += 1
+    for suffix in ("-wal", "-shm", ""):
+        if (part := Path(f"{path}{suffix}")).exists():
+            part.rename(f"{target}{suffix}")
+    return target

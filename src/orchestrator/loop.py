@@ -1,4 +1,9 @@
-"""The orchestrator: prompts, rollouts, rewards, batches, and the policy's way to the servers."""
+"""The orchestrator: prompts, rollouts, rewards, batches, and the policy's way to the servers.
+
+Two things go on at once. One follows the trainer: each policy version that it announces is put into the
+servers, while they generate. The other keeps prompts with the servers and ships a batch as soon as enough
+answers are there. `max_off_policy_steps` bounds how far they come apart; at 0 they take turns.
+"""
 
 import asyncio
 import contextlib
@@ -8,34 +13,21 @@ import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from transformers import AutoTokenizer, GenerationConfig
-
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import make_environment
-from cairn.orchestrator.ledger import Ledger
-from cairn.orchestrator.rollouts import (
-    AttemptOver,
-    Generation,
-    Group,
-    PolicyServer,
-    Rollout,
-    StalePolicy,
-    batch_metrics,
-    to_samples,
-    token_versions,
-)
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, to_ranges
+from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
+from cairn.orchestrator.sampling import Sampler
 from cairn.run.batches import Batch, batch_path, write_batch
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
-from cairn.run.seeds import derive, permutation
-from cairn.run.waiting import wait_for
+from cairn.run.waiting import POLL_SECONDS, DeadlinePassed
 
 logger = logging.getLogger(__name__)
 
 LAST_PUSH = 30  # seconds for the servers to take the final policy
-ATTEMPTS = 5  # to have a prompt answered by the right policy
 
 
 @dataclass
@@ -47,20 +39,30 @@ class Progress:
     total_samples: int = 0
     total_problems: int = 0
 
+    def after(self, batch: ShippedBatch) -> "Progress":
+        """Where the next batch leads."""
+        return Progress(
+            batch.step,
+            self.total_tokens + batch.tokens,
+            self.total_samples + batch.samples,
+            self.total_problems + batch.problems,
+        )
+
 
 class Orchestrator:
-    """Ships one batch a step, sampled from the policy that the step before it made."""
+    """Ships one batch a step, sampled from policies at most `max_off_policy_steps` older than the newest."""
 
-    def __init__(self, config: OrchestratorConfig, attempt: Attempt, servers: list[PolicyServer]):
-        """Take up the run where `attempt` starts.
+    def __init__(self, config: OrchestratorConfig, attempt: Attempt, servers: PolicyServers):
+        """Take up the run where `attempt` starts, and where the ledger says that it has got to since.
 
         Args:
             config: its `model.name` is the local directory of the policy to start from, unless the attempt
                 resumes.
-            servers: clients of the inference servers.
+            servers: the inference servers.
 
         Raises:
             BadEnvironment: the environment can't be made.
+            CheckpointError: the checkpoint's ledger can't be read.
         """
         self.config = config
         self.attempt = attempt
@@ -68,235 +70,315 @@ class Orchestrator:
         self.run_directory = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         self.store = CheckpointStore(self.run_directory.checkpoints)
         self.environment = make_environment(config.environment)
-        self.progress = Progress()
-        self.policy_folder = Path(config.model.name)
-        if attempt.resume_from:
-            self._load(Path(attempt.resume_from))
-        self.tokenizer = AutoTokenizer.from_pretrained(self.policy_folder)
-        self.stop_token_ids = _stop_tokens(self.policy_folder, self.tokenizer.eos_token_id)
-        self.ledger = Ledger(self.run_directory.ledger, attempt.run_id, attempt.branch)
-        self.version = ""
-        self._epoch = -1
-        self._order: list[int] = []
-        self._reattaching = asyncio.Lock()
+        resume_from = Path(attempt.resume_from) if attempt.resume_from else None
+        self.policy_folder = resume_from / "model" if resume_from else Path(config.model.name)
+        self.ledger = Ledger(
+            self.run_directory.ledger,
+            self._whose_ledger(),
+            resume_from and resume_from / "orchestrator" / "ledger.sqlite",
+            attempt.start_step,
+        )
+        self.versions: set[str] = set()
+        """Names of the policies that tokens may come from now."""
+        self.policy_step: int | None = None
+        """Of the policy that the servers have, once they have one."""
+        self.sampler = Sampler(
+            config, self.environment, self.policy_folder, servers, self.ledger, self.versions
+        )
+        self.progress = self._resume(resume_from)
+        """After each step whose batch is shipped, from the newest that the trainer has announced on."""
+        self.shipped = max(self.progress)
+        self._prompts = _Prompts(self.ledger)
+        self._changed = asyncio.Event()
+        self._dropped = 0
+
+    def _whose_ledger(self) -> LedgerRun:
+        config, attempt = self.config, self.attempt
+        return LedgerRun(
+            run_id=attempt.run_id,
+            branch=attempt.branch,
+            format=FORMAT,
+            seed=config.seed,
+            problems=len(self.environment),
+            prompts_per_step=config.prompts_per_step,
+            samples_per_prompt=config.samples_per_prompt,
+            max_off_policy_steps=config.max_off_policy_steps,
+        )
+
+    def _resume(self, folder: Path | None) -> dict[int, Progress]:
+        """Progress by step: of the checkpoint in `folder`, and after each batch that was shipped since."""
+        progress = Progress()
+        if folder:
+            saved = read_json(folder / "orchestrator" / "state.json")
+            progress = Progress(**saved["progress"])
+            if saved["prompts"]["problems"] != len(self.environment):
+                logger.warning(
+                    "the environment has %d problems now and had %d when the checkpoint was saved: "
+                    "the prompt order is another one",
+                    len(self.environment),
+                    saved["prompts"]["problems"],
+                )
+        by_step = {progress.step: progress}
+        while (batch := self._shipped_already(progress.step + 1)) is not None:
+            progress = by_step[batch.step] = progress.after(batch)
+        self.ledger.unship_after(progress.step)
+        return by_step
+
+    def _shipped_already(self, step: int) -> ShippedBatch | None:
+        """The batch of `step`: its file is there, or was and a checkpoint has made it needless since."""
+        known = self.ledger.shipped(step)
+        batch = self.run_directory.batch(self.attempt, step)
+        if batch is None:
+            return known if (self.store.latest() or 0) >= step else None
+        if known is None:  # it died between writing the file and noting it, or the ledger was lost
+            known = ShippedBatch(**batch.info["ledger"])
+            places = [place for first, last in known.places for place in range(first, last + 1)]
+            self.ledger.ship(known, dict(zip(places, batch.info["problems"], strict=True)))
+        return known
 
     async def run(self) -> int:
         """Ship batches until the trainer says that the run ends. Returns the last step.
 
-        Batches that were shipped before this process began, by one that died, are not made again.
-
         Raises:
             DeadlinePassed: the trainer did not answer in time.
-            StalePolicy: a server samples from other weights than it was given.
             AttemptOver: the trainer was started anew meanwhile.
+            Exception: what the servers' client raises where they fail for good.
         """
+        following = asyncio.create_task(self._follow_trainer())
+        shipping = asyncio.create_task(self._make_batches())
         try:
-            shipped = self._shipped_already()
-            last = await self._settle(self.progress.step) if shipped else False
-            if not shipped:
-                await self._push(self.policy_folder, self.progress.step)
-            while not last:
-                step = self.progress.step + 1
-                await self._ship(step)
-                last = await self._settle(step)
-            return self.progress.step
+            done, _ = await asyncio.wait((following, shipping), return_when=asyncio.FIRST_COMPLETED)
+            for task in done:
+                task.result()
+            return await following
         finally:
+            unfinished = [following, shipping, *(task for task, _ in self._prompts.answering.values())]
+            for task in unfinished:
+                task.cancel()
+            await asyncio.gather(*unfinished, return_exceptions=True)
             self.ledger.close()
 
-    def _shipped_already(self) -> bool:
-        """Take up the progress after the newest batch beyond the starting point, if there is any."""
-        found = False
-        while (batch := self.run_directory.batch(self.attempt, self.progress.step + 1)) is not None:
-            self.progress = Progress(**batch.info["progress"])
-            found = True
-        return found
+    # Following the trainer: versions to the servers, parts to checkpoints.
 
-    async def _settle(self, step: int) -> bool:
-        """Wait until the trainer has made the policy of `step`, save if it does, and put it into the servers.
+    async def _follow_trainer(self) -> int:
+        """Save and serve each policy that the trainer announces, until the last; returns its step."""
+        announced = self.run_directory.announced_versions(self.attempt)
+        step = announced[0] - 1 if announced else self.attempt.start_step
+        if not announced:
+            await self._serve(self.policy_folder, step)
+        while True:
+            message = await self._announcement(step + 1)
+            while message is not None:  # whoever lags behind serves the newest only, but leaves out no save
+                step = message["version"]
+                if message["save"] and step in self.progress:
+                    await self._save(step)
+                last = message["last"]
+                message = self.run_directory.announced_version(self.attempt, step + 1)
+            self.progress = {later: p for later, p in self.progress.items() if later >= step}
+            self.ledger.fold(self.store.latest() or 0)
+            serve = self._serve(self.run_directory.version_folder(step), step)
+            if last:  # nobody is going to sample from it: whether a server takes it does not matter
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(serve, LAST_PUSH)
+                return step
+            await serve
 
-        Returns whether the run ends here.
+    async def _announcement(self, step: int) -> dict:
+        """The trainer's announcement of policy version `step`; its deadline runs while it has the batch.
+
+        Raises:
+            DeadlinePassed: it did not come.
+            AttemptOver: another attempt of the run has begun.
         """
-        announced = await asyncio.to_thread(
-            wait_for,
-            lambda: self._announced(step),
-            seconds=self.config.version_timeout,
-            whom=f"the trainer's policy version {step}",
-            setting="--orchestrator.version-timeout",
-        )
-        if announced["save"]:
-            self._save(step)
-        newest = self.store.latest()
-        if newest is not None:
-            self.ledger.fold(newest)
-        if announced["last"]:  # nobody is going to sample from it: whether a server takes it does not matter
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(self._push(self.run_directory.version_folder(step), step), LAST_PUSH)
-            return True
-        await self._push(self.run_directory.version_folder(step), step)
-        return False
-
-    def _announced(self, step: int) -> dict | None:
-        """The trainer's announcement of policy version `step`, once it is there."""
-        announced = self.run_directory.announced_version(self.attempt, step)
-        if announced is None:
-            current = self.run_directory.attempt()
-            if current and current.id != self.attempt.id:
-                raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
-        return announced
-
-    async def _push(self, folder: Path, step: int) -> None:
-        """Put the policy after `step` steps into every server; each confirms the version."""
-        started = time.monotonic()
-        self.policy_folder = folder
-        self.version = self.attempt.version(step)
-        await asyncio.gather(*(server.update_weights(str(folder), self.version) for server in self.servers))
-        self._push_seconds = time.monotonic() - started
-        logger.info("version %s is served, after %.3f s", self.version, self._push_seconds)
-
-    async def _reattach(self, server: PolicyServer) -> None:
-        """Give a server that was restarted, and so has lost them, the current weights again."""
-        async with self._reattaching:
-            if (await server.status()).weight_version != self.version:
-                logger.warning("%s has lost its weights; it gets version %s again", server.url, self.version)
-                await server.update_weights(str(self.policy_folder), self.version)
-
-    async def _ship(self, step: int) -> None:
-        """Sample the answers to the next prompts, reward them, and write the batch of `step`."""
-        started = time.monotonic()
-        first = self.progress.total_problems
-        places = range(first, first + self.config.prompts_per_step)
-        limit = asyncio.Semaphore(max(1, self.config.max_in_flight // self.config.samples_per_prompt))
-        groups = await asyncio.gather(*(self._sample(place, step, limit) for place in places))
-        samples = [
-            sample
-            for group in groups
-            for sample in to_samples(group, normalize=self.config.normalize_advantages)
-        ]
-        progress = self.progress
-        progress.step = step
-        progress.total_problems += len(groups)
-        progress.total_samples += len(samples)
-        progress.total_tokens += sum(len(sample.token_ids) for sample in samples)
-        metrics = {
-            **batch_metrics(groups),
-            "epoch": progress.total_problems / len(self.environment),
-            "total_problems": progress.total_problems,
-            "time/generate": time.monotonic() - started,
-            "time/push": self._push_seconds,
-        }
-        info = {
-            "run_id": self.attempt.run_id,
-            "branch": self.attempt.branch,
-            "attempt": self.attempt.id,
-            "step": step,
-            "version": self.version,
-            "progress": asdict(progress),
-            "problems": [group.problem for group in groups],
-            "temperature": self.config.sampling.temperature,
-        }
-        write_batch(batch_path(self.run_directory.batches, step), Batch(samples, metrics, info))
-        self.ledger.ship(places)
-        logger.info("batch %d: reward %.3f", step, metrics["reward/mean"])
-
-    async def _sample(self, place: int, step: int, limit: asyncio.Semaphore) -> Group:
-        """All answers to the problem at `place` in the prompt order, from the ledger if they are there."""
-        if (finished := self.ledger.finished(place, step, self.version)) is not None:
-            return finished
-        epoch, index = divmod(place, len(self.environment))
-        problem = self._problem(epoch, index)
-        rendered = self.tokenizer.apply_chat_template(
-            self.environment.messages(problem), add_generation_prompt=True, tokenize=True, return_dict=True
-        )
-        sampling = self.config.sampling
-        server = self.servers[place % len(self.servers)]
-        async with limit:
-            for _ in range(ATTEMPTS):
-                generations = await server.generate(
-                    rendered["input_ids"],
-                    n=self.config.samples_per_prompt,
-                    max_tokens=sampling.max_tokens,
-                    temperature=sampling.temperature,
-                    top_p=sampling.top_p,
-                    seed=derive(self.config.seed, "sample", place, step - 1),
-                    stop_token_ids=self.stop_token_ids,
+        deadline, checked = None, time.monotonic()
+        while (message := self.run_directory.announced_version(self.attempt, step)) is None:
+            now = time.monotonic()
+            if self.shipped < step:
+                deadline = None
+            elif deadline is None:
+                deadline = now + self.config.version_timeout
+            elif now > deadline:
+                raise DeadlinePassed(
+                    f"waited {self.config.version_timeout:g} s for the trainer's policy version {step}; "
+                    "--orchestrator.version-timeout allows more"
                 )
-                if all(self._is_current(generation) for generation in generations):
-                    break
-                await self._reattach(server)
-            else:
-                raise StalePolicy(
-                    f"{server.url} does not sample from {self.version}, though it was given it again and "
-                    "again: does another run push weights to the same server?"
-                )
-        rollouts = []
-        for generation in generations:
-            text = self.tokenizer.decode(generation.token_ids, skip_special_tokens=True)
-            rollouts.append(
-                Rollout(
-                    token_ids=generation.token_ids,
-                    logprobs=generation.logprobs,
-                    versions=token_versions(generation),
-                    text=text,
-                    reward=self.environment.reward(problem, text),
-                    complete=generation.finish_reason == "stop",
-                )
-            )
-        group = Group(place, problem, rendered["input_ids"], rollouts)
-        self.ledger.finish(group, step, self.version)
-        return group
+            if now - checked > 1:
+                checked = now
+                current = self.run_directory.attempt()
+                if current and current.id != self.attempt.id:
+                    raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
+            await asyncio.sleep(POLL_SECONDS)
+        return message
 
-    def _is_current(self, generation: Generation) -> bool:
-        """Whether every token was sampled from the policy that the servers should have."""
-        versions = token_versions(generation)
-        complete = len(versions) == len(generation.token_ids) and generation.finish_reason != "abort"
-        return complete and set(versions) <= {self.version}
+    async def _serve(self, folder: Path, step: int) -> None:
+        """Put the policy after `step` steps into every server; prompts may go there from then on."""
+        fault_point("orchestrator.before_push")
+        version = self.attempt.version(step)
+        if self.config.max_off_policy_steps == 0:
+            self.versions.clear()
+        self.versions.add(version)
+        await self.servers.serve(str(folder), version)
+        self.run_directory.forget_versions(step)
+        self.policy_step = step
+        self._changed.set()
+        logger.info("version %s is served", version)
 
-    def _problem(self, epoch: int, index: int) -> int:
-        """The problem at `index` of an epoch's own seeded order."""
-        if epoch != self._epoch:
-            self._order = permutation(len(self.environment), self.config.seed, "prompt order", epoch)
-            self._epoch = epoch
-        return self._order[index]
-
-    def _save(self, step: int) -> None:
+    async def _save(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; the trainer commits it."""
+        progress = self.progress[step]
         if self.store.has_part(step, "orchestrator", self.attempt.id):
             return  # written by a process that died since
-        self.store.begin(step, ["orchestrator"])
+        problems = len(self.environment)
+        epoch, position = divmod(progress.total_problems, problems)
         state = {
-            "progress": asdict(self.progress),
+            "progress": asdict(progress),
             "seed": self.config.seed,
             "prompts": {
                 "environment": self.config.environment.model_dump(),
-                "problems": len(self.environment),
-                "epoch": self.progress.total_problems // len(self.environment),
-                "position": self.progress.total_problems % len(self.environment),
+                "problems": problems,
+                "epoch": epoch,
+                "position": position,
             },
         }
         files = {
             "orchestrator/state.json": (json.dumps(state, indent=2) + "\n").encode(),
             "orchestrator/ledger.sqlite": self.ledger.snapshot(),
         }
-        fault_point("orchestrator.before_part")
-        self.store.write_part(step, "orchestrator", files, self.attempt.id)
 
-    def _load(self, folder: Path) -> None:
-        saved = read_json(folder / "orchestrator" / "state.json")
-        self.progress = Progress(**saved["progress"])
-        self.policy_folder = folder / "model"
-        if saved["prompts"]["problems"] != len(self.environment):
-            logger.warning(
-                "the environment has %d problems now and had %d when the checkpoint was saved: "
-                "the prompt order is another one",
-                len(self.environment),
-                saved["prompts"]["problems"],
-            )
+        def write() -> None:
+            self.store.begin(step, ["orchestrator"])
+            fault_point("orchestrator.before_part")
+            self.store.write_part(step, "orchestrator", files, self.attempt.id)
+
+        await asyncio.to_thread(write)
+
+    # Making batches: prompts to the servers, whole groups to the trainer.
+
+    async def _make_batches(self) -> None:
+        """Keep the servers busy, and ship whatever is ready."""
+        while True:
+            self._changed.clear()
+            self._prompts.collect()
+            while (groups := self._next_batch()) is not None:
+                await self._ship(self.shipped + 1, groups)
+            self._issue()
+            await self._changed.wait()
+
+    def _issue(self) -> None:
+        """Give prompts to the servers: as many as can be used before they are too old."""
+        if self.policy_step is None:
+            return
+        config, prompts = self.config, self._prompts
+        horizon = min(self.policy_step + 1 + config.max_off_policy_steps, config.max_steps)
+        wanted = (horizon - self.shipped) * config.prompts_per_step
+        at_once = max(1, config.max_in_flight // config.samples_per_prompt)
+        while len(prompts.answering) < at_once:
+            if not prompts.partial and len(prompts) >= wanted:
+                return
+            if prompts.partial:
+                group = prompts.partial.pop(0)
+            else:
+                group = self.sampler.begin(prompts.next_place(), self.policy_step)
+            task = asyncio.create_task(self.sampler.complete(group))
+            task.add_done_callback(lambda _: self._changed.set())
+            prompts.answering[group.place] = task, group
+
+    def _next_batch(self) -> list[Group] | None:
+        """The groups of the next batch, oldest first come, if enough are ready; those too old are dropped."""
+        step, size = self.shipped + 1, self.config.prompts_per_step
+        for group in self._prompts.older_than(step - 1 - self.config.max_off_policy_steps):
+            self.ledger.drop(group.place, "stale", step)
+            self._prompts.drop(group.place)
+            self._dropped += 1
+        if len(self._prompts.ready) < size:
+            return None
+        by_age = sorted(self._prompts.ready.values(), key=lambda group: (group.oldest_step, group.place))
+        chosen = by_age[:size]
+        for group in chosen:
+            del self._prompts.ready[group.place]
+        return sorted(chosen, key=lambda group: group.place)
+
+    async def _ship(self, step: int, groups: list[Group]) -> None:
+        """Write the batch of `step`, and note it in the ledger."""
+        normalize = self.config.normalize_advantages
+        batch = Batch([sample for group in groups for sample in to_samples(group, normalize=normalize)])
+        row = ShippedBatch(
+            step=step,
+            places=to_ranges(group.place for group in groups),
+            samples=len(batch.samples),
+            tokens=sum(len(sample.token_ids) for sample in batch.samples),
+            digest=batch.digest(),
+            oldest_step=min(group.oldest_step for group in groups),
+        )
+        progress = self.progress[self.shipped].after(row)
+        problems = {group.place: group.problem for group in groups}
+        batch.metrics = {
+            **batch_metrics(groups, step),
+            "groups/dropped": self._dropped,
+            "epoch": progress.total_problems / len(self.environment),
+            "total_problems": progress.total_problems,
+            **self.servers.take_metrics(),
+        }
+        batch.info = {
+            "run_id": self.attempt.run_id,
+            "branch": self.attempt.branch,
+            "attempt": self.attempt.id,
+            "step": step,
+            "problems": list(problems.values()),
+            "ledger": asdict(row),
+            "temperature": self.config.sampling.temperature,
+        }
+        fault_point("orchestrator.before_ship")
+        await asyncio.to_thread(write_batch, batch_path(self.run_directory.batches, step), batch)
+        fault_point("orchestrator.shipped")
+        self.ledger.ship(row, problems)
+        self.progress[step] = progress
+        self.shipped = step
+        self._dropped = 0
+        logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
 
 
-def _stop_tokens(folder: Path, eos_token_id: int | None) -> list[int]:
-    """The tokens that end an answer: the tokenizer's end-of-text token and the model's own list."""
-    ids = {eos_token_id} if eos_token_id is not None else set()
-    if (folder / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    return sorted(ids)
+class _Prompts:
+    """The prompts between their place in the prompt order and a batch."""
+
+    def __init__(self, ledger: Ledger):
+        """Take up those that the ledger knows of."""
+        waiting = ledger.waiting()
+        self.ready = {group.place: group for group in waiting if group.rollouts and group.whole}
+        """Groups whose answers are all there, by place."""
+        self.partial = [group for group in waiting if group.place not in self.ready]
+        """Groups that were being answered when an earlier process died."""
+        self.answering: dict[int, tuple[asyncio.Task[Group], Group]] = {}
+        """Groups that the servers are at work on, by place."""
+        self._again, self._following = ledger.never_issued()
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.partial) + len(self.answering)
+
+    def next_place(self) -> int:
+        """The next place at which a prompt is to be issued: one that was dropped, or the first new one."""
+        if self._again:
+            return self._again.pop(0)
+        self._following += 1
+        return self._following - 1
+
+    def collect(self) -> None:
+        """Move the groups that are whole now to `ready`; raises what an answer failed with."""
+        for place, (task, _) in list(self.answering.items()):
+            if task.done():
+                del self.answering[place]
+                self.ready[place] = task.result()
+
+    def older_than(self, step: int) -> list[Group]:
+        """The groups that have a token from a policy of before `step`."""
+        groups = [*self.ready.values(), *self.partial, *(group for _, group in self.answering.values())]
+        return [group for group in groups if group.oldest_step < step]
+
+    def drop(self, place: int) -> None:
+        """Have the prompt issued again."""
+        self.ready.pop(place, None)
+        self.partial = [group for group in self.partial if group.place != place]
+        task, _ = self.answering.pop(place, (None, None))
+        if task:
+            task.cancel()
+        self._again = sorted([*self._again, place])

@@ -1,86 +1,110 @@
 """Rollouts: a problem's sampled answers, their rewards and advantages."""
 
 import statistics
-from dataclasses import dataclass
+from collections.abc import Collection
+from dataclasses import dataclass, field
 from typing import Protocol
 
 import numpy as np
 
 from cairn.run.batches import Sample
-
-
-class StalePolicy(Exception):
-    """A server answered with another policy version than the one that was pushed."""
+from cairn.run.directory import policy_step
 
 
 class AttemptOver(Exception):
     """The run was started anew; whoever served the earlier attempt has to join the new one."""
 
 
+class Span(Protocol):
+    """Tokens `[start, end)` were sampled from policy `version`."""
+
+    version: str
+    start: int
+    end: int
+
+
 class Generation(Protocol):
-    """One answer of a server: token ids, each token's logprob, and the version that produced it."""
+    """What a server sampled: token ids, each token's logprob, and the versions that produced them."""
 
     token_ids: list[int]
     logprobs: list[float]
-    weight_versions: list
+    weight_versions: list[Span]
     finish_reason: str
 
 
-class ServerStatus(Protocol):
-    """Of a server's status, the name of the policy version that it has."""
+class PolicyServers(Protocol):
+    """What the orchestrator needs of the inference servers, however many there are."""
 
-    weight_version: str
-
-
-class PolicyServer(Protocol):
-    """What the orchestrator needs of an inference server's client."""
-
-    url: str
+    async def serve(self, folder: str, version: str) -> None:
+        """Have the servers load a Hugging Face directory as `version`, now and whenever they come back."""
+        ...
 
     async def generate(
-        self, prompt_ids: list[int], *, n: int, max_tokens: int, temperature: float, top_p: float,
-        seed: int, stop_token_ids: list[int],
+        self, prompt_ids: list[int], *, affinity: int, versions: Collection[str], n: int, max_tokens: int,
+        temperature: float, top_p: float, seed: int, stop_token_ids: list[int],
     ) -> list[Generation]:  # fmt: skip
-        """`n` answers; answer i draws from `seed + i`."""
+        """`n` continuations, all of whose tokens come from one of `versions`; number i draws from `seed + i`.
+
+        Requests of the same `affinity` share a prefix, so one server is best for them. `versions` may change
+        while this waits; what counts is what it holds when the answer is there.
+        """
         ...
 
-    async def status(self) -> "ServerStatus":
-        """What the server says of itself."""
-        ...
-
-    async def update_weights(self, path: str, version: str) -> None:
-        """Load a Hugging Face directory and report it as `version` from now on."""
+    def take_metrics(self) -> dict[str, float]:
+        """For a step's row: what the servers did since the last call, such as `time/server_idle` seconds."""
         ...
 
 
 @dataclass
 class Rollout:
-    """One answer to a problem: token ids, logprob and policy version of each token, and its reward."""
+    """One answer to a problem, as far as it has come.
 
-    token_ids: list[int]
-    logprobs: list[float]
-    versions: list[str]
-    text: str
-    reward: float
-    complete: bool
-    """Whether it ended by itself, rather than at the longest allowed length."""
+    token_ids, logprobs: of each token. versions: (policy version, start, end) of the spans that it sampled.
+    finish_reason: "stop" if it ended by itself, "length" at the longest allowed length, None while it is
+    partial. text, reward: once it is whole.
+    """
+
+    seed: int
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    text: str = ""
+    reward: float | None = None
+
+    def extend(self, generation: Generation, max_tokens: int) -> None:
+        """Add what was sampled after the tokens that are there; whole answers have at most `max_tokens`."""
+        before = len(self.token_ids)
+        self.token_ids += generation.token_ids
+        self.logprobs += generation.logprobs
+        self.versions += [(s.version, before + s.start, before + s.end) for s in generation.weight_versions]
+        cut = generation.finish_reason == "length" and len(self.token_ids) < max_tokens
+        self.finish_reason = None if cut else generation.finish_reason
 
 
 @dataclass
 class Group:
-    """All rollouts of one problem; `place` is the problem's place in the run's prompt order."""
+    """All rollouts of one problem; `place` is the problem's place in the run's prompt order.
+
+    policy_step: of the policy that was served when the prompt was first given to a server.
+    """
 
     place: int
     problem: int
+    policy_step: int
     prompt_ids: list[int]
     rollouts: list[Rollout]
 
+    @property
+    def whole(self) -> bool:
+        """Whether every answer is there, rewarded."""
+        return all(rollout.reward is not None for rollout in self.rollouts)
 
-def token_versions(generation: Generation) -> list[str]:
-    """The policy version that produced each token."""
-    return [
-        span.version for span in generation.weight_versions for _ in range(span.start, span.end)
-    ]  # fmt: skip
+    @property
+    def oldest_step(self) -> int:
+        """Of the oldest policy that any of its tokens come from."""
+        versions = {version for rollout in self.rollouts for version, _, _ in rollout.versions}
+        return min(map(policy_step, versions), default=self.policy_step)
 
 
 def group_advantages(rewards: list[float], *, normalize: bool) -> list[float]:
@@ -103,28 +127,42 @@ def to_samples(group: Group, *, normalize: bool) -> list[Sample]:
     samples = []
     for rollout, advantage in zip(group.rollouts, advantages, strict=True):
         answer = len(rollout.token_ids)
+        learned = np.arange(prompt + answer) >= prompt
+        logprobs = np.zeros(prompt + answer, np.float32)
+        logprobs[prompt:] = rollout.logprobs
         samples.append(
             Sample(
                 token_ids=np.array(group.prompt_ids + rollout.token_ids, np.int32),
-                loss_mask=np.array([False] * prompt + [True] * answer),
-                logprobs=np.array([0.0] * prompt + rollout.logprobs, np.float32),
-                advantages=np.array([0.0] * prompt + [advantage] * answer, np.float32),
+                loss_mask=learned,
+                logprobs=logprobs,
+                advantages=np.where(learned, np.float32(advantage), np.float32(0)),
             )
         )
     return samples
 
 
-def batch_metrics(groups: list[Group]) -> dict[str, float]:
-    """What a step's row in metrics.jsonl says about its rollouts."""
+def batch_metrics(groups: list[Group], step: int) -> dict[str, float]:
+    """What the row of optimiser step `step` in metrics.jsonl says about its rollouts.
+
+    staleness: by how many steps the policy that sampled a token is behind the newest possible one.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [rollout.reward for rollout in rollouts]
+    tokens = sum(len(rollout.token_ids) for rollout in rollouts)
+    behind = [
+        (step - 1 - policy_step(version), end - start)
+        for rollout in rollouts
+        for version, start, end in rollout.versions
+    ]
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         "groups/zero_spread": sum(len({rollout.reward for rollout in g.rollouts}) == 1 for g in groups),
-        "rollout/tokens": sum(len(rollout.token_ids) for rollout in rollouts),
-        "rollout/length": statistics.fmean(len(rollout.token_ids) for rollout in rollouts),
-        "rollout/cut_off": sum(not rollout.complete for rollout in rollouts) / len(rollouts),
+        "rollout/tokens": tokens,
+        "rollout/length": tokens / len(rollouts),
+        "rollout/cut_off": sum(rollout.finish_reason != "stop" for rollout in rollouts) / len(rollouts),
+        "staleness/mean": sum(steps * count for steps, count in behind) / max(tokens, 1),
+        "staleness/max": max((steps for steps, _ in behind), default=0),
     }

@@ -4,6 +4,7 @@ A batch file is one safetensors file, so that anything can read it: the samples'
 lengths, and what belongs to each token. Its metadata says which step of which run it is for.
 """
 
+import hashlib
 import json
 import os
 from dataclasses import dataclass, field
@@ -44,6 +45,17 @@ class Batch:
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
     """Run id, attempt, step and policy version, so that a stale file is noticed."""
+
+    def digest(self) -> str:
+        """Names what is learned from: the ledger notes it when a batch is shipped, the trainer's row when it
+        was trained on."""
+        digest = hashlib.blake2b(digest_size=8)
+        for sample in self.samples:
+            digest.update(len(sample.token_ids).to_bytes(8, "little"))
+            for column in (sample.token_ids, sample.loss_mask, sample.logprobs, sample.advantages):
+                if column is not None:
+                    digest.update(np.ascontiguousarray(column))
+        return digest.hexdigest()
 
 
 def batch_path(folder: Path, step: int) -> Path:

@@ -38,6 +38,11 @@ class Attempt:
         return f"{self.run_id}:{self.branch}:{step}"
 
 
+def policy_step(version: str) -> int:
+    """How many optimiser steps made the policy that `Attempt.version` named so."""
+    return int(version.rpartition(":")[2])
+
+
 @dataclass(frozen=True)
 class Outcome:
     """How training ended."""
@@ -177,6 +182,18 @@ class RunDirectory:
         """The announcement of version `step` by this attempt, if it is there yet."""
         message = read_json(self.version_folder(step).with_suffix(".json"))
         return message if message and message["attempt"] == attempt.id else None
+
+    def announced_versions(self, attempt: Attempt) -> list[int]:
+        """The versions that this attempt has announced and not yet removed, oldest first."""
+        steps = [int(path.stem.removeprefix("v")) for path in self.weights.glob("v*.json")]
+        return sorted(step for step in steps if self.announced_version(attempt, step))
+
+    def forget_versions(self, step: int) -> None:
+        """Remove the policy versions before `step`, which no server will be given any more."""
+        for path in self.weights.glob("v*.json"):
+            if int(path.stem.removeprefix("v")) < step:
+                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
+                path.unlink(missing_ok=True)
 
     def version_folder(self, step: int) -> Path:
         """The Hugging Face directory of the policy after `step` steps, while it is in transit."""

@@ -10,6 +10,11 @@ import os
 import signal
 
 POINTS = {
+    "publish.before_announce": "trainer rank 0, when a policy version is written and nobody knows of it yet",
+    "orchestrator.finished_group": "orchestrator, when the last answer to a prompt is in the ledger",
+    "orchestrator.before_ship": "orchestrator, before a batch's file is written",
+    "orchestrator.shipped": "orchestrator, when a batch's file is written and the ledger does not say so yet",
+    "orchestrator.before_push": "orchestrator, before a policy version goes to the servers",
     "save.begin": "trainer rank 0, before the step's folder is made",
     "save.copy": "each rank, while it copies its state",
     "save.write": "each rank's writer, before each block",

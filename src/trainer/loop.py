@@ -99,7 +99,8 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             publisher.publish(step, model, save=save and config.ckpt.training_state, last=last)
         if tracker:
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
-            tracker.log({"step": step, **row, **asdict(state.progress), **times})
+            digest = {"batch/digest": batch.digest()}
+            tracker.log({"step": step, **row, **asdict(state.progress), **digest, **times})
         if checkpoints:
             if step == attempt.start_step + 1:
                 checkpoints.prepare()

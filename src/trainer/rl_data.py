@@ -7,8 +7,9 @@ from transformers import PreTrainedModel
 
 from cairn.checkpoint.tensors import write_tensors
 from cairn.config.trainer import TrainerConfig
-from cairn.run.batches import Batch, batch_path
+from cairn.run.batches import Batch
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
 from cairn.trainer.group import Group
 from cairn.trainer.model import weights
@@ -46,18 +47,20 @@ class VersionPublisher:
         self.run = run
         self.attempt = attempt
         self.group = group
+        self._newest = max(run.announced_versions(attempt), default=attempt.start_step)
 
     def is_replay(self, step: int) -> bool:
-        """Whether the orchestrator has had the policy of `step` already: it has shipped the next batch.
+        """Whether the orchestrator was told of the policy of `step` before this process began.
 
         So it is when a trainer that died is started again and goes through the same batches.
         """
-        return batch_path(self.run.batches, step + 1).exists()
+        return step <= self._newest
 
     def publish(self, step: int, model: PreTrainedModel, *, save: bool, last: bool) -> None:
         """Write the weights after `step` optimiser steps, then announce them; all ranks call it.
 
-        A version is written once, under a path of its own, and never changed: servers map the file.
+        A version is written once, under a path of its own, and never changed: servers map the file. The
+        orchestrator removes it when they have a newer one.
         """
         folder = self.run.version_folder(step)
         unfinished = folder.with_name(f".{folder.name}.tmp")
@@ -69,11 +72,5 @@ class VersionPublisher:
         write_tensors(unfinished, weights(model), "model", rank=self.group.rank, barrier=self.group.barrier)
         if self.group.rank == 0:
             os.rename(unfinished, folder)
+            fault_point("publish.before_announce")
             self.run.announce_version(self.attempt, step, save=save, last=last)
-            # A batch for this step came, so the servers have long left the version before the last.
-            self._forget(step - 2)
-
-    def _forget(self, step: int) -> None:
-        folder = self.run.version_folder(step)
-        shutil.rmtree(folder, ignore_errors=True)
-        folder.with_suffix(".json").unlink(missing_ok=True)

@@ -3,6 +3,8 @@
 import itertools
 import statistics
 import string
+from copy import deepcopy
+from dataclasses import dataclass
 
 import numpy as np
 import pytest
@@ -10,7 +12,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cairn.config.orchestrator import EnvironmentConfig
-from cairn.inference.client import Generation, VersionSpan
+from cairn.inference.client import VersionSpan
 from cairn.orchestrator.environments import (
     BadEnvironment,
     ReverseText,
@@ -23,7 +25,6 @@ from cairn.orchestrator.rollouts import (
     batch_metrics,
     group_advantages,
     to_samples,
-    token_versions,
 )
 
 # Environments
@@ -141,15 +142,24 @@ def test_normalised_advantages_do_not_depend_on_the_scale_of_rewards(rewards: li
 # Batches
 
 
-def rollout(tokens: list[int], reward: float, complete: bool = True) -> Rollout:
-    """A rollout; token t has logprob -t / 10."""
+def rollout(tokens: list[int], reward: float, *versions: tuple[str, int, int], end: str = "stop") -> Rollout:
+    """A whole answer; token t has logprob -t / 10."""
     logprobs = [-token / 10 for token in tokens]
-    return Rollout(tokens, logprobs, ["v"] * len(tokens), "", reward, complete)
+    return Rollout(0, tokens, logprobs, list(versions), end, "", reward)
 
 
 GROUPS = [
-    Group(0, 7, [50, 51], [rollout([1, 2, 3], 1.0), rollout([4], 0.0)]),
-    Group(1, 3, [60], [rollout([5, 6], 0.5), rollout([7, 8], 0.5, complete=False)]),
+    Group(0, 7, 4, [50, 51], [rollout([1, 2, 3], 1.0, ("r:b:4", 0, 3)), rollout([4], 0.0, ("r:b:5", 0, 1))]),
+    Group(
+        1,
+        3,
+        3,
+        [60],
+        [
+            rollout([5, 6], 0.5, ("r:b:3", 0, 1), ("r:b:5", 1, 2)),
+            rollout([7, 8], 0.5, ("r:b:5", 0, 2), end="length"),
+        ],
+    ),
 ]
 
 
@@ -169,7 +179,7 @@ def test_samples_are_what_the_server_saw_and_sampled():
 
 def test_what_is_told_of_a_batch():
     """Means are over rollouts, whatever their group."""
-    assert batch_metrics(GROUPS) == pytest.approx(
+    assert batch_metrics(GROUPS, 6) == pytest.approx(
         {
             "reward/mean": 0.5,
             "reward/std": statistics.pstdev([1.0, 0.0, 0.5, 0.5]),
@@ -179,10 +189,46 @@ def test_what_is_told_of_a_batch():
             "rollout/tokens": 8,
             "rollout/length": 2.0,
             "rollout/cut_off": 0.25,
+            "staleness/mean": (3 * 1 + 2) / 8,
+            "staleness/max": 2,
         }
     )
 
 
-def test_each_token_has_the_version_that_produced_it():
-    spans = [VersionSpan("a", 0, 2), VersionSpan("b", 2, 3)]
-    assert token_versions(Generation([1, 2, 3], [0, 0, 0], spans, "stop")) == ["a", "a", "b"]
+def test_a_group_is_as_old_as_its_oldest_token():
+    """Whatever was served when it was issued."""
+    assert [group.oldest_step for group in GROUPS] == [4, 3]
+    assert Group(0, 7, 9, [50], []).oldest_step == 9
+
+
+@dataclass
+class Piece:
+    """What a server sampled; all of it from one version."""
+
+    token_ids: list[int]
+    finish_reason: str
+    version: str = "r:b:1"
+
+    @property
+    def logprobs(self) -> list[float]:
+        return [-token / 10 for token in self.token_ids]
+
+    @property
+    def weight_versions(self) -> list:
+        return [VersionSpan(self.version, 0, len(self.token_ids))]
+
+
+def test_an_answer_grows_piece_by_piece():
+    """It is whole when it ended by itself or is as long as allowed; each token keeps its version."""
+    answer = Rollout(seed=3)
+    answer.extend(Piece([1, 2], "length"), max_tokens=6)
+    assert answer.finish_reason is None
+    answer.extend(Piece([3, 4], "length", "r:b:2"), max_tokens=6)
+    assert answer.versions == [("r:b:1", 0, 2), ("r:b:2", 2, 4)]
+    assert answer.finish_reason is None
+    ended, cut = deepcopy(answer), deepcopy(answer)
+    ended.extend(Piece([5], "stop"), max_tokens=6)
+    cut.extend(Piece([5, 6], "length"), max_tokens=6)
+    assert (ended.finish_reason, cut.finish_reason) == ("stop", "length")
+    assert cut.token_ids == [1, 2, 3, 4, 5, 6]
+    assert cut.logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])
