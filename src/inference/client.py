@@ -4,9 +4,11 @@ Imports neither torch nor vllm, so that any process can use it.
 """
 
 import asyncio
+import contextlib
 import json
 import os
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -15,6 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
+BUSY = (409, 429, 503)
+"""Status codes of a server that should be asked again later; 409: another update of its weights is open."""
 
 
 class ServerUnavailable(RuntimeError):
@@ -23,6 +27,10 @@ class ServerUnavailable(RuntimeError):
 
 class WeightsRefused(ValueError):
     """The server refused the pushed weights; it goes on with the ones that it had."""
+
+
+class StaleServer(RuntimeError):
+    """A server samples from other weights than it was given, however often it is given them."""
 
 
 class Unauthorized(RuntimeError):
@@ -61,6 +69,7 @@ class ServerStatus:
     epoch: str
     model: str
     paused: bool
+    max_num_seqs: int
     vllm_version: str
 
 
@@ -98,16 +107,27 @@ class InferenceClient:
         url: Such as `http://127.0.0.1:8000`.
         token: The server's token; default: `token_for(url)`, looked up when it is first needed.
         timeout: Longest wait for one answer, in seconds.
+        timeout_setting: What a user sets to wait longer, for the message.
         retry_for: How long an unreachable server is retried before `ServerUnavailable`, in seconds.
     """
 
-    def __init__(self, url: str, token: str | None = None, timeout: float = 600.0, retry_for: float = 30.0):
+    def __init__(
+        self,
+        url: str,
+        token: str | None = None,
+        timeout: float = 600.0,
+        retry_for: float = 30.0,
+        timeout_setting: str = "--orchestrator.request-timeout",
+    ):
         self.url = url.rstrip("/")
+        self.timeout = timeout
+        self.timeout_setting = timeout_setting
         self.retry_for = retry_for
+        self._given_token = token
         self._token = token
         self._http = httpx.AsyncClient(
             base_url=self.url,
-            timeout=httpx.Timeout(timeout, connect=5.0, pool=None),
+            timeout=httpx.Timeout(None, connect=5.0),  # the rest is bounded as a whole, per call
             # The caller bounds concurrency; the server queues.
             limits=httpx.Limits(max_connections=None, max_keepalive_connections=64),
             # A proxy from the environment must not come between two processes of one run.
@@ -149,9 +169,11 @@ class InferenceClient:
         Raises:
             ServerUnavailable: the server does not answer.
         """
-        return ServerStatus(**await self._request("GET", "/cairn/status"))
+        answer = await self._request("GET", "/cairn/status")
+        with self._expecting("a status", answer):
+            return ServerStatus(**answer)
 
-    async def update_weights(self, path: str | Path, version: str) -> None:
+    async def update_weights(self, path: str | Path, version: str) -> ServerStatus:
         """Load the weights in directory `path` (as the server sees it) and call them `version`.
 
         Requests in flight go on under the new weights. Returns when the server reports `version`. Pushing the
@@ -164,9 +186,12 @@ class InferenceClient:
         """
         body = {"path": os.path.abspath(path), "version": version}
         await self._request("POST", "/cairn/update_weights", body, protected=True)
-        reported = (await self.status()).weight_version
-        if reported != version:
-            raise ServerUnavailable(f"{self.url} reports weights {reported!r} after a push of {version!r}")
+        status = await self.status()
+        if status.weight_version != version:
+            raise ServerUnavailable(
+                f"{self.url} reports weights {status.weight_version!r} after a push of {version!r}"
+            )
+        return status
 
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight that the server computes with, by vLLM's name for it.
@@ -176,7 +201,8 @@ class InferenceClient:
             Unauthorized: the token is missing or wrong.
         """
         answer = await self._request("POST", "/weight_checker", {"action": "checksum"}, protected=True)
-        return answer["checksums"]
+        with self._expecting("checksums", answer):
+            return answer["checksums"]
 
     async def generate(
         self,
@@ -210,58 +236,106 @@ class InferenceClient:
         }
         body = {"token_ids": prompt_ids, "sampling_params": sampling}
         answer = await self._request("POST", "/inference/v1/generate", body)
-        return [
-            Generation(
-                token_ids=choice["token_ids"],
-                logprobs=[token["logprob"] for token in choice["logprobs"]["content"] or []],
-                weight_versions=[VersionSpan(**span) for span in choice["weight_versions"] or []],
-                finish_reason=choice["finish_reason"],
-            )
-            for choice in sorted(answer["choices"], key=lambda choice: choice["index"])
-        ]
+        with self._expecting(f"{n} choices", answer):
+            choices = sorted(answer["choices"], key=lambda choice: choice["index"])
+            if len(choices) != n:
+                raise ValueError(f"{len(choices)} choices")
+            return [_generation(choice) for choice in choices]
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, protected: bool = False
     ) -> dict[str, Any]:
         """One call, retried while the server is unreachable. All calls are safe to repeat."""
-        headers = {}
-        if protected:
-            self._token = self._token or token_for(self.url)
-            headers["Authorization"] = f"Bearer {self._token}"
         end = time.monotonic() + self.retry_for
         delay = 0.1
         while True:
             try:
-                response = await self._http.request(method, path, json=body, headers=headers)
-                if response.status_code != 503:
+                async with asyncio.timeout(self.timeout):
+                    response = await self._send(method, path, body, protected)
+                if response.status_code not in BUSY or time.monotonic() + delay > end:
                     return self._answer(response)
-                problem = "busy or starting (503)"
-            except (httpx.ReadTimeout, httpx.WriteTimeout) as error:
-                raise ServerUnavailable(f"{self.url}{path}: no answer in time ({error!r})") from error
+            except TimeoutError:
+                raise ServerUnavailable(
+                    f"{self.url}{path}: no answer within {self.timeout:g} s "
+                    f"({self.timeout_setting} allows more)"
+                ) from None
             except httpx.TransportError as error:
-                problem = str(error) or type(error).__name__
-            if time.monotonic() + delay > end:
-                raise ServerUnavailable(self._not_running(problem))
+                if time.monotonic() + delay > end:
+                    raise ServerUnavailable(self._not_running(str(error) or type(error).__name__)) from error
+            except httpx.HTTPError as error:
+                raise ServerUnavailable(f"{self.url}{path}: {error!r}") from error
             await asyncio.sleep(delay)
             delay = min(2 * delay, 2.0)
 
+    async def _send(
+        self, method: str, path: str, body: dict[str, Any] | None, protected: bool
+    ) -> httpx.Response:
+        """Ask once; with a token that was looked up and is refused, once more with a new one."""
+        if not protected:
+            return await self._http.request(method, path, json=body)
+        known = self._token is not None and self._given_token is None
+        while True:
+            self._token = self._token or token_for(self.url)
+            headers = {"Authorization": f"Bearer {self._token}"}
+            response = await self._http.request(method, path, json=body, headers=headers)
+            if response.status_code != 401 or not known:
+                return response
+            self._token, known = None, False  # the server may have been restarted with another
+
     def _answer(self, response: httpx.Response) -> dict[str, Any]:
         if response.status_code == 200:
-            return response.json()
+            with self._expecting("JSON", response.text):
+                return response.json()
         try:
             message = response.json()["error"]["message"]
         except (ValueError, KeyError, TypeError):
             message = response.text[:500]
         if response.status_code == 401:
-            self._token = None  # the server may have been restarted with another
+            self._token = self._given_token
             raise Unauthorized(f"{self.url}: {message}")
         if response.status_code == 422 and response.url.path == "/cairn/update_weights":
             raise WeightsRefused(message)
-        kind = ValueError if response.status_code < 500 else ServerUnavailable
+        if response.status_code == 404 and response.url.path.startswith("/cairn/"):
+            message = f"not a server that `inference` started: {message}"
+            raise ServerUnavailable(f"{response.url} answered 404: {message}")
+        bad_request = response.status_code < 500 and response.status_code not in BUSY
+        kind = ValueError if bad_request else ServerUnavailable
         raise kind(f"{response.url} answered {response.status_code}: {message}")
+
+    @contextlib.contextmanager
+    def _expecting(self, what: str, answer: Any) -> Iterator[None]:
+        """An answer that can't be read as `what` is the server's failure."""
+        try:
+            yield
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            shown = str(answer)[:200]
+            raise ServerUnavailable(
+                f"{self.url} answered with something else than {what} ({error!r}): {shown}"
+            ) from error
 
     def _not_running(self, problem: str) -> str:
         return (
             f"no inference server at {self.url} ({problem}); start one with: uv run inference @ infer.toml "
             "(--host and --port set its address)"
         )
+
+
+def _generation(choice: dict[str, Any]) -> Generation:
+    """A choice of the server's answer.
+
+    Raises:
+        ValueError, KeyError, TypeError: it is not whole: a token lacks its logprob or its version.
+    """
+    token_ids = choice["token_ids"]
+    logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
+    spans = [VersionSpan(**span) for span in choice["weight_versions"] or []]
+    if len(logprobs) != len(token_ids):
+        raise ValueError(f"{len(logprobs)} logprobs of {len(token_ids)} tokens")
+    covered = 0
+    for span in spans:
+        if span.start != covered:
+            raise ValueError(f"no weight version of token {covered}")
+        covered = span.end
+    if covered != len(token_ids):
+        raise ValueError(f"weight versions of {covered} tokens out of {len(token_ids)}")
+    return Generation(token_ids, logprobs, spans, choice["finish_reason"])

@@ -55,6 +55,7 @@ class CairnRoutes:
         assert engine_client is not None  # "generate" is required
         self._engine = engine_client
         self._model = args.model
+        self._max_num_seqs = args.max_num_seqs
 
     async def require_token(self, request: Request) -> None:
         """Dependency: 401 unless the request carries `Authorization: Bearer <token>`."""
@@ -67,13 +68,14 @@ class CairnRoutes:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def status(self) -> dict[str, str | bool]:
+    async def status(self) -> dict[str, str | bool | int]:
         """Version of the weights, and what identifies this start of the server."""
         return {
             "weight_version": await self._engine.get_weight_version(),
             "epoch": self._epoch,
             "model": self._model,
             "paused": await self._engine.is_paused(),
+            "max_num_seqs": self._max_num_seqs,
             "vllm_version": vllm.__version__,
         }
 

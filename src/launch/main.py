@@ -104,7 +104,7 @@ def answer(run: Callable[[], int]) -> int:
 def _is_readable(error: Exception) -> bool:
     """Whether the error's message says all that a user needs."""
     from cairn.checkpoint.manifest import CheckpointError
-    from cairn.inference.client import ServerUnavailable, Unauthorized, WeightsRefused
+    from cairn.inference.client import ServerUnavailable, StaleServer, Unauthorized, WeightsRefused
     from cairn.launch.process import RoleFailed
     from cairn.orchestrator.environments import BadEnvironment
     from cairn.orchestrator.rollouts import StalePolicy
@@ -117,6 +117,7 @@ def _is_readable(error: Exception) -> bool:
         RoleFailed,
         ServerUnavailable,
         StalePolicy,
+        StaleServer,
         Unauthorized,
         WeightsRefused,
     )

@@ -1,0 +1,545 @@
+"""A pool of inference servers: routing, retries, weights; and clients of servers that misbehave.
+
+The servers here speak the same routes as the real ones, and can be told to fail.
+"""
+
+import asyncio
+import contextlib
+import json
+import logging
+from collections.abc import AsyncIterator, Callable, Coroutine
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cairn.inference.client import InferenceClient, ServerUnavailable, StaleServer, WeightsRefused
+from cairn.inference.pool import ServerPool, parse_urls
+
+Answer = tuple[int, Any]
+SAMPLING = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop_token_ids": []}
+
+
+class FakeServer:
+    """Answers as the real server does, at once or when told to; `fault` may answer in its stead.
+
+    A fault gets the path and body of a request and gives status and content, None to go on as usual, or
+    raises ConnectionResetError to hang up.
+    """
+
+    def __init__(self) -> None:
+        self.version, self.lives = "default", 0
+        self.pushed: list[str] = []
+        self.asked: list[int] = []
+        self.fault: Callable[[str, dict], Coroutine[Any, Any, Answer | None]] | None = None
+        self.gate = asyncio.Event()
+        self.gate.set()
+        self.port = 0
+        self._connections: set[asyncio.StreamWriter] = set()
+
+    async def start(self) -> None:
+        """Begin to listen, as a new server that has lost its weights."""
+        self.version = "default"
+        self.lives += 1
+        self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
+        self.port = self._server.sockets[0].getsockname()[1]
+
+    async def die(self) -> None:
+        """Cut all connections and listen no more."""
+        self._server.close()
+        for writer in set(self._connections):
+            writer.transport.abort()
+        await asyncio.sleep(0)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._connections.add(writer)
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                head = (await reader.readuntil(b"\r\n\r\n")).decode().lower()
+                size = int(head.partition("content-length: ")[2].partition("\r\n")[0] or 0)
+                body = json.loads(await reader.readexactly(size) or b"{}")
+                status, content = await self._answer(head.split()[1], body)
+                data = content.encode() if isinstance(content, str) else json.dumps(content).encode()
+                writer.write(f"HTTP/1.1 {status} x\r\nContent-Length: {len(data)}\r\n\r\n".encode() + data)
+                await writer.drain()
+        self._connections.discard(writer)
+        writer.close()
+
+    async def _answer(self, path: str, body: dict) -> Answer:
+        if self.fault and (answer := await self.fault(path, body)):
+            return answer
+        if path == "/cairn/update_weights":
+            self.version = body["version"]
+            self.pushed.append(self.version)
+        elif path == "/inference/v1/generate":
+            self.asked.append(body["token_ids"][0])
+            await self.gate.wait()
+            return 200, {"choices": self.choices(body)}
+        return 200, {
+            "weight_version": self.version,
+            "epoch": str(self.lives),
+            "model": "model",
+            "paused": False,
+            "max_num_seqs": 8,
+            "vllm_version": "0",
+        }
+
+    def choices(self, body: dict) -> list[dict]:
+        """What the real server answers: here the tokens are the prompt's first and the seed."""
+        sampling = body["sampling_params"]
+        return [
+            {
+                "index": i,
+                "token_ids": [body["token_ids"][0], sampling["seed"] + i],
+                "logprobs": {"content": [{"logprob": -1.0}] * 2},
+                "weight_versions": [{"version": self.version, "start": 0, "end": 2}],
+                "finish_reason": "length",
+            }
+            for i in range(sampling["n"])
+        ]
+
+
+@contextlib.asynccontextmanager
+async def servers(count: int, **options: Any) -> AsyncIterator[tuple[ServerPool, list[FakeServer]]]:
+    """A pool that looks often at its servers, which run."""
+    started = [FakeServer() for _ in range(count)]
+    for server in started:
+        await server.start()
+    urls = [server.url for server in started]
+    async with ServerPool(urls, **{"token": "t", "retry_for": 20, "look_every": 0.02, **options}) as pool:
+        await until(lambda: len(pool._members) == count and all(m.ready for m in pool._members.values()))
+        yield pool, started
+    for server in started:
+        await server.die()
+
+
+async def until(condition: Callable[[], Any]) -> None:
+    """Wait until something holds."""
+    async with asyncio.timeout(20):
+        while not condition():
+            await asyncio.sleep(0.005)
+
+
+def ask(pool: ServerPool, group: int, versions: tuple[str, ...] = ("v1",), n: int = 1) -> asyncio.Task:
+    return asyncio.create_task(pool.generate([group], affinity=group, versions=versions, n=n, **SAMPLING))
+
+
+def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
+    """Run an asynchronous test."""
+
+    def run(**fixtures: Any) -> None:
+        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
+
+    run.__doc__, run.__name__ = test.__doc__, test.__name__
+    run.__signature__ = __import__("inspect").signature(test)
+    return run
+
+
+# Routing
+
+
+@in_loop
+async def test_a_group_stays_on_one_server_and_groups_spread():
+    async with servers(3) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        for fake in fakes:
+            fake.gate.clear()
+        first = [ask(pool, group, n=2) for group in range(6)]
+        await until(lambda: sum(len(fake.asked) for fake in fakes) == 6)
+        assert sorted(len(fake.asked) for fake in fakes) == [2, 2, 2]
+        again = [ask(pool, group) for group in range(6)]
+        await until(lambda: sum(len(fake.asked) for fake in fakes) == 12)
+        for fake in fakes:
+            assert sorted(fake.asked[:2]) == sorted(fake.asked[2:])
+            fake.gate.set()
+        answers = [await answer for answer in first + again]
+        assert [a[0].token_ids for a in answers] == [[group, 3] for group in range(6)] * 2
+        assert [g.token_ids for g in answers[0]] == [[0, 3], [0, 4]]
+
+
+@in_loop
+async def test_a_group_leaves_a_server_that_is_full():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        for fake in fakes:
+            fake.gate.clear()
+        full = ask(pool, 0, n=8)  # as many as it runs at once
+        await until(lambda: fakes[0].asked + fakes[1].asked)
+        other = fakes[0] if fakes[1].asked else fakes[1]
+        more = ask(pool, 0)
+        await until(lambda: other.asked == [0])
+        for fake in fakes:
+            fake.gate.set()
+        await full
+        await more
+
+
+# Failure
+
+
+@in_loop
+async def test_requests_of_a_server_that_dies_are_answered_by_another():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        for fake in fakes:
+            fake.gate.clear()
+        asked = [ask(pool, group) for group in range(8)]
+        await until(lambda: all(len(fake.asked) == 4 for fake in fakes))
+        await fakes[0].die()
+        fakes[1].gate.set()
+        assert [(await answer)[0].token_ids[0] for answer in asked] == list(range(8))
+        metrics = pool.take_metrics()
+        assert (metrics["servers/requests"], metrics["servers/retries"]) == (8, 4)
+        assert metrics["servers/healthy"] == 1
+        # Back again it has lost its weights; it gets them before it generates.
+        await fakes[0].start()
+        fakes[0].gate.set()
+        await until(lambda: pool.take_metrics()["servers/healthy"] == 2)
+        assert fakes[0].pushed == ["v1", "v1"]
+
+
+@in_loop
+async def test_the_only_server_is_waited_for():
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        await fake.die()
+        asked = [ask(pool, group) for group in range(3)]
+        await asyncio.sleep(0.1)
+        await fake.start()
+        assert [(await answer)[0].weight_versions[0].version for answer in asked] == ["v1"] * 3
+
+
+@in_loop
+async def test_servers_that_stay_away_are_named_with_the_setting():
+    async with servers(2, retry_for=0.2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        for fake in fakes:
+            await fake.die()
+        with pytest.raises(ServerUnavailable, match="request-timeout") as caught:
+            await ask(pool, 0)
+        assert all(fake.url in str(caught.value) for fake in fakes)
+        with pytest.raises(ServerUnavailable, match="taken weights v2") as caught:
+            await pool.serve("/w", "v2")
+        assert all(fake.url in str(caught.value) for fake in fakes)
+
+
+@in_loop
+async def test_a_server_that_hangs_loses_its_requests_to_another():
+    async with servers(2, hangs_after=0.1) as (pool, fakes):
+        await pool.serve("/w", "v1")
+
+        async def hang(path: str, body: dict) -> None:
+            raise ConnectionResetError
+
+        fakes[0].gate.clear()
+        asked = [ask(pool, group) for group in range(4)]
+        await until(lambda: len(fakes[0].asked) == 2)
+        fakes[0].fault = hang  # new connections get nothing, the requests that are there hang
+        assert [(await answer)[0].token_ids[0] for answer in asked] == list(range(4))
+        assert len(fakes[1].asked) == 4
+
+
+async def error(path: str, body: dict) -> Answer | None:
+    return (500, {"error": {"message": "broken"}}) if path.endswith("generate") else None
+
+
+async def garbage(path: str, body: dict) -> Answer | None:
+    return (200, "<html>not JSON</html>") if path.endswith("generate") else None
+
+
+async def other_json(path: str, body: dict) -> Answer | None:
+    return (200, {"choices": [{"index": 0, "token_ids": [1]}]}) if path.endswith("generate") else None
+
+
+async def too_few(path: str, body: dict) -> Answer | None:
+    return (200, {"choices": []}) if path.endswith("generate") else None
+
+
+async def abort(path: str, body: dict) -> Answer | None:
+    if not path.endswith("generate"):
+        return None
+    choice = {"index": 0, "token_ids": [], "logprobs": None, "weight_versions": [], "finish_reason": "abort"}
+    return 200, {"choices": [choice]}
+
+
+async def lost_logprob(path: str, body: dict) -> Answer | None:
+    if not path.endswith("generate"):
+        return None
+    spans = [{"version": "v1", "start": 0, "end": 2}]
+    logprobs = {"content": [{"logprob": -1.0}]}
+    choice = {"index": 0, "token_ids": [1, 2], "logprobs": logprobs, "weight_versions": spans}
+    return 200, {"choices": [{**choice, "finish_reason": "stop"}]}
+
+
+async def hang_up(path: str, body: dict) -> Answer | None:
+    if path.endswith("generate"):
+        raise ConnectionResetError
+    return None
+
+
+async def silence(path: str, body: dict) -> Answer | None:
+    if path.endswith("generate"):
+        await asyncio.sleep(3600)
+    return None
+
+
+FAULTS = {
+    "error": (error, "answered 500: broken"),
+    "garbage": (garbage, "something else than JSON.*not JSON"),
+    "other JSON": (other_json, "something else than 1 choices"),
+    "too few": (too_few, "something else than 1 choices.*0 choices"),
+    "lost logprob": (lost_logprob, "1 logprobs of 2 tokens"),
+    "hang up": (hang_up, "no inference server at"),
+    "silence": (silence, "no answer within 0.3 s .--orchestrator.request-timeout"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_client_names_the_server_that_misbehaves(name: str):
+    fault, message = FAULTS[name]
+
+    async def main() -> None:
+        fake = FakeServer()
+        await fake.start()
+        fake.fault = fault
+        async with InferenceClient(fake.url, "t", timeout=0.3, retry_for=0) as client:
+            with pytest.raises(ServerUnavailable, match=message) as caught:
+                await client.generate([1], max_tokens=4, seed=1)
+        assert fake.url in str(caught.value)
+        await fake.die()
+
+    asyncio.run(main())
+
+
+@pytest.mark.parametrize("fault", [fault for fault, _ in FAULTS.values()] + [abort])
+def test_another_server_answers_for_one_that_misbehaves(fault: Any):
+    async def main() -> None:
+        async with servers(2, timeout=0.3) as (pool, fakes):
+            await pool.serve("/w", "v1")
+            fakes[0].fault = fault
+            answers = await asyncio.gather(*(ask(pool, group) for group in range(4)))
+            assert [answer[0].token_ids for answer in answers] == [[group, 3] for group in range(4)]
+            assert pool.take_metrics()["servers/retries"] >= 2
+
+    asyncio.run(main())
+
+
+@in_loop
+async def test_a_server_that_recovers_is_used_again():
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        fake.fault = error
+        answer = ask(pool, 0)
+        await until(lambda: pool.take_metrics()["servers/retries"])
+        fake.fault = None
+        assert (await answer)[0].token_ids == [0, 3]
+
+
+@in_loop
+async def test_a_bad_request_is_raised_at_once():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+
+        async def refuse(path: str, body: dict) -> Answer | None:
+            return (400, {"error": {"message": "too long"}}) if path.endswith("generate") else None
+
+        for fake in fakes:
+            fake.fault = refuse
+        with pytest.raises(ValueError, match="too long"):
+            await ask(pool, 0)
+        assert pool.take_metrics()["servers/retries"] == 0
+
+
+# Weights
+
+
+@in_loop
+async def test_wrong_weights_are_noticed_and_mended():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        fakes[0].version = "another run's"
+        answers = await asyncio.gather(*(ask(pool, group) for group in range(4)))
+        assert {answer[0].weight_versions[0].version for answer in answers} == {"v1"}
+        assert fakes[0].pushed == ["v1", "v1"]
+        assert fakes[1].pushed == ["v1"]
+
+
+@in_loop
+async def test_a_server_that_stays_wrong_is_named():
+    async with servers(1) as (pool, (fake,)):
+
+        async def lie(path: str, body: dict) -> Answer | None:
+            if not path.endswith("generate"):
+                return None
+            choices = fake.choices(body)
+            choices[0]["weight_versions"][0]["version"] = "v7"
+            return 200, {"choices": choices}
+
+        await pool.serve("/w", "v1")
+        fake.fault = lie
+        with pytest.raises(StaleServer, match="'v7'") as caught:
+            await ask(pool, 0)
+        assert fake.url in str(caught.value)
+
+
+@in_loop
+async def test_refused_weights_are_raised():
+    async with servers(2) as (pool, fakes):
+
+        async def refuse(path: str, body: dict) -> Answer | None:
+            return (422, {"error": {"message": "NaN"}}) if path.endswith("update_weights") else None
+
+        fakes[1].fault = refuse
+        with pytest.raises(WeightsRefused, match="NaN"):
+            await pool.serve("/w", "v1")
+
+
+@in_loop
+async def test_a_server_that_fails_the_push_gets_it_again_before_it_generates():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        failures = 2
+
+        async def fail(path: str, body: dict) -> Answer | None:
+            nonlocal failures
+            if path.endswith("update_weights") and failures:
+                failures -= 1
+                return 500, {"error": {"message": "half-way"}}
+            return None
+
+        fakes[0].fault = fail
+        await pool.serve("/w", "v2")
+        assert fakes[1].version == "v2"
+        await until(lambda: fakes[0].version == "v2")
+        answers = await asyncio.gather(*(ask(pool, group, ("v2",)) for group in range(4)))
+        assert {answer[0].weight_versions[0].version for answer in answers} == {"v2"}
+
+
+@in_loop
+async def test_a_straggler_gets_no_request_for_weights_that_it_lacks():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        arrived = asyncio.Event()
+
+        async def slow(path: str, body: dict) -> Answer | None:
+            if path.endswith("update_weights"):
+                await arrived.wait()
+            return None
+
+        fakes[0].fault = slow
+        await pool.serve("/w", "v2")
+        await asyncio.gather(*(ask(pool, group, ("v2",)) for group in range(4)))
+        assert (len(fakes[0].asked), len(fakes[1].asked)) == (0, 4)
+        await asyncio.gather(*(ask(pool, group, ("v1", "v2")) for group in range(10, 14)))
+        assert fakes[0].asked
+        arrived.set()
+        await until(lambda: fakes[0].version == "v2")
+
+
+@in_loop
+async def test_metrics_count_bytes_seconds_and_idleness(tmp_path: Path):
+    (tmp_path / "model.safetensors").write_bytes(b"x" * 1000)
+    async with servers(2) as (pool, fakes):
+        await pool.serve(tmp_path, "v1")
+        metrics = pool.take_metrics()
+        assert metrics["weights/bytes"] == 2000
+        assert metrics["weights/seconds"] > 0
+        for fake in fakes:
+            fake.gate.clear()
+        asked = ask(pool, 0)
+        await until(lambda: fakes[0].asked or fakes[1].asked)
+        assert pool.take_metrics()["servers/idle_seconds"] > 0
+        await asyncio.sleep(0.05)
+        assert pool.take_metrics()["servers/idle_seconds"] == 0
+        for fake in fakes:
+            fake.gate.set()
+        await asked
+        assert pool.take_metrics()["weights/bytes"] == 0
+
+
+# Joining and leaving
+
+
+@in_loop
+async def test_servers_join_and_leave_through_the_file(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    caplog.set_level(logging.ERROR)
+    file = tmp_path / "servers.json"
+    async with servers(1, servers_file=file) as (pool, (first,)):
+        await pool.serve("/w", "v1")
+        second = FakeServer()
+        await second.start()
+        first.gate.clear()
+        held = ask(pool, 0)
+        await until(lambda: first.asked)
+        file.write_text(json.dumps({"urls": [second.url]}))
+        await until(lambda: pool.urls == [second.url])
+        await ask(pool, 0)
+        assert (second.pushed, second.asked, first.asked) == (["v1"], [0], [0])
+        first.gate.set()
+        assert (await held)[0].token_ids == [0, 3]
+        await pool.serve("/w", "v2")
+        assert (first.version, second.version) == ("v1", "v2")
+
+        file.write_text("[1]")
+        await until(lambda: "1 is not a URL" in caplog.text)
+        await asyncio.sleep(0.1)
+        assert len(caplog.records) == 1
+        assert pool.urls == [second.url]
+
+        file.unlink()
+        await until(lambda: pool.urls == [first.url])
+        await ask(pool, 0, ("v2",))
+        assert first.version == "v2"
+        await second.die()
+
+
+@in_loop
+async def test_a_server_that_is_down_at_the_start_joins_later(caplog: pytest.LogCaptureFixture):
+    fake, late = FakeServer(), FakeServer()
+    for server in (fake, late):
+        await server.start()
+    await late.die()
+    async with ServerPool([fake.url, late.url], token="t", look_every=0.02) as pool:
+        await pool.wait_ready(10)
+        assert late.url in caplog.text
+        await pool.serve("/w", "v1")
+        await late.start()
+        await until(lambda: late.version == "v1")
+        await fake.die()
+        assert (await ask(pool, 0))[0].token_ids == [0, 3]
+    await late.die()
+
+
+@in_loop
+async def test_no_server_at_the_start_is_an_error_with_the_setting():
+    fake = FakeServer()
+    await fake.start()
+    await fake.die()
+    async with ServerPool([fake.url], token="t") as pool:
+        with pytest.raises(ServerUnavailable, match="server-timeout") as caught:
+            await pool.wait_ready(0.1)
+    assert fake.url in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("[", "Expecting"),
+        ("{}", "a JSON list of URLs"),
+        ("[]", "one at least"),
+        ('["127.0.0.1:8000"]', "'127.0.0.1:8000' is not a URL"),
+        ('["http://127.0.0.1:port"]', "not a URL"),
+    ],
+)
+def test_a_servers_file_that_makes_no_sense_is_refused(text: str, message: str):
+    with pytest.raises(ValueError, match=message):
+        parse_urls(text)
+
+
+def test_a_servers_file_may_be_a_list_or_an_object():
+    assert parse_urls('["http://a:1/", "http://b:2", "http://a:1"]') == ["http://a:1", "http://b:2"]
+    assert parse_urls('{"urls": ["https://a"]}') == ["https://a"]
