@@ -202,8 +202,15 @@ def whole_rows(run: Path, last: int) -> list[dict[str, Any]]:
 
 
 def untimed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without what differs from run to run: how long things took."""
-    return [{key: value for key, value in row.items() if not key.startswith("time/")} for row in found]
+    """Rows without what differs from run to run: how long things took, and what had to be done again."""
+    return [
+        {
+            key: value
+            for key, value in row.items()
+            if not key.startswith(("time/", "run/", "servers/", "weights/"))
+        }
+        for row in found
+    ]
 
 
 def step_folder(run: Path, step: int) -> Path:

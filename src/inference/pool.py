@@ -243,8 +243,8 @@ class ServerPool:
     def take_metrics(self) -> dict[str, float]:
         """What happened since the last call: requests, retries, weight updates, idleness.
 
-        `weights/bytes` is summed over servers, `weights/seconds` is the time that `serve` took;
-        `servers/idle_seconds` is the time in which no request was in flight at all.
+        `weights/bytes` is summed over servers, `time/push` is the time that `serve` took;
+        `time/server_idle` is the time in which no request was in flight at all.
         """
         return {
             "servers/healthy": sum(member.ready for member in self._members.values()),
@@ -522,9 +522,9 @@ class Counts:
         counts = {
             "servers/requests": self.requests,
             "servers/retries": self.retries,
-            "servers/idle_seconds": self._idle,
+            "time/server_idle": self._idle,
             "weights/bytes": self.push_bytes,
-            "weights/seconds": self.push_seconds,
+            "time/push": self.push_seconds,
         }
         self._clear()
         return counts

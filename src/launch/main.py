@@ -107,7 +107,6 @@ def _is_readable(error: Exception) -> bool:
     from cairn.inference.client import ServerUnavailable, StaleServer, Unauthorized, WeightsRefused
     from cairn.launch.process import RoleFailed
     from cairn.orchestrator.environments import BadEnvironment
-    from cairn.orchestrator.rollouts import StalePolicy
     from cairn.run.waiting import DeadlinePassed
 
     kinds = (
@@ -116,7 +115,6 @@ def _is_readable(error: Exception) -> bool:
         DeadlinePassed,
         RoleFailed,
         ServerUnavailable,
-        StalePolicy,
         StaleServer,
         Unauthorized,
         WeightsRefused,

@@ -52,19 +52,18 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
 
 def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirectory) -> int:
     """Ship batches until the trainer says that the run ends; returns the exit code."""
-    from cairn.inference.client import InferenceClient
+    from cairn.inference.pool import ServerPool
     from cairn.orchestrator.loop import Orchestrator
 
     async def serve() -> int:
-        servers = [
-            InferenceClient(url, timeout=config.request_timeout, retry_for=config.request_timeout)
-            for url in config.inference_url
-        ]
-        try:
-            await asyncio.gather(*(server.wait_ready(config.server_timeout) for server in servers))
+        async with ServerPool(
+            config.inference_url,
+            servers_file=run.servers,
+            timeout=config.request_timeout,
+            retry_for=config.request_timeout,
+        ) as servers:
+            await servers.wait_ready(config.server_timeout)
             return await Orchestrator(config, attempt, servers).run()
-        finally:
-            await asyncio.gather(*(server.close() for server in servers))
 
     state = "failed"
     run.set_role("orchestrator", "running")

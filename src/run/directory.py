@@ -67,6 +67,7 @@ class RunDirectory:
         self.batches = self.path / "batches"
         self.ledger = self.path / "ledger.sqlite"
         self.weights = self.path / "weights"
+        self.servers = self.path / "servers.json"
         self._stop = self.path / "stop.json"
 
     # The attempt, written by whoever launches the run and read by its roles.

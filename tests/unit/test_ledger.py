@@ -1,5 +1,6 @@
 """The ledger: every prompt's life survives any end of the process that writes it."""
 
+import itertools
 import sqlite3
 from dataclasses import replace
 from pathlib import Path
@@ -185,4 +186,4 @@ def test_a_snapshot_of_another_format_is_an_error(path: Path, tmp_path: Path):
 def test_ranges_hold_what_they_were_made_from(places: set[int]):
     ranges = to_ranges(places)
     assert [place for first, last in ranges for place in range(first, last + 1)] == sorted(places)
-    assert all(a[1] + 1 < b[0] for a, b in zip(ranges, ranges[1:], strict=False))
+    assert all(a[1] + 1 < b[0] for a, b in itertools.pairwise(ranges))
