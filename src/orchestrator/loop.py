@@ -10,6 +10,8 @@ import contextlib
 import json
 import logging
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -20,7 +22,7 @@ from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, t
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
 from cairn.run.batches import Batch, batch_path, write_batch
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed
@@ -90,6 +92,7 @@ class Orchestrator:
         self.shipped = max(self.progress)
         self._prompts = _Prompts(self.ledger)
         self._changed = asyncio.Event()
+        self._disk = ThreadPoolExecutor(1)
         self._dropped = 0
 
     def _whose_ledger(self) -> LedgerRun:
@@ -156,7 +159,12 @@ class Orchestrator:
             for task in unfinished:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
+            self._disk.shutdown()
             self.ledger.close()
+
+    async def _on_disk(self, write: Callable[..., None], *arguments: object) -> None:
+        """Do what waits for the disk, while prompts and answers go on; it is done when `run` returns."""
+        await asyncio.get_running_loop().run_in_executor(self._disk, write, *arguments)
 
     # Following the trainer: versions to the servers, parts to checkpoints.
 
@@ -170,10 +178,10 @@ class Orchestrator:
             message = await self._announcement(step + 1)
             while message is not None:  # whoever lags behind serves the newest only, but leaves out no save
                 step = message["version"]
-                if message["save"] and step in self.progress:
+                if message["save"]:
                     await self._save(step)
                 last = message["last"]
-                message = self.run_directory.announced_version(self.attempt, step + 1)
+                message = self._announced(step + 1)
             self.progress = {later: p for later, p in self.progress.items() if later >= step}
             self.ledger.fold(self.store.latest() or 0)
             serve = self._serve(self.run_directory.version_folder(step), step)
@@ -191,7 +199,7 @@ class Orchestrator:
             AttemptOver: another attempt of the run has begun.
         """
         deadline, checked = None, time.monotonic()
-        while (message := self.run_directory.announced_version(self.attempt, step)) is None:
+        while (message := self._announced(step)) is None:
             now = time.monotonic()
             if self.shipped < step:
                 deadline = None
@@ -210,6 +218,10 @@ class Orchestrator:
             await asyncio.sleep(POLL_SECONDS)
         return message
 
+    def _announced(self, step: int) -> dict | None:
+        """The announcement of version `step`; it can be there before its batch is noted as shipped."""
+        return self.run_directory.announced_version(self.attempt, step) if step <= self.shipped else None
+
     async def _serve(self, folder: Path, step: int) -> None:
         """Put the policy after `step` steps into every server; prompts may go there from then on."""
         fault_point("orchestrator.before_push")
@@ -225,8 +237,8 @@ class Orchestrator:
 
     async def _save(self, step: int) -> None:
         """Write the orchestrator's part of checkpoint `step`; the trainer commits it."""
-        progress = self.progress[step]
-        if self.store.has_part(step, "orchestrator", self.attempt.id):
+        progress = self.progress.get(step)
+        if progress is None or self.store.has_part(step, "orchestrator", self.attempt.id):
             return  # written by a process that died since
         problems = len(self.environment)
         epoch, position = divmod(progress.total_problems, problems)
@@ -250,7 +262,7 @@ class Orchestrator:
             fault_point("orchestrator.before_part")
             self.store.write_part(step, "orchestrator", files, self.attempt.id)
 
-        await asyncio.to_thread(write)
+        await self._on_disk(write)
 
     # Making batches: prompts to the servers, whole groups to the trainer.
 
@@ -324,12 +336,13 @@ class Orchestrator:
             "branch": self.attempt.branch,
             "attempt": self.attempt.id,
             "step": step,
+            "version": max((v for group in groups for v in group.versions), key=policy_step),
             "problems": list(problems.values()),
             "ledger": asdict(row),
             "temperature": self.config.sampling.temperature,
         }
         fault_point("orchestrator.before_ship")
-        await asyncio.to_thread(write_batch, batch_path(self.run_directory.batches, step), batch)
+        await self._on_disk(write_batch, batch_path(self.run_directory.batches, step), batch)
         fault_point("orchestrator.shipped")
         self.ledger.ship(row, problems)
         self.progress[step] = progress

@@ -103,8 +103,12 @@ class Group:
     @property
     def oldest_step(self) -> int:
         """Of the oldest policy that any of its tokens come from."""
-        versions = {version for rollout in self.rollouts for version, _, _ in rollout.versions}
-        return min(map(policy_step, versions), default=self.policy_step)
+        return min(map(policy_step, self.versions), default=self.policy_step)
+
+    @property
+    def versions(self) -> set[str]:
+        """The policy versions that its tokens come from."""
+        return {version for rollout in self.rollouts for version, _, _ in rollout.versions}
 
 
 def group_advantages(rewards: list[float], *, normalize: bool) -> list[float]:

@@ -1,0 +1,346 @@
+"""The orchestrator between servers and a trainer that are played here, in every order that they may act in.
+
+Whatever happens, each prompt is trained on once, and no token is older than allowed.
+"""
+
+import asyncio
+import contextlib
+import random
+import shutil
+import sqlite3
+from asyncio import FIRST_EXCEPTION
+from collections import Counter
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import pytest
+from runs import CONFIGS, REPOSITORY
+
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.config.model import ModelConfig
+from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from cairn.inference.client import Generation, VersionSpan
+from cairn.orchestrator.loop import Orchestrator
+from cairn.run.batches import Batch, batch_path
+from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.seeds import permutation
+
+MODEL = REPOSITORY / CONFIGS / "model"
+PROMPTS, SAMPLES, PROBLEMS, LONGEST = 3, 2, 10, 9
+ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
+ABOUT = {
+    "attempt": 1,
+    "parent": None,
+    "parts": ["trainer", "orchestrator"],
+    "world_size": 1,
+    "dtypes": {},
+    "metrics": {},
+    "versions": {},
+    "config_digest": "",
+}
+
+
+@dataclass
+class Servers:
+    """Answers after a random while, in pieces of the policies that are there meanwhile.
+
+    A token's id depends on the request's seed and its place alone, and answer lengths on the seed.
+    """
+
+    draw: random.Random
+    served: str = ""
+    asked: list[tuple[int, int, int]] = field(default_factory=list)
+    """Affinity, seed and tokens given, of each request."""
+    stuck: bool = False
+
+    async def serve(self, folder: str, version: str) -> None:
+        assert Path(folder).is_dir()
+        await self._while()
+        self.served = version
+
+    async def generate(self, prompt_ids: list[int], *, versions, n: int, seed: int, **sampling):
+        assert self.served, "asked before there was a policy"
+        self.asked.append((sampling["affinity"], seed, len(prompt_ids)))
+        while self.stuck:
+            await asyncio.sleep(0.001)
+        answers = [await self._answer(seed + i, sampling["max_tokens"]) for i in range(n)]
+        assert {span.version for answer in answers for span in answer.weight_versions} <= set(versions)
+        return answers
+
+    async def _answer(self, seed: int, max_tokens: int) -> Generation:
+        length = 1 + seed % LONGEST
+        tokens = [6 + (seed + place) % 26 for place in range(min(length, max_tokens))]
+        spans: list[VersionSpan] = []
+        for place in range(len(tokens)):
+            await self._while()
+            if spans and spans[-1].version == self.served:
+                spans[-1] = replace(spans[-1], end=place + 1)
+            else:
+                spans.append(VersionSpan(self.served, place, place + 1))
+        end = "stop" if length <= max_tokens else "length"
+        return Generation(tokens, [-0.5] * len(tokens), spans, end)
+
+    async def _while(self) -> None:
+        for _ in range(self.draw.choice((0, 0, 0, 1, 5))):
+            await asyncio.sleep(0)
+
+    def take_metrics(self) -> dict[str, float]:
+        return {}
+
+
+@dataclass
+class Trainer:
+    """Trains batches in order, which takes it a random while; `trained` are those of this attempt."""
+
+    run: RunDirectory
+    attempt: Attempt
+    last: int
+    draw: random.Random
+    save_every: int = 2
+    trained: list[Batch] = field(default_factory=list)
+
+    async def train(self) -> None:
+        """Announce the versions that were not announced yet, and commit checkpoints."""
+        store = CheckpointStore(self.run.checkpoints)
+        newest = max(self.run.announced_versions(self.attempt), default=self.attempt.start_step)
+        for step in range(newest + 1, self.last + 1):
+            while (batch := self.run.batch(self.attempt, step)) is None:
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(self.draw.choice((0, 0, 0.003, 0.01)))
+            self.trained.append(batch)
+            save = step % self.save_every == 0 or step == self.last
+            self.run.version_folder(step).mkdir(parents=True)
+            self.run.announce_version(self.attempt, step, save=save, last=step == self.last)
+            if save:
+                await self._commit(store, step)
+
+    async def _commit(self, store: CheckpointStore, step: int) -> None:
+        store.begin(step, ["trainer", "model"])
+        files = {f"model/{path.name}": path.read_bytes() for path in MODEL.iterdir()}
+        store.write_part(step, "trainer", {"trainer/state.json": b"{}", **files}, "t")
+        while not store.has_part(step, "orchestrator", self.attempt.id):
+            await asyncio.sleep(0.001)
+        about = {**ABOUT, "run_id": self.attempt.run_id, "branch": self.attempt.branch}
+        store.commit(step, {"trainer": "t", "orchestrator": self.attempt.id}, timeout=0.0, about=about)
+        self.run.forget_batches(step)
+
+
+@pytest.fixture(scope="module")
+def configuration() -> OrchestratorConfig:
+    """Of small batches over epochs that end in their middle, with answers that take up to three pieces."""
+    return OrchestratorConfig(
+        model=ModelConfig(name=str(MODEL)),
+        seed=3,
+        environment=EnvironmentConfig(args={"problems": PROBLEMS}),
+        sampling=SamplingConfig(max_tokens=LONGEST, chunk_tokens=4),
+        prompts_per_step=PROMPTS,
+        samples_per_prompt=SAMPLES,
+        max_in_flight=12,
+        version_timeout=20,
+        ckpt=CkptConfig(),
+    )
+
+
+def in_folder(config: OrchestratorConfig, folder: Path, steps: int, behind: int) -> OrchestratorConfig:
+    return config.model_copy(
+        update={"output_dir": str(folder), "max_steps": steps, "max_off_policy_steps": behind}
+    )
+
+
+def begin(config: OrchestratorConfig, attempt: Attempt) -> RunDirectory:
+    """The run directory of an attempt that starts now."""
+    run = RunDirectory(config.output_dir)
+    run.path.mkdir(exist_ok=True)
+    run.clear_weights()
+    run.begin(attempt)
+    return run
+
+
+async def see_through(
+    config: OrchestratorConfig, attempt: Attempt, trainer: Trainer, servers: Servers, deaths: list[float]
+) -> None:
+    """Run both to the end; the orchestrator dies after each of these seconds and is started again."""
+    training = asyncio.create_task(trainer.train())
+    try:
+        for seconds in [*deaths, 60.0]:
+            orchestrating = asyncio.create_task(Orchestrator(config, attempt, servers).run())
+            await asyncio.wait([orchestrating, training], timeout=seconds, return_when=FIRST_EXCEPTION)
+            if training.done():
+                training.result()
+            if orchestrating.done():
+                assert orchestrating.result() == trainer.last
+                break
+            orchestrating.cancel()
+            await asyncio.wait([orchestrating])
+        await asyncio.wait_for(training, 5)
+    finally:
+        training.cancel()
+        orchestrating.cancel()
+        await asyncio.wait([orchestrating, training])
+
+
+def places(batches: list[Batch]) -> list[int]:
+    """The places in the prompt order that the batches hold."""
+    spans = [span for batch in batches for span in batch.info["ledger"]["places"]]
+    return [place for first, last in spans for place in range(first, last + 1)]
+
+
+def assert_promises_kept(batches: list[Batch], behind: int, seed: int) -> None:
+    """Of batches 1, 2, ...: each prompt once, no token too old or from the future, rows as the batch is."""
+    assert [batch.info["step"] for batch in batches] == list(range(1, len(batches) + 1))
+    trained = places(batches)
+    assert len(trained) == len(set(trained)) == PROMPTS * len(batches)
+    for batch in batches:
+        row = batch.info["ledger"]
+        staleness = batch.info["step"] - 1 - row["oldest_step"]
+        assert 0 <= batch.metrics["staleness/mean"] <= batch.metrics["staleness/max"] == staleness <= behind
+        assert policy_step(batch.info["version"]) < batch.info["step"]
+        assert row["digest"] == batch.digest()
+        assert (row["samples"], len(batch.samples)) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES)
+        expected = [
+            permutation(PROBLEMS, seed, "prompt order", place // PROBLEMS)[place % PROBLEMS]
+            for place in places([batch])
+        ]
+        assert batch.info["problems"] == expected
+
+
+@pytest.mark.parametrize("seed", range(16))
+def test_each_prompt_is_trained_once_whoever_is_slow_and_whoever_dies(
+    configuration: OrchestratorConfig, tmp_path: Path, seed: int
+):
+    """The orchestrator is killed at random times."""
+    draw = random.Random(seed)
+    behind, deaths = seed % 4, [draw.uniform(0.001, 0.05) for _ in range(draw.randrange(4))]
+    config = in_folder(configuration, tmp_path / "run", 7, behind)
+    run = begin(config, ATTEMPT)
+    trainer = Trainer(run, ATTEMPT, 7, draw)
+    asyncio.run(see_through(config, ATTEMPT, trainer, Servers(draw), deaths))
+    assert_promises_kept(trainer.trained, behind, config.seed)
+    assert sorted(places(trainer.trained)) == list(range(7 * PROMPTS))  # none was left out, none put off
+
+
+async def for_a_while(
+    config: OrchestratorConfig, attempt: Attempt, trainer: Trainer, servers: Servers, seconds: float
+) -> None:
+    """Until both die, like in a power cut."""
+    with contextlib.suppress(TimeoutError):
+        await asyncio.wait_for(see_through(config, attempt, trainer, servers, []), seconds)
+
+
+def go_on(config: OrchestratorConfig, step: int, *, branch: str) -> Attempt:
+    """The next attempt of the run, from a checkpoint."""
+    store = CheckpointStore(Path(config.output_dir) / "checkpoints")
+    folder = str(store.folder(step)) if step else None
+    return replace(ATTEMPT, number=2, start_step=step, resume_from=folder, branch=branch)
+
+
+@pytest.mark.parametrize("loss", ["nothing", "ledger", "batches", "rewind"])
+@pytest.mark.parametrize("seed", range(6))
+def test_each_prompt_is_trained_once_when_everything_dies(
+    configuration: OrchestratorConfig, tmp_path: Path, seed: int, loss: str
+):
+    """The next attempt trains the batches after the newest checkpoint again, as they were.
+
+    Though the ledger or the batches are lost; from an older checkpoint it goes another way.
+    """
+    draw = random.Random(f"{seed} {loss}")
+    behind, seconds = seed % 3, draw.uniform(0.02, 0.15)
+    config = in_folder(configuration, tmp_path / "run", 8, behind)
+    run = begin(config, ATTEMPT)
+    first = Trainer(run, ATTEMPT, 8, draw)
+    asyncio.run(for_a_while(config, ATTEMPT, first, Servers(draw), seconds))
+    steps = CheckpointStore(run.checkpoints).steps()
+    start = (steps[:-1] if loss == "rewind" else steps)[-1:]
+    start_step = start[0] if start else 0
+    attempt = go_on(config, start_step, branch="branch_2" if loss == "rewind" else "branch_1")
+    if loss == "rewind":
+        CheckpointStore(run.checkpoints).set_aside_after(start_step, "aside")
+    run.set_batches_aside(Path(config.output_dir) / "aside", attempt)
+    if loss == "ledger":
+        for file in run.path.glob("ledger.sqlite*"):
+            file.unlink()
+    elif loss == "batches":
+        shutil.rmtree(run.batches, ignore_errors=True)
+    begin(config, attempt)
+    second = Trainer(run, attempt, 8, draw)
+    if start_step < 8:
+        asyncio.run(see_through(config, attempt, second, Servers(draw), []))
+    whole = first.trained[:start_step] + second.trained
+    assert_promises_kept(whole, behind, config.seed)
+    assert sorted(places(whole)) == list(range(8 * PROMPTS))
+    if loss in ("nothing", "ledger"):
+        again = {batch.info["step"]: batch.digest() for batch in second.trained}
+        assert all(again.get(b.info["step"], b.digest()) == b.digest() for b in first.trained)
+
+
+def run_through(config: OrchestratorConfig, randomness: int, deaths: list[float]) -> tuple[Trainer, Servers]:
+    draw = random.Random(randomness)
+    trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, config.max_steps, draw)
+    servers = Servers(draw)
+    asyncio.run(see_through(config, ATTEMPT, trainer, servers, deaths))
+    return trainer, servers
+
+
+def test_taking_turns_is_exact(configuration: OrchestratorConfig, tmp_path: Path):
+    """In synchronous mode the batches are the same to the bit, whatever the timing and who dies."""
+    calm, _ = run_through(in_folder(configuration, tmp_path / "calm", 6, 0), 1, [])
+    stormy, _ = run_through(in_folder(configuration, tmp_path / "stormy", 6, 0), 2, [0.02, 0.03, 0.01])
+    assert [batch.digest() for batch in stormy.trained] == [batch.digest() for batch in calm.trained]
+    assert {batch.metrics["staleness/max"] for batch in calm.trained} == {0}
+
+
+def test_generating_and_training_overlap(configuration: OrchestratorConfig, tmp_path: Path):
+    """With one step of staleness allowed, the next batch is there before the trainer is done with this."""
+    config = in_folder(configuration, tmp_path / "run", 6, 1)
+    run = begin(config, ATTEMPT)
+    ahead = []
+
+    class Slow(Trainer):
+        async def _commit(self, store: CheckpointStore, step: int) -> None:
+            await super()._commit(store, step)
+            await asyncio.sleep(0.05)
+            ahead.append(batch_path(run.batches, step + 1).exists())
+
+    trainer = Slow(run, ATTEMPT, 6, random.Random(0), save_every=1)
+    asyncio.run(see_through(config, ATTEMPT, trainer, Servers(random.Random(0)), []))
+    assert all(ahead[:-1])
+    assert_promises_kept(trainer.trained, 1, config.seed)
+
+
+def test_no_finished_answer_and_no_piece_is_asked_for_twice(
+    configuration: OrchestratorConfig, tmp_path: Path
+):
+    """An orchestrator that takes over asks for what is missing only, from the last whole piece on."""
+    config = in_folder(configuration, tmp_path / "run", 8, 0)
+    trainer, servers = run_through(config, 5, [0.03, 0.03, 0.03, 0.03])
+    times = Counter(servers.asked)
+    given_up = [request for request, count in times.items() if count > 1]
+    # At each death there may be as many requests under way as there are answers in flight.
+    assert sum(times[request] - 1 for request in given_up) <= 4 * PROMPTS * SAMPLES
+    prompts = {affinity: min(t for a, _, t in times if a == affinity) for affinity, _, _ in times}
+    assert any(tokens > prompts[affinity] for affinity, _, tokens in times), "no answer took several pieces"
+    assert len(trainer.trained) == 8
+
+
+def test_a_group_that_gets_too_old_is_dropped_and_asked_for_again(
+    configuration: OrchestratorConfig, tmp_path: Path
+):
+    """It is counted, and its prompt is still trained on once."""
+    config = in_folder(configuration, tmp_path / "run", 9, 1)
+
+    class OneIsSlow(Servers):
+        async def _answer(self, seed: int, max_tokens: int) -> Generation:
+            if len(self.asked) == 4:
+                await asyncio.sleep(0.2)
+            return await super()._answer(seed, max_tokens)
+
+    run = begin(config, ATTEMPT)
+    trainer = Trainer(run, ATTEMPT, 9, random.Random(0))
+    asyncio.run(see_through(config, ATTEMPT, trainer, OneIsSlow(random.Random(0)), []))
+    dropped = sum(batch.metrics["groups/dropped"] for batch in trainer.trained)
+    assert dropped >= 1
+    noted = sqlite3.connect(run.ledger).execute("SELECT reason FROM dropped").fetchall()
+    assert noted == [("stale",)] * dropped
+    assert_promises_kept(trainer.trained, 1, config.seed)
+    assert sorted(places(trainer.trained)) == list(range(9 * PROMPTS))
