@@ -180,6 +180,25 @@ def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, floa
     assert sums.maxima["mismatch/logprob_max"].item() == pytest.approx(max(gaps), rel=1e-5)
 
 
+@pytest.mark.parametrize("correction", ["truncate", "mask"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_older_policies_count_by_their_ratio(seed: int, correction: str):
+    """The gradient is that of plain policy gradient, weighted with a ratio that is bounded or left out."""
+    logprobs, micro = random_micro(seed)
+    config = PolicyLossConfig(correction=correction, ratio_min=0.8, ratio_max=1.3)
+    sums = PolicyLoss(config)(logprobs, micro)
+    sums.loss.backward()
+    gradient, bounded = torch.zeros(5, 12), 0
+    for row, place in micro.loss_mask[:, 1:].nonzero().tolist():
+        ratio = math.exp(logprobs[row, place].item() - micro.logprobs[row, place + 1].item())
+        weight = min(ratio, 1.3) if correction == "truncate" else ratio if 0.8 <= ratio <= 1.3 else 0.0
+        bounded += weight != ratio
+        gradient[row, place] = -weight * micro.advantages[row, place + 1].item()
+    torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
+    assert sums.means["ratio/clipped"].item() == bounded
+    assert 0 < bounded < int(micro.loss_mask[:, 1:].sum())
+
+
 def test_the_sft_loss_is_the_likelihood_of_what_is_learned():
     logprobs, micro = random_micro(0)
     sums = sft_loss(logprobs, micro)
