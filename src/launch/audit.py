@@ -4,9 +4,11 @@ They are read in this order, and whoever writes them writes in the other: a run 
 adds what a later one of them must hold.
 """
 
+import bisect
 import contextlib
 import itertools
 import json
+import math
 import sqlite3
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field
@@ -17,7 +19,7 @@ from urllib.parse import quote
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.cli import UsageError
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import Attempt, RunDirectory, policy_step
 from cairn.run.files import read_json
 from cairn.run.seeds import permutation
 
@@ -105,6 +107,7 @@ def audit(path: Path) -> Report:
         _check_records(store, manifests, rows, config, report)
     else:
         ledger = read_ledger(run.ledger)
+        _add_unnoted(ledger, run, attempt)
         _check_ledger(ledger, rows, manifests, attempt, report)
         _check_snapshots(store, manifests, ledger, report)
     return report
@@ -314,6 +317,8 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
     Raises:
         CheckpointError: it is missing, damaged, or of another format.
     """
+    from cairn.orchestrator.ledger import FORMAT  # not needed for other runs and commands
+
     if not path.exists():
         raise CheckpointError(f"{path}: there is no ledger, so what was trained can't be proved")
     mode = "immutable=1" if immutable else "mode=ro"
@@ -334,6 +339,8 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
             )
             tables["samples"] = [{**row, "versions": json.loads(row["versions"])} for row in samples]
         (run,) = tables["run"]
+        if run["format"] != FORMAT:
+            raise ValueError(f"it has format {run['format']}, this version of Cairn reads {FORMAT}")
         batches = {
             row["step"]: Batch(**{**row, "places": [(a, b) for a, b in json.loads(row["places"])]})
             for row in tables["batches"]
@@ -341,6 +348,19 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
     return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
+
+
+def _add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> None:
+    """Add the batch whose file is there and that the ledger does not know of: its note comes right after."""
+    step = max(ledger.batches, default=0) + 1
+    batch = run.batch(attempt, step)
+    if batch is None:
+        return
+    places = [(first, last) for first, last in batch.info["ledger"]["places"]]
+    ledger.batches[step] = Batch(**{**batch.info["ledger"], "places": places})
+    for group in ledger.groups:
+        if any(first <= group["place"] <= last for first, last in places):
+            group["batch"] = step
 
 
 def _check_ledger(
@@ -393,7 +413,11 @@ def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -
         for batch in ledger.batches.values()
         for first, last in batch.places
     ]
-    spans += [(g["place"], g["place"], "waiting", False) for g in ledger.groups if g["batch"] is None]
+    waiting = {group["place"] for group in ledger.groups if group["batch"] is None}
+    spans += [(place, place, "waiting", False) for place in waiting]
+    shipped = sorted((first, last) for first, last, _, _ in spans)
+    again = {row["place"] for row in ledger.dropped} - waiting  # the prompt is about to be issued again
+    spans += [(place, place, "dropped", False) for place in again if not _in_ranges(place, shipped)]
     end, owner = -1, ""
     for first, last, name, trained in sorted(spans):
         if first <= end:
@@ -416,6 +440,12 @@ def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -
         ).dropped
         dropped[row["reason"]] = dropped.get(row["reason"], 0) + 1
     report.epochs = [epochs[number] for number in sorted(epochs)]
+
+
+def _in_ranges(place: int, ranges: list[tuple[int, int]]) -> bool:
+    """Whether `place` is in one of the sorted ranges."""
+    i = bisect.bisect_right(ranges, (place, math.inf))
+    return i > 0 and ranges[i - 1][1] >= place
 
 
 def _per_epoch(first: int, last: int, problems: int) -> Iterator[tuple[int, int]]:
@@ -450,7 +480,7 @@ def _check_groups(ledger: LedgerContent, report: Report) -> None:
             report.broken("batch", f"prompt {place} was shipped in batch {step}, which lacks it", group)
         wanted = ledger.run["samples_per_prompt"]
         whole = [sample for sample in answers.get(place, []) if _is_whole(sample)]
-        if len(whole) < wanted:
+        if len(whole) < wanted and group["prompt_ids"] is not None:  # else all that is left is the batch
             what = f"prompt {place} was shipped with {len(whole)} whole answers of {wanted}"
             report.broken("sample", what, *answers.get(place, []))
 
@@ -478,18 +508,16 @@ def _check_staleness(ledger: LedgerContent, report: Report) -> None:
     newest = max(ledger.batches, default=0)
     for sample in ledger.samples:
         step = steps.get(sample["place"])
-        policies = [_policy_step(version) for version, _, _ in sample["versions"]]
+        try:
+            policies = [policy_step(version) for version, _, _ in sample["versions"]]
+        except ValueError:
+            report.broken("version", f"prompt {sample['place']}: tokens of unknown weights", sample)
+            continue
         # A policy exists only once the batch that made it was shipped.
         first, last = (0, newest) if step is None else (step - 1 - allowed, step - 1)
-        if any(policy is None or not first <= policy <= last for policy in policies):
+        if any(not first <= policy <= last for policy in policies):
             what = f"prompt {sample['place']}, answer {sample['sample']}: tokens of policies {policies}"
             report.broken("version", f"{what}, allowed are {max(first, 0)} to {last}", sample)
-
-
-def _policy_step(version: Any) -> int | None:
-    """The optimiser steps behind a version's name (`Attempt.version`)."""
-    _, _, step = str(version).rpartition(":")
-    return int(step) if step.isdigit() else None
 
 
 def _check_snapshots(

@@ -6,25 +6,17 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.config.cli import UsageError
 from cairn.launch import main
 from cairn.launch.audit import Report, audit
+from cairn.orchestrator.ledger import FORMAT, SCHEMA
+from cairn.run.batches import Batch, Sample, batch_path, write_batch
 from cairn.run.seeds import permutation
 
-SCHEMA = """
-CREATE TABLE run (run_id TEXT, branch TEXT, format INTEGER, seed INTEGER, problems INTEGER,
-    prompts_per_step INTEGER, samples_per_prompt INTEGER, max_off_policy_steps INTEGER);
-CREATE TABLE groups (place INTEGER PRIMARY KEY, problem INTEGER, tries INTEGER, policy_step INTEGER,
-    batch INTEGER);
-CREATE TABLE samples (place INTEGER, sample INTEGER, seed INTEGER, token_ids TEXT, logprobs TEXT,
-    versions TEXT, text TEXT, reward REAL, finish_reason TEXT, PRIMARY KEY (place, sample));
-CREATE TABLE batches (step INTEGER PRIMARY KEY, places TEXT, samples INTEGER, tokens INTEGER, digest TEXT,
-    oldest_step INTEGER);
-CREATE TABLE dropped (place INTEGER, try INTEGER, reason TEXT, step INTEGER);
-"""
 RUN, BRANCH, SEED = "0badcafe", "branch_1", 7
 PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batch; answers; tokens in a batch
 LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on staleness
@@ -81,7 +73,7 @@ class Run:
         """Batches 1 to 7, of which 1 to 4 are safe in a checkpoint, and two more prompts that wait."""
         self.sql(SCHEMA)
         self.sql(
-            f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', 1, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG})"
+            f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG})"
         )
         for step in range(1, LAST + 2):
             places = json.dumps([[(step - 1) * EACH, step * EACH - 1]])
@@ -96,12 +88,12 @@ class Run:
         """A prompt with its answers, the second of which is not finished where no batch has it."""
         epoch, index = divmod(place, PROBLEMS)
         problem = permutation(PROBLEMS, SEED, "prompt order", epoch)[index]
-        self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 0, 0, {batch or 'NULL'})")
+        self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 1, 0, {batch or 'NULL'}, '[1]')")
         version = f"{RUN}:{BRANCH}:{place // EACH}"
         for sample in range(SAMPLES):
-            end = "0.5, 'stop'" if batch is not None or sample == 0 else "NULL, NULL"
+            end = "'stop', 'ab', 0.5" if batch is not None or sample == 0 else "NULL, '', NULL"
             spans = json.dumps([[version, 0, 2]])
-            values = f"{place}, {sample}, 1, '[5, 6]', '[-1.0, -2.0]', '{spans}', 'ab', {end}"
+            values = f"{place}, {sample}, 1, '[5, 6]', '[-1.0, -2.0]', '{spans}', {end}"
             self.sql(f"INSERT INTO samples VALUES ({values})")
 
     def sql(self, statement: str) -> None:
@@ -309,6 +301,35 @@ def test_batches_need_not_be_contiguous(run: Run):
     assert run.audit().violations == []
 
 
+def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
+    """Its file comes first: a trainer may be at work on it, or the orchestrator dead, when it is noted."""
+    run.sql(
+        "DELETE FROM batches WHERE step = 6 OR step = 7; UPDATE groups SET batch = NULL WHERE place >= 20"
+    )
+    assert {"batch", "version"} <= kinds(run.audit())
+    row = {"samples": EACH * SAMPLES, "tokens": TOKENS, "digest": "digest 6", "oldest_step": 4, "step": 6}
+    info = {"run_id": RUN, "branch": BRANCH, "ledger": row | {"places": [[20, 23]]}}
+    zeros = np.zeros(1, np.float32)
+    sample = Sample(np.array([1], np.int32), np.array([True]), zeros, zeros)
+    write_batch(batch_path(run.path / "batches", 6), Batch([sample], {}, info))
+    run.sql("DELETE FROM samples WHERE place >= 28")  # of policies that do not exist now
+    assert run.audit().violations == []
+
+
+def test_a_dropped_prompt_waits_to_be_issued_again(run: Run):
+    """So it is no hole; one that was issued since is counted once."""
+    run.sql("DELETE FROM groups WHERE place = 28; INSERT INTO dropped VALUES (28, 1, 'stale', 8)")
+    report = run.audit()
+    assert report.violations == []
+    assert (report.epochs[2].issued, report.epochs[2].waiting) == (10, 6)
+
+
+def test_a_prompt_of_which_only_the_batch_is_left(run: Run):
+    """A power cut may take rows of the ledger that the batch's file gives back in part."""
+    run.sql("UPDATE groups SET prompt_ids = NULL WHERE place = 21; DELETE FROM samples WHERE place = 21")
+    assert run.audit().violations == []
+
+
 def test_cut_samples_have_fewer_tokens(run: Run):
     """The trainer cuts what is longer than its rows, and says so."""
     for row in run.rows[2:]:
@@ -388,7 +409,10 @@ def test_a_jump_in_the_data_is_found(sft: Run, doctor: Callable[[list[dict]], ob
 def test_without_a_ledger_nothing_is_proved(run: Run):
     """Nor with a damaged one, or one of another format."""
     path = run.path / "ledger.sqlite"
-    run.sql("DROP TABLE batches")
+    run.sql("UPDATE run SET format = 1")
+    with pytest.raises(CheckpointError, match=f"format 1, this version of Cairn reads {FORMAT}"):
+        run.audit()
+    run.sql(f"UPDATE run SET format = {FORMAT}; DROP TABLE batches")
     with pytest.raises(CheckpointError, match=r"ledger.sqlite: .* of another format: no such table: batches"):
         run.audit()
     for leftover in run.path.glob("ledger.sqlite-*"):
