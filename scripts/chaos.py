@@ -3,14 +3,15 @@
 
 usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--folder DIR] [--json] [-- COMMAND...]
 
-COMMAND is `sft ...` or `rl ...` with flags of your own; it needs --ckpt.interval and finishes in a minute or so.
-Without one, short runs of configs/reverse_text take turns. Each run is disturbed one to three times: SIGKILL of any
-process at any time or at a named fault point, SIGSTOP, SIGTERM, a full disk, a power cut, a damaged checkpoint, a
-server that is slow, silent, failing, or has other weights. It then has to be as if nothing had happened:
-docs/recovery.md says what is checked. Run I of seed S is the same disasters every time: --first I --runs 1.
+COMMAND is `sft ...` or `rl ...` with flags of your own; it needs --ckpt.interval and should end in a minute
+or so. Without one, short runs of configs/reverse_text take turns. Each is disturbed one to three times:
+SIGKILL of any process at any time or at a named fault point, SIGSTOP, SIGTERM, a full disk, a power cut, a
+damaged checkpoint, a server that is slow, silent, failing, or has other weights. It then has to be as if
+nothing had happened: docs/recovery.md says what is checked. Run I of seed S meets the same disasters every
+time: --first I --runs 1.
 
-Prints each run, and at the end violations and goodput (the undisturbed run's time from its first step to its last,
-over the disturbed one's). Exit code 1 if there is a violation; the folders of such runs are kept.
+Prints each run, and at the end violations and goodput (the undisturbed run's time from its first step to its
+last, over the disturbed one's). Exit code 1 if there is a violation; the folders of such runs are kept.
 """
 
 import argparse

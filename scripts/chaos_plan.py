@@ -15,9 +15,10 @@ MOOD_SECONDS = (0.5, 4.0)
 class Disaster:
     """One accident.
 
-    kind: kill, pause, fault, stop (SIGTERM), power_cut (all processes at once), corrupt (a power cut that damages
-    the newest checkpoint), wrong_weights, or a mood of the proxy. `target`: the role, or the fault. It strikes
-    `after` seconds after `step` stands in metrics.jsonl; without a step, after the disaster before it.
+    kind: kill, pause, fault, stop (SIGTERM), power_cut (all processes at once), corrupt (a power cut that
+    damages the newest checkpoint), wrong_weights, or a mood of the proxy. `target`: the role, or the fault,
+    which strikes when its point is reached. Others strike `after` seconds after `step` stands in
+    metrics.jsonl; without a step, after the one before.
     """
 
     kind: str
@@ -27,6 +28,8 @@ class Disaster:
     seconds: float = 0.0
 
     def __str__(self) -> str:
+        if self.kind == "fault":
+            return f"fault {self.target}"
         when = "after the one before" if self.step is None else f"after step {self.step}"
         lasting = f" for {self.seconds:.2f} s" if self.seconds else ""
         return f"{self.kind} {self.target}".strip() + f"{lasting}, {self.after:.2f} s {when}"

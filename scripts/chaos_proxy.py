@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import sys
 import threading
 import time
 from collections import Counter
@@ -16,8 +17,8 @@ MOODS = ("slow", "errors", "drops", "silent")
 class Proxy:
     """Serves `target` on a port of loopback until it is closed.
 
-    mood: None passes everything on; slow answers late, errors answers 503 and 500, drops cuts connections in the
-    middle of answers, silent accepts requests and says nothing while the mood lasts.
+    mood: None passes everything on; slow answers late, errors answers 503 and 500, drops cuts connections in
+    the middle of answers, silent accepts requests and says nothing while the mood lasts.
     """
 
     def __init__(self, target: str):
@@ -32,8 +33,7 @@ class Proxy:
         class Handler(_Handler):
             owner = proxy
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
+        self._server = _Server(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
         threading.Thread(target=self._server.serve_forever, daemon=True).start()
 
@@ -46,6 +46,18 @@ class Proxy:
     def open(self, method: str, path: str, headers: dict[str, str], body: bytes):
         """The target's answer, to be read as it comes."""
         return self._http.stream(method, path, headers=headers, content=body)
+
+
+class _Server(ThreadingHTTPServer):
+    """One thread a connection; clients that are killed leave theirs in the middle."""
+
+    daemon_threads = True
+    request_queue_size = 256
+
+    def handle_error(self, *_: object) -> None:
+        """Say nothing of it, unless it is a mistake in here."""
+        if not isinstance(sys.exception(), OSError):
+            super().handle_error(*_)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -32,7 +32,7 @@ from cairn.run.metrics import MetricsLog
 DEADLINE = 300.0
 """Seconds that a run may take before it counts as hanging."""
 PATIENCE = 60.0
-"""Seconds that the rest of a run's processes have for ending; Ray's agents outlive a killed driver for long."""
+"""Seconds that what is left of a run has for ending by itself."""
 ROLE_PATIENCE = 5.0
 """Seconds that a disaster waits for its victim to be there."""
 STARTS = 8
@@ -41,6 +41,7 @@ EXIT_USAGE, EXIT_STOPPED = 2, 75
 MEASURED = ("time/", "run/", "servers/", "weights/")
 """Metrics that tell of times and of what had to be done again: these differ from run to run."""
 RAY_AGENT = ("Agent", "dashboard", "runtime_env")
+"""Processes of Ray that outlive a killed driver for a minute."""
 
 
 class Server:
@@ -78,7 +79,7 @@ class Server:
 class Task:
     """A configuration to run again and again.
 
-    proxy: between the run and its server, if it has one of its own choice; server: that, if it is the harness's.
+    proxy: between the run and its server, if that is not the run's own. server: that, if it is the harness's.
     """
 
     command: list[str]

@@ -2,9 +2,8 @@
 
 `CAIRN_FAULT=save.before_fsync:kill` kills the process that reaches the point of that name; `:ENOSPC`, `:EIO`
 and `:EACCES` make it fail there as the disk would. `save.write:kill@3` waits for the third time. Several,
-separated by commas, may be given. The setting outlives the process: to a role that is started again it happens
-again, unless CAIRN_FAULT_ONCE names a folder. Then a fault strikes only whoever removes the file of its name
-(`save.write:kill@3`) there, so once in all.
+separated by commas, may be given. A role that is started again inherits the setting; with CAIRN_FAULT_ONCE, a
+folder, a fault strikes only who can remove the file of its name (`save.write:kill@3`) there, so once in all.
 """
 
 import errno

@@ -72,9 +72,8 @@ class Run:
     def _make_ledger(self) -> None:
         """Batches 1 to 7, of which 1 to 4 are safe in a checkpoint, and two more prompts that wait."""
         self.sql(SCHEMA)
-        self.sql(
-            f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG})"
-        )
+        sizes = f"{FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG}"
+        self.sql(f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {sizes})")
         for step in range(1, LAST + 2):
             places = json.dumps([[(step - 1) * EACH, step * EACH - 1]])
             oldest = max(step - 1 - LAG, 0)
