@@ -256,6 +256,8 @@ def main() -> int:
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on the last line")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="sft or rl, after --")
     options = parser.parse_args()
+    if options.command and options.jobs > 1 and "inference-url" in " ".join(options.command):
+        return usage("--jobs: a server takes one run at a time")
     if options.runs < 1 or options.jobs < 1 or options.first < 0:
         return usage("--runs and --jobs take 1 or more, --first 0 or more")
     summary = Campaign(options).run()

@@ -1,7 +1,6 @@
 """Processes that the chaos harness has started, and theirs: found by a mark, and no others touched."""
 
 import contextlib
-import functools
 import os
 import secrets
 import signal
@@ -12,9 +11,13 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.run.lifetime import die_with
-
 MARK = "CAIRN_CHAOS"
+STARTER = """
+import os, sys
+from cairn.run.lifetime import die_with
+die_with(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
 REPOSITORY = Path(__file__).resolve().parents[1]
 
 
@@ -42,18 +45,18 @@ class Family:
         self._sessions: set[int] = set()
 
     def start(self, log: Path, command: list[str]) -> subprocess.Popen:
-        """Start a command of ours in a session of its own; it dies with this process."""
+        """Start a command of ours in a session of its own; it dies with the thread that calls this."""
         name, *arguments = command
+        executable = str(Path(sys.executable).parent / name)
         with open(log, "ab") as out:
             return subprocess.Popen(
-                [str(Path(sys.executable).parent / name), *arguments],
+                [sys.executable, "-c", STARTER, str(os.getpid()), executable, *arguments],
                 cwd=REPOSITORY,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
             )
 
     def processes(self) -> list[Process]:

@@ -9,7 +9,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import threading
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -29,7 +28,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import read_json
 from cairn.run.metrics import MetricsLog
 
-DEADLINE = 300.0
+DEADLINE = 600.0
 """Seconds that a run may take before it counts as hanging."""
 PATIENCE = 60.0
 """Seconds that what is left of a run has for ending by itself."""
@@ -54,10 +53,14 @@ class Server:
         self.family = Family({TOKEN_VARIABLE: token})
         self._process: subprocess.Popen | None = None
 
-    def start(self) -> None:
-        """Start it, if it is not there; returns when it is healthy."""
+    def launch(self) -> None:
+        """Start it, if it is not there; returns at once. It ends with the thread that calls this."""
         if self._process is None or self._process.poll() is not None:
             self._process = self.family.start(self.log, self.command)
+
+    def start(self) -> None:
+        """Start it, if it is not there; returns when it is healthy."""
+        self.launch()
         end = time.monotonic() + DEADLINE
         while not asyncio.run(self._healthy()):
             if self._process.poll() is not None or time.monotonic() > end:
@@ -176,7 +179,6 @@ class ChaosRun:
         self._later: list[tuple[float, Callable[[], None]]] = []
         self._down = False  # the whole command was killed, or asked to stop
         self._damage = False
-        self._threads: list[threading.Thread] = []
 
     def _environment(self) -> dict[str, str]:
         environment = {"CAIRN_FAULT_ONCE": str(self.once)}
@@ -265,8 +267,6 @@ class ChaosRun:
         for _, job in self._later:
             job()
         self._later.clear()
-        for thread in self._threads:
-            thread.join()
         self.family.kill()
         self.process.wait()
 
@@ -300,9 +300,7 @@ class ChaosRun:
             return True
         if kind == "kill" and disaster.target == "server":
             self.task.server.kill()
-            thread = threading.Thread(target=self.task.server.start)
-            thread.start()
-            self._threads.append(thread)
+            self.task.server.launch()
             return True
         victims = self._wait_for_victims(disaster.target)
         if not victims:
