@@ -24,7 +24,7 @@ class Proxy:
     def __init__(self, target: str):
         self.target = target
         self.mood: str | None = None
-        self.finished: Counter[bytes] = Counter()
+        self.finished: Counter[str] = Counter()
         """How often each request to generate was answered in full, by its body."""
         self._http = httpx.Client(base_url=target, timeout=600, trust_env=False)
         self._http.timeout = httpx.Timeout(600, connect=2, pool=None)
@@ -113,8 +113,7 @@ class _Handler(BaseHTTPRequestHandler):
                 if cut:
                     self.close_connection = True
                     return
+            if self.path == GENERATE and answer.status_code == 200 and b'"abort"' not in content:
+                with contextlib.suppress(ValueError):
+                    self.owner.finished[json.dumps(json.loads(body), sort_keys=True)] += 1
             self.wfile.write(b"0\r\n\r\n")
-            self.wfile.flush()
-        if self.path == GENERATE and answer.status_code == 200 and b'"abort"' not in content:
-            with contextlib.suppress(ValueError):
-                self.owner.finished[json.dumps(json.loads(body), sort_keys=True).encode()] += 1
