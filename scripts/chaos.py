@@ -95,6 +95,8 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
         sys.exit(usage("the command needs --ckpt.interval N, less than --max-steps: runs go on from there"))
     if config["ckpt"].get("resume") or config["ckpt"].get("resume_step"):
         sys.exit(usage("the command must not say --ckpt.resume: the harness does, after a disaster"))
+    if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
+        sys.exit(usage("the command must save all state, in its own folder: no --ckpt.dir, no weights only"))
     rl = command[0] == "rl"
     task = Task(command, Setting(config["max_steps"], interval, rl), token, server=server)
     if not rl:
