@@ -16,6 +16,7 @@ last, over the disturbed one's). Exit code 1 if there is a violation; the folder
 
 import argparse
 import json
+import os
 import queue
 import random
 import secrets
@@ -32,13 +33,13 @@ from pathlib import Path
 from typing import Any
 
 from chaos_plan import Setting, draw
-from chaos_processes import REPOSITORY
 from chaos_proxy import Proxy
 from chaos_run import ChaosRun, Result, Server, Task, remove, scratch
 
 from cairn.inference.client import Unauthorized, token_for
 from cairn.run.seeds import derive
 
+REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/reverse_text"
 SHORT = ["--max-steps", "10", "--ckpt.interval", "3", "--ckpt.keep-last", "2"]
 SFT = ["sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--data.batch-size", "192"]
@@ -124,9 +125,7 @@ def dry_run(command: list[str]) -> dict[str, Any]:
     executable = Path(sys.executable).parent / command[0]
     if command[0] not in ("sft", "rl") or not executable.exists():
         sys.exit(usage(f"{command[0]}: the command has to be sft or rl, with its flags"))
-    done = subprocess.run(
-        [str(executable), *command[1:], "--dry-run"], cwd=REPOSITORY, capture_output=True, text=True
-    )
+    done = subprocess.run([str(executable), *command[1:], "--dry-run"], capture_output=True, text=True)
     if done.returncode:
         sys.exit(usage(f"{shlex.join(command)}: {done.stderr.strip()}"))
     return json.loads(done.stdout)
@@ -151,6 +150,8 @@ class Campaign:
         self.options = options
         self.folder = Path(options.folder).absolute() if options.folder else scratch("chaos_")
         self.folder.mkdir(parents=True, exist_ok=True)
+        if any(self.folder.iterdir()):
+            sys.exit(usage(f"--folder {options.folder}: has to be empty, or not to be there yet"))
         self.violations: list[dict[str, Any]] = []
         self.goodputs: list[float] = []
         self.kills: Counter[str] = Counter()
@@ -170,9 +171,11 @@ class Campaign:
                 list(pool.map(self._one, runs))
         finally:
             while not self._benches.empty():
-                self._benches.get().close()
+                bench = self._benches.get()
+                bench.close()
+                remove(bench.folder)
         if not self.violations:
-            remove(self.folder)
+            self.folder.rmdir()
         return {
             "runs": options.runs,
             "seed": options.seed,
@@ -206,7 +209,7 @@ class Campaign:
         result = ChaosRun(task, [], folder, random.Random(0)).go()
         if result.violations:
             print(*result.violations, sep="\n", file=sys.stderr)
-            sys.exit(f"error: the command fails even undisturbed; see {folder}")
+            sys.exit("error: the command fails even undisturbed")
         print(f"undisturbed: {shlex.join(task.command)}: {result.seconds:.1f} s", flush=True)
         task.calm = result
 
@@ -262,7 +265,10 @@ def main() -> int:
         return usage("--jobs: a server takes one run at a time")
     if options.runs < 1 or options.jobs < 1 or options.first < 0:
         return usage("--runs and --jobs take 1 or more, --first 0 or more")
-    summary = Campaign(options).run()
+    campaign = Campaign(options)
+    if not options.command:
+        os.chdir(REPOSITORY)  # where the paths in its configurations begin
+    summary = campaign.run()
     if options.json:
         print(json.dumps(summary), flush=True)
     else:

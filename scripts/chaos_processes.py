@@ -18,7 +18,6 @@ from cairn.run.lifetime import die_with
 die_with(int(sys.argv[1]))
 os.execv(sys.argv[2], sys.argv[2:])
 """
-REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -51,7 +50,6 @@ class Family:
         with open(log, "ab") as out:
             return subprocess.Popen(
                 [sys.executable, "-c", STARTER, str(os.getpid()), executable, *arguments],
-                cwd=REPOSITORY,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,
                 stdout=out,

@@ -125,7 +125,9 @@ class Watch:
         """When each step stood in metrics.jsonl first."""
         self.latest = 0
         self.damaged: set[int] = set()
-        """Checkpoints that the harness itself has damaged."""
+        """Checkpoints that the harness itself has damaged, as long as they are there."""
+        self.fell_back = False
+        """Whether the run had to go on from an older checkpoint than the newest."""
 
     def look(self) -> None:
         """To be called as often as can be."""
@@ -144,6 +146,7 @@ class Watch:
         if latest > self.latest:
             self.result.save_lag = max(self.result.save_lag, step - latest)
         self.latest = latest
+        self.damaged = {step for step in self.damaged if self.store.exists(step)}
 
     def _check(self, step: int, *, content: bool) -> None:
         try:
@@ -375,6 +378,7 @@ class ChaosRun:
         content[self.chance.randrange(len(content))] ^= 0xFF
         path.write_bytes(content)
         self.watch.damaged.add(store.latest())
+        self.watch.fell_back = True
 
     # Promises
 
@@ -438,7 +442,7 @@ class ChaosRun:
         """At most an interval and one step, or as many as are done while a checkpoint is written."""
         calm_lag = self.task.calm.save_lag if self.task.calm else 0
         most = self.task.setting.interval + max(1, calm_lag, self.result.save_lag)
-        if self.watch.damaged:
+        if self.watch.fell_back:
             most += self.task.setting.interval
         for steps in self.result.recomputed:
             if steps > most:

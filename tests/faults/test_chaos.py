@@ -7,7 +7,7 @@ from runs import CONFIGS, Server, Shell
 
 pytestmark = pytest.mark.timeout(900)
 
-SEED, RUNS = 5, 3
+SEED, RUNS = 11, 3
 
 
 def test_runs_keep_their_promises_through_disasters(shell: Shell, server: Server):
