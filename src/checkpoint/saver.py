@@ -52,6 +52,10 @@ class SaveFailed(CheckpointError):
     """A save failed; no step was committed for it and none was harmed."""
 
 
+class WriterDied(SaveFailed):
+    """The process that writes was killed or crashed; another start of the trainer may well succeed."""
+
+
 class Saver:
     """Saves one rank's part of checkpoints; rank 0 also commits them.
 
@@ -151,7 +155,8 @@ class Saver:
         """
         if self._error is not None:
             error, self._error = self._error, None
-            raise SaveFailed(f"saving failed: {error}") from error
+            kind = WriterDied if isinstance(error, WriterDied) else SaveFailed
+            raise kind(f"saving failed: {error}") from error
         done, self._done = self._done, []
         return done
 
@@ -318,11 +323,12 @@ class _Arena:
         """Wait until the writer is done.
 
         Raises:
-            SaveFailed: it failed, or died.
+            SaveFailed: it failed.
+            WriterDied: it is gone.
         """
         line = self._writer.stdout.readline()
         if not line:
-            raise SaveFailed(f"the writer died (exit code {self._writer.wait()})")
+            raise WriterDied(f"the writer died (exit code {self._writer.wait()})")
         answer = json.loads(line)
         if "error" in answer:
             raise SaveFailed(answer["error"])
@@ -343,7 +349,7 @@ class _Arena:
             self._writer.stdin.write((json.dumps(message) + "\n").encode())
             self._writer.stdin.flush()
         except BrokenPipeError:
-            raise SaveFailed(f"the writer died (exit code {self._writer.wait()})") from None
+            raise WriterDied(f"the writer died (exit code {self._writer.wait()})") from None
 
 
 def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:

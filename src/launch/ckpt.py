@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 from rich.table import Table
 
@@ -19,6 +20,7 @@ from cairn.checkpoint.retention import pins, read_steps, reasons_to_keep, set_pi
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import UsageError
+from cairn.launch.audit import Report, audit
 from cairn.run.files import read_json, sync, write_atomic
 
 
@@ -62,6 +64,8 @@ def run() -> int:
     fork = add("fork", "start another run's folder from a checkpoint", _fork)
     fork.add_argument("step", type=Path, help="a step_N")
     fork.add_argument("output_dir", type=Path, help="the new run's folder, which has no checkpoints yet")
+    proof = add("audit", "prove what a run was trained on; exit code 1 on a violation", _audit)
+    proof.add_argument("run", type=Path, help="a run's folder; the run may be at work")
     arguments = parser.parse_args(sys.argv[1:])
     return arguments.action(arguments)
 
@@ -383,3 +387,43 @@ def _as_fork(manifest: Manifest) -> Manifest:
     parent = Origin(run_id=manifest.run_id, step=manifest.step)
     new = {"run_id": secrets.token_hex(4), "attempt": 0, "branch": "branch_1", "parent": parent}
     return manifest.model_copy(update=new)
+
+
+def _audit(arguments: argparse.Namespace) -> int:
+    report = audit(arguments.run)
+    if arguments.json:
+        _print_json(report.to_json())
+    else:
+        _print_audit(report)
+    return 0 if report.ok else 1
+
+
+def _print_audit(report: Report) -> None:
+    console = Console()
+    if report.last_step is not None:
+        console.print(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
+    if report.checkpoints:
+        console.print(f"checkpoints: {', '.join(map(str, report.checkpoints))}", highlight=False)
+    what = "records" if report.command == "sft" else "prompts"
+    table = Table("epoch", what, "issued", "trained", "waiting", "dropped tries", "repeated", "missing")
+    for epoch in report.epochs:
+        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(epoch.dropped.items())) or "0"
+        numbers = (epoch.issued, epoch.trained, epoch.waiting)
+        size = "" if epoch.problems is None else str(epoch.problems)
+        lost = (str(epoch.repeated), str(epoch.missing))
+        table.add_row(str(epoch.epoch), size, *map(str, numbers), dropped, *lost)
+    if report.epochs:
+        console.print(table)
+    if report.staleness is not None:
+        console.print(f"staleness: at most {report.staleness} steps, {report.max_off_policy_steps} allowed")
+    for note in report.notes:
+        console.print(f"note: {note}", markup=False)
+    if report.ok:
+        console.print("no violation")
+        return
+    violations = Table("violation", "what", "rows")
+    for violation in report.violations:
+        rows = "\n".join(json.dumps(row) for row in violation.rows)
+        violations.add_row(violation.kind, escape(violation.what), escape(rows))
+    console.print(violations)
+    console.print(f"{len(report.violations)} violations")

@@ -81,7 +81,7 @@ def rl() -> int:
 
 
 def ckpt() -> int:
-    """`ckpt list|show|verify PATH`: look at checkpoints."""
+    """`ckpt list|show|verify|audit ... PATH`: look at checkpoints and runs."""
     from cairn.launch.ckpt import run
 
     return answer(run)

@@ -158,13 +158,17 @@ def _result(future: ray.ObjectRef, rank: int, log: Path) -> Outcome:
     """What a worker returned.
 
     Raises:
-        RoleFailed: it died, or raised an error.
+        WorkerDied: it died, or the process that writes its checkpoints did.
+        RoleFailed: it raised an error.
     """
     try:
         return ray.get(future)
     except ray.exceptions.RayTaskError as error:
+        from cairn.checkpoint.saver import WriterDied  # which imports torch
+
         cause = error.cause
-        raise RoleFailed(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
+        kind = WorkerDied if isinstance(cause, WriterDied) else RoleFailed
+        raise kind(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
     except ray.exceptions.RayError as error:
         reason = "" if isinstance(error, ray.exceptions.ActorDiedError) else f" ({type(error).__name__})"
         raise WorkerDied(f"trainer rank {rank} died{reason}; the end of {log}:\n{log_end(log)}") from None

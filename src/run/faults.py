@@ -2,7 +2,8 @@
 
 `CAIRN_FAULT=save.before_fsync:kill` kills the process that reaches the point of that name; `:ENOSPC`, `:EIO`
 and `:EACCES` make it fail there as the disk would. `save.write:kill@3` waits for the third time. Several,
-separated by commas, may be given.
+separated by commas, may be given. A role that is started again inherits the setting; with CAIRN_FAULT_ONCE, a
+folder, a fault strikes only who can remove the file of its name (`save.write:kill@3`) there, so once in all.
 """
 
 import errno
@@ -10,7 +11,10 @@ import os
 import signal
 
 POINTS = {
+    "trainer.batch_read": "each rank of an RL trainer, when it has read a step's batch",
+    "publish.begin": "each rank, before a policy version is written",
     "publish.before_announce": "trainer rank 0, when a policy version is written and nobody knows of it yet",
+    "publish.announced": "trainer rank 0, right after a policy version was announced",
     "orchestrator.finished_group": "orchestrator, when the last answer to a prompt is in the ledger",
     "orchestrator.before_ship": "orchestrator, before a batch's file is written",
     "orchestrator.shipped": "orchestrator, when a batch's file is written and the ledger does not say so yet",
@@ -51,9 +55,20 @@ def fault_point(name: str) -> None:
         if point != name:
             continue
         _reached[name] = _reached.get(name, 0) + 1
-        if _reached[name] != int(count or 1):
+        if _reached[name] != int(count or 1) or not _may_strike(fault):
             continue
         if action == "kill":
             os.kill(os.getpid(), signal.SIGKILL)
         number = getattr(errno, action)
         raise OSError(number, f"{os.strerror(number)} (CAIRN_FAULT={fault})")
+
+
+def _may_strike(fault: str) -> bool:
+    """Whether it has not struck another process already, where it is to strike once."""
+    folder = os.environ.get("CAIRN_FAULT_ONCE")
+    if folder:
+        try:
+            os.unlink(os.path.join(folder, fault))
+        except FileNotFoundError:
+            return False
+    return True

@@ -36,6 +36,7 @@ class RLData:
             whom=f"the orchestrator's batch {step}",
             setting="--trainer.batch-timeout",
         )
+        fault_point("trainer.batch_read")
         self.position += len(batch.samples)
         return batch
 
@@ -62,6 +63,7 @@ class VersionPublisher:
         A version is written once, under a path of its own, and never changed: servers map the file. The
         orchestrator removes it when they have a newer one.
         """
+        fault_point("publish.begin")
         folder = self.run.version_folder(step)
         unfinished = folder.with_name(f".{folder.name}.tmp")
         if self.group.rank == 0:
@@ -74,3 +76,4 @@ class VersionPublisher:
             os.rename(unfinished, folder)
             fault_point("publish.before_announce")
             self.run.announce_version(self.attempt, step, save=save, last=last)
+            fault_point("publish.announced")

@@ -13,6 +13,7 @@ import toy
 from toy import INTERVAL, KILLED, LAST, SAVE_FAILED, Toy
 
 from cairn.checkpoint.store import verify
+from cairn.run import faults
 from cairn.run.faults import POINTS, fault_point
 
 ACTIONS = ("kill", "ENOSPC", "EIO", "EACCES")
@@ -35,9 +36,14 @@ STRIKES = {
 WRITERS = ("save.write", "save.before_fsync", "save.before_part")
 
 
+# Points that only a whole RL run reaches: scripts/chaos.py draws its faults from all points.
+OF_RL_RUNS = ("trainer.", "publish.", "orchestrator.")
+
+
 def test_every_fault_point_is_covered():
-    """A point that is added must be added here."""
-    assert STRIKES.keys() == POINTS.keys()
+    """A point that is added must be added here, unless only an RL run reaches it."""
+    assert STRIKES.keys() <= POINTS.keys()
+    assert all(point.startswith(OF_RL_RUNS) for point in POINTS.keys() - STRIKES.keys())
 
 
 @pytest.fixture(scope="module")
@@ -207,6 +213,20 @@ def test_a_fault_that_is_none_is_refused(monkeypatch: pytest.MonkeyPatch, value:
     monkeypatch.setenv("CAIRN_FAULT", value)
     with pytest.raises(ValueError, match="CAIRN_FAULT"):
         fault_point("commit.done")
+
+
+def test_a_fault_strikes_once(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Over all processes that inherit the setting, if a folder says which are still to strike."""
+    monkeypatch.setenv("CAIRN_FAULT", "commit.done:EIO,save.begin:ENOSPC")
+    monkeypatch.setenv("CAIRN_FAULT_ONCE", str(tmp_path))
+    (tmp_path / "commit.done:EIO").touch()
+    monkeypatch.setattr(faults, "_reached", {})
+    with pytest.raises(OSError, match=r"commit\.done:EIO"):
+        fault_point("commit.done")
+    assert list(tmp_path.iterdir()) == []
+    monkeypatch.setattr(faults, "_reached", {})  # as in the next process
+    fault_point("commit.done")
+    fault_point("save.begin")
 
 
 def test_without_the_switch_nothing_happens(monkeypatch: pytest.MonkeyPatch):

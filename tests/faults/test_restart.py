@@ -63,6 +63,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     assert "orchestrator died (exit code -9) and is started again" in finished.output
     assert untimed(whole_rows(stormy, 12)) == untimed(whole_rows(calm, 12))
     assert steps(stormy) == steps(calm) == [4, 8, 12]
+    assert '"ok": true' in shell.succeed("ckpt", "audit", stormy, "--json")
     for step in steps(calm):
         assert_same_bits(tensors(step_folder(stormy, step)), tensors(step_folder(calm, step)))
 
@@ -81,6 +82,7 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
     assert finished.code == 0, finished.output
     assert finished.output.count("is started again") == 2, finished.output
     assert untimed(whole_rows(run, 60)) == untimed(rows(trained)[:60])
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
 def kill_worker(command: Command) -> None:

@@ -148,6 +148,9 @@ def test_a_fork_is_a_run_of_its_own(ckpt, shell: Shell, run: Path, tmp_path: Pat
     assert_same_bits(tensors(step_folder(forked, 8)), tensors(step_folder(run, 8)))
     assert read(step_folder(forked, 8) / "manifest.json")["run_id"] == report["run_id"]
     assert steps(run) == [2, 4, 6, 8]
+    for audited, first in ((run, 1), (forked, 5)):
+        report = data(ckpt("audit", audited, "--json"))
+        assert (report["ok"], report["first_step"], report["last_step"]) == (True, first, 8)
 
 
 @pytest.mark.parametrize("command", ["list", "verify", "prune"])

@@ -332,6 +332,19 @@ def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(killed: Kille
     assert steps(killed.run)[-1] == 20
 
 
+def test_an_audit_finds_every_prompt_trained_once(
+    shell: Shell, halves: Halves, interrupted: Interrupted, killed: Killed
+):
+    """Over whatever happened to these runs: 20 batches, none repeated, none missing, none waiting."""
+    for run in (halves.run, interrupted.run, killed.run):
+        report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
+        assert report["ok"]
+        assert (report["first_step"], report["last_step"]) == (1, 20)
+        assert sum(epoch["trained"] for epoch in report["epochs"]) == 20 * PROMPTS
+        for epoch in report["epochs"]:
+            assert (epoch["waiting"], epoch["repeated"], epoch["missing"]) == (0, 0, 0)
+
+
 # A server of the run's own
 
 

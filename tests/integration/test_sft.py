@@ -125,6 +125,16 @@ def test_each_checkpoint_names_the_one_before_it(parts: Parts):
     assert [manifest["world_size"] for manifest in manifests] == [1, 1, 1]
 
 
+def test_an_audit_finds_nothing(shell: Shell, straight: Path, parts: Parts, rewound: "Rewound"):
+    """Neither in a run that went straight, nor in one of several parts, nor in one that went back."""
+    for run in (straight, parts.run, rewound.run):
+        report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
+        assert report["ok"]
+        assert (report["first_step"], report["last_step"]) == (1, 30 if run == rewound.run else 40)
+        assert sum(epoch["trained"] for epoch in report["epochs"]) == report["last_step"] * BATCH
+        assert {epoch["problems"] for epoch in report["epochs"]} == {RECORDS}
+
+
 def test_a_checkpoint_opens_in_transformers(straight: Path, data: Path):
     """`model/` is a plain Hugging Face directory: it has the loss that the next step began with."""
     folder = step_folder(straight, 20) / "model"

@@ -1,0 +1,114 @@
+"""Processes that the chaos harness has started, and theirs: found by a mark, and no others touched."""
+
+import contextlib
+import os
+import secrets
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+MARK = "CAIRN_CHAOS"
+STARTER = """
+import os, sys
+from cairn.run.lifetime import die_with
+die_with(int(sys.argv[1]))
+os.execv(sys.argv[2], sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process, told from a later one of the same id by when it started."""
+
+    pid: int
+    started: int
+    session: int
+    command: str
+
+
+class Family:
+    """A command and all that it starts: whoever has the mark in the environment, and their sessions' members.
+
+    (Ray's workers overwrite their environment, and stay in their driver's session.)
+    """
+
+    def __init__(self, environment: dict[str, str]):
+        self._mark = secrets.token_hex(8)
+        self.environment = {**os.environ, **environment, MARK: self._mark}
+        self._ours: set[tuple[int, int]] = set()
+        self._others: set[tuple[int, int]] = set()
+        self._sessions: set[int] = set()
+
+    def start(self, log: Path, command: list[str]) -> subprocess.Popen:
+        """Start a command of ours in a session of its own; it dies with the thread that calls this."""
+        name, *arguments = command
+        executable = str(Path(sys.executable).parent / name)
+        with open(log, "ab") as out:
+            return subprocess.Popen(
+                [sys.executable, "-c", STARTER, str(os.getpid()), executable, *arguments],
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def processes(self) -> list[Process]:
+        """Those that are alive."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit():
+                with contextlib.suppress(OSError):
+                    state, _, _, session, *rest = (entry / "stat").read_text().rpartition(")")[2].split()
+                    if state != "Z":
+                        found[int(entry.name), int(rest[15])] = int(session)
+        self._ours &= found.keys()
+        self._others &= found.keys()
+        for (pid, started), session in found.items():
+            if (pid, started) not in self._others | self._ours and self._is_marked(pid):
+                self._ours.add((pid, started))
+                self._sessions.add(session)
+        ours = []
+        for (pid, started), session in found.items():
+            if (pid, started) in self._ours or session in self._sessions:
+                self._ours.add((pid, started))
+                ours.append(Process(pid, started, session, _command(pid)))
+            else:
+                self._others.add((pid, started))
+        self._sessions &= {process.session for process in ours}
+        return ours
+
+    def _is_marked(self, pid: int) -> bool:
+        try:
+            return f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
+        except OSError:
+            return False
+
+    def named(self, name: str) -> list[Process]:
+        """Those whose command line has `name` in it."""
+        return [process for process in self.processes() if name in process.command]
+
+    def kill(self, deadline: float = 20.0) -> None:
+        """End them all at once."""
+        end = time.monotonic() + deadline
+        while (alive := self.processes()) and time.monotonic() < end:
+            send(signal.SIGKILL, alive)
+            time.sleep(0.02)
+
+
+def send(number: int, processes: Iterable[Process]) -> None:
+    """Send a signal to processes of a family."""
+    for process in processes:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(process.pid, number)
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace").replace("\0", " ").strip()
+    except OSError:
+        return ""

@@ -1,0 +1,545 @@
+"""`ckpt audit`: what a run has trained on, proved from its manifests, its metrics and its ledger.
+
+They are read in this order, and whoever writes them writes in the other: a run that goes on meanwhile only
+adds what a later one of them must hold.
+"""
+
+import bisect
+import contextlib
+import itertools
+import json
+import math
+import sqlite3
+from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.cli import UsageError
+from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.files import read_json
+from cairn.run.seeds import permutation
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that was broken: what kind of promise, how, and the rows that show it."""
+
+    kind: str
+    what: str
+    rows: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Epoch:
+    """What became of the prompts (RL) or records (SFT) of one epoch."""
+
+    epoch: int
+    problems: int | None
+    issued: int = 0
+    trained: int = 0
+    waiting: int = 0
+    """Issued, finished or shipped, and not trained on yet."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Tries that were thrown away, by reason; the prompt itself is asked again."""
+    repeated: int = 0
+    missing: int = 0
+
+
+@dataclass
+class Report:
+    """What was found. `staleness`: the most steps between a token's policy and the one that it trained."""
+
+    run: str
+    command: str
+    first_step: int | None = None
+    last_step: int | None = None
+    checkpoints: list[int] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    staleness: int | None = None
+    max_off_policy_steps: int | None = None
+    violations: list[Violation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What can't be decided from what is left, and is no violation."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all promises were kept."""
+        return not self.violations
+
+    def broken(self, kind: str, what: str, *rows: Any) -> None:
+        """Add a violation."""
+        self.violations.append(Violation(kind, what, list(rows)))
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ok": self.ok, **asdict(self)}
+
+
+def audit(path: Path) -> Report:
+    """Check every promise that can be checked from what lies in a run directory; nothing is written.
+
+    Raises:
+        UsageError: it is no run directory.
+        CheckpointError: the run's ledger is missing or damaged.
+    """
+    try:
+        attempt = RunDirectory(path).attempt()
+        config = read_json(path / "config.json")
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: roles.json or config.json is damaged: {error!r}") from None
+    if attempt is None or config is None:
+        raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
+    run = RunDirectory(path, (config.get("ckpt") or {}).get("dir"))
+    report = Report(str(path), attempt.command)
+    store = CheckpointStore(run.checkpoints)
+    manifests = _read_manifests(store, report)
+    rows = _read_metrics(run.metrics.path, report)
+    _check_steps(rows, manifests, attempt, store, report)
+    _check_lineage(manifests, config, attempt, report)
+    _check_manifests(store, manifests, rows, report)
+    if attempt.command == "sft":
+        _check_records(store, manifests, rows, config, report)
+    else:
+        ledger = read_ledger(run.ledger)
+        _add_unnoted(ledger, run, attempt)
+        _check_ledger(ledger, rows, manifests, attempt, report)
+        _check_snapshots(store, manifests, ledger, report)
+    return report
+
+
+# Metrics
+
+
+def _read_metrics(path: Path, report: Report) -> list[Row]:
+    """The rows as they stand in the file; only the last line may have been cut short."""
+    lines = path.read_text().split("\n") if path.exists() else []
+    rows = []
+    for number, line in enumerate(lines, start=1):
+        try:
+            row = json.loads(line)
+            rows.append({**row, "step": int(row["step"])})
+        except (ValueError, KeyError, TypeError):
+            if number < len(lines):
+                report.broken("metrics", f"line {number} of metrics.jsonl is no row of a step", line)
+    return rows
+
+
+def _check_steps(
+    rows: list[Row],
+    manifests: dict[int, Manifest],
+    attempt: Attempt,
+    store: CheckpointStore,
+    report: Report,
+) -> None:
+    """Every step once, in order, from the run's start to at least its newest checkpoint."""
+    report.checkpoints = sorted(manifests)
+    numbers = [row["step"] for row in rows]
+    for before, after in itertools.pairwise(numbers):
+        if after <= before:
+            report.broken("metrics", f"step {after} stands after step {before} in metrics.jsonl", after)
+        elif after > before + 1:
+            missing = list(range(before + 1, after))
+            report.broken("metrics", f"metrics.jsonl misses steps {before + 1} to {after - 1}", *missing)
+    if numbers:
+        report.first_step, report.last_step = numbers[0], max(numbers)
+        if numbers[0] != 1 and not _starts_after(numbers[0] - 1, manifests, attempt, store):
+            report.broken("metrics", f"metrics.jsonl begins with step {numbers[0]}", numbers[0])
+    newest = max(manifests, default=0)
+    if newest > max(numbers, default=0) and not _starts_after(newest, manifests, attempt, store):
+        report.broken("metrics", f"step {newest} is a checkpoint and not in metrics.jsonl", newest)
+
+
+def _starts_after(
+    step: int, manifests: dict[int, Manifest], attempt: Attempt, store: CheckpointStore
+) -> bool:
+    """Whether the run is a fork of another from its step `step`."""
+    if attempt.start_step == step and attempt.resume_from:
+        resumed = Path(attempt.resume_from).parent
+        if resumed != store.root:
+            return True
+    parents = [manifest.parent for manifest in manifests.values() if manifest.parent]
+    run_ids = {manifest.run_id for manifest in manifests.values()}
+    return any(parent.step == step and parent.run_id not in run_ids for parent in parents)
+
+
+# Checkpoints
+
+
+def _read_manifests(store: CheckpointStore, report: Report) -> dict[int, Manifest]:
+    manifests = {}
+    for step in store.steps():
+        try:
+            manifests[step] = load_manifest(store.folder(step))
+        except CheckpointError as error:
+            if store.exists(step):  # and was not deleted just now
+                report.broken("manifest", str(error), step)
+    return manifests
+
+
+def _check_lineage(
+    manifests: dict[int, Manifest], config: dict[str, Any], attempt: Attempt, report: Report
+) -> None:
+    """Each checkpoint goes on from the one before it, the first from nothing or from another run."""
+    deletes = any((config.get("ckpt") or {}).get(rule) for rule in ("keep_last", "keep_best"))
+    before = None
+    for step, manifest in sorted(manifests.items()):
+        parent = manifest.parent
+        row = {"step": step, "run_id": manifest.run_id, "parent": parent and parent.model_dump()}
+        if manifest.run_id != attempt.run_id:
+            report.broken("lineage", f"step {step} is of run {manifest.run_id}, not {attempt.run_id}", row)
+        elif parent is None or parent.run_id != manifest.run_id:
+            if before is not None:
+                report.broken("lineage", f"step {step} does not go on from step {before}", row)
+        elif parent.step >= step or (before is not None and parent.step < before):
+            report.broken("lineage", f"step {step} goes on from step {parent.step}, not from {before}", row)
+        elif parent.step not in manifests and not deletes:
+            gone = f"step {step} goes on from step {parent.step}, which is gone"
+            report.notes.append(f"{gone}, and no rule of the run deletes it")
+        before = step
+
+
+def _check_manifests(
+    store: CheckpointStore, manifests: dict[int, Manifest], rows: list[Row], report: Report
+) -> None:
+    """What a checkpoint says of its step is what metrics.jsonl says, and what its state says."""
+    by_step = {row["step"]: row for row in rows}
+    for step, manifest in manifests.items():
+        row = by_step.get(step)
+        if row is None:
+            continue  # of a fork's start; others were found before
+        different = {
+            key: [value, row.get(key)]
+            for key, value in manifest.metrics.items()
+            if json.dumps(value) != json.dumps(row.get(key))  # NaN is NaN
+        }
+        if different:
+            report.broken("manifest", f"step {step}: manifest and metrics.jsonl differ", different)
+        if (state := _state(store, step, report)) is None:
+            continue
+        progress = state.get("progress", {})
+        wrong = {key: [value, row.get(key)] for key, value in progress.items() if value != row.get(key)}
+        if wrong:
+            report.broken("progress", f"step {step}: trainer/state.json and metrics.jsonl differ", wrong)
+
+
+def _state(store: CheckpointStore, step: int, report: Report) -> dict[str, Any] | None:
+    """The trainer's state of a step; None if it has none (weights only), or was deleted just now."""
+    try:
+        return read_json(store.folder(step) / "trainer" / "state.json")
+    except ValueError as error:
+        report.broken("progress", f"step {step}: trainer/state.json is damaged: {error}", step)
+        return None
+
+
+# SFT: the position in the data is the number of samples trained on
+
+
+def _check_records(
+    store: CheckpointStore,
+    manifests: dict[int, Manifest],
+    rows: list[Row],
+    config: dict[str, Any],
+    report: Report,
+) -> None:
+    """Each step takes up the data where the step before left it, so no record is left out or comes twice."""
+    states = [(step, state) for step in sorted(manifests) if (state := _state(store, step, report))]
+    records = next((state["data"]["records"] for _, state in states if state.get("data")), None)
+    before = None if report.first_step != 1 else {"step": 0, "total_samples": 0, "total_tokens": 0}
+    for row in rows:
+        if before is not None and row["step"] == before["step"] + 1:
+            of_step = next((state for step, state in states if step >= row["step"]), None)
+            recipe = of_step["config"] if of_step else config
+            _check_position(row, before, recipe["data"]["batch_size"], report)
+        if records and row["epoch"] != row["total_samples"] / records:
+            what = (
+                f"step {row['step']}: {row['total_samples']} samples of {records} are {row['epoch']} epochs"
+            )
+            report.broken("position", what, row)
+        before = row
+    if not rows:
+        return
+    total, counted = rows[-1]["total_samples"], 0
+    for number in itertools.count():
+        count = total - counted if records is None else min(records, total - counted)
+        report.epochs.append(Epoch(number, records, issued=count, trained=count))
+        counted += count
+        if counted >= total:
+            return
+
+
+def _check_position(row: Row, before: Row, batch_size: int, report: Report) -> None:
+    grown = row["total_samples"] - before["total_samples"]
+    if grown != batch_size:
+        what = f"step {row['step']}: total_samples grew by {grown}, and a batch has {batch_size}"
+        report.broken("position", what, before, row)
+    if row["total_tokens"] <= before["total_tokens"]:
+        report.broken("position", f"step {row['step']}: total_tokens did not grow", before, row)
+
+
+# RL: the ledger
+
+
+@dataclass(frozen=True)
+class Batch:
+    """A row of the ledger's table of batches; `places` are ranges, both ends included."""
+
+    step: int
+    places: list[tuple[int, int]]
+    samples: int
+    tokens: int
+    digest: str
+    oldest_step: int
+
+
+@dataclass(frozen=True)
+class LedgerContent:
+    """What an audit needs of a ledger, read at one moment."""
+
+    run: Row
+    groups: list[Row]
+    samples: list[Row]
+    batches: dict[int, Batch]
+    dropped: list[Row]
+
+
+def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
+    """Read a ledger, also while its run goes on.
+
+    Args:
+        immutable: nobody writes to it, and nothing may be written beside it, as in a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format.
+    """
+    from cairn.orchestrator.ledger import FORMAT  # not needed for other runs and commands
+
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no ledger, so what was trained can't be proved")
+    mode = "immutable=1" if immutable else "mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True)) as database:
+            database.row_factory = sqlite3.Row
+            database.execute("BEGIN")
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+            tables = {
+                name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
+                for name in ("run", "groups", "batches", "dropped")
+            }
+            samples = database.execute(
+                "SELECT place, sample, json_array_length(token_ids) AS tokens, "
+                "json_array_length(logprobs) AS logprobs, versions, reward, finish_reason FROM samples"
+            )
+            tables["samples"] = [{**row, "versions": json.loads(row["versions"])} for row in samples]
+        (run,) = tables["run"]
+        if run["format"] != FORMAT:
+            raise ValueError(f"it has format {run['format']}, this version of Cairn reads {FORMAT}")
+        batches = {
+            row["step"]: Batch(**{**row, "places": [(a, b) for a, b in json.loads(row["places"])]})
+            for row in tables["batches"]
+        }
+    except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
+    return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
+
+
+def _add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> None:
+    """Add the batch whose file is there and that the ledger does not know of: its note comes right after."""
+    step = max(ledger.batches, default=0) + 1
+    batch = run.batch(attempt, step)
+    if batch is None:
+        return
+    places = [(first, last) for first, last in batch.info["ledger"]["places"]]
+    ledger.batches[step] = Batch(**{**batch.info["ledger"], "places": places})
+    for group in ledger.groups:
+        if any(first <= group["place"] <= last for first, last in places):
+            group["batch"] = step
+
+
+def _check_ledger(
+    ledger: LedgerContent, rows: list[Row], manifests: dict[int, Manifest], attempt: Attempt, report: Report
+) -> None:
+    own = (ledger.run["run_id"], ledger.run["branch"])
+    if own != (attempt.run_id, attempt.branch):
+        what = f"the ledger is of {own}, the run is {(attempt.run_id, attempt.branch)}"
+        report.broken("ledger", what, ledger.run)
+    report.max_off_policy_steps = ledger.run["max_off_policy_steps"]
+    _check_batches(ledger, rows, report)
+    _check_places(ledger, max([report.last_step or 0, *manifests]), report)
+    _check_groups(ledger, report)
+    _check_staleness(ledger, report)
+
+
+def _check_batches(ledger: LedgerContent, rows: list[Row], report: Report) -> None:
+    """The trainer trained on exactly what the ledger says was shipped for the step."""
+    before: Row | None = {"step": 0, "total_samples": 0, "total_tokens": 0}
+    for row in rows:
+        batch = ledger.batches.get(row["step"])
+        if batch is None:
+            report.broken("batch", f"step {row['step']} was trained, and no batch was shipped for it", row)
+        else:
+            if row.get("batch/digest") != batch.digest:
+                what = f"step {row['step']} was trained on another batch than was shipped for it"
+                report.broken("batch", what, {"digest": row.get("batch/digest")}, asdict(batch))
+            if before is not None and row["step"] == before["step"] + 1:
+                samples = row["total_samples"] - before["total_samples"]
+                tokens = row["total_tokens"] - before["total_tokens"]
+                cut = row.get("cut_samples", 0) > 0 and tokens < batch.tokens
+                if samples != batch.samples or (tokens != batch.tokens and not cut):
+                    what = f"step {row['step']} counts {samples} samples with {tokens} tokens"
+                    report.broken("batch", f"{what}, and its batch has others", asdict(batch))
+        before = row
+
+
+def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -> None:
+    """Every place in the prompt order up to the newest issued is in one batch, or waits for one."""
+    problems = ledger.run["problems"]
+    epochs: dict[int, Epoch] = {}
+
+    def count(what: str, first: int, last: int) -> None:
+        for epoch, number in _per_epoch(first, last, problems):
+            entry = epochs.setdefault(epoch, Epoch(epoch, problems))
+            setattr(entry, what, getattr(entry, what) + number)
+
+    spans = [
+        (first, last, f"batch {batch.step}", batch.step <= trained_through)
+        for batch in ledger.batches.values()
+        for first, last in batch.places
+    ]
+    waiting = {group["place"] for group in ledger.groups if group["batch"] is None}
+    spans += [(place, place, "waiting", False) for place in waiting]
+    shipped = sorted((first, last) for first, last, _, _ in spans)
+    again = {row["place"] for row in ledger.dropped} - waiting  # the prompt is about to be issued again
+    spans += [(place, place, "dropped", False) for place in again if not _in_ranges(place, shipped)]
+    end, owner = -1, ""
+    for first, last, name, trained in sorted(spans):
+        if first <= end:
+            repeated = (first, min(last, end))
+            count("repeated", *repeated)
+            what = f"prompts {repeated[0]} to {repeated[1]} are in {owner} and again in {name}"
+            report.broken("repeated", what, list(repeated))
+        elif first > end + 1:
+            count("missing", end + 1, first - 1)
+            what = f"prompts {end + 1} to {first - 1} were issued and are neither trained nor waiting"
+            report.broken("missing", what, [end + 1, first - 1])
+        if last > end:
+            new = max(first, end + 1)
+            count("issued", new, last)
+            count("trained" if trained else "waiting", new, last)
+            end, owner = last, name
+    for row in ledger.dropped:
+        dropped = epochs.setdefault(
+            row["place"] // problems, Epoch(row["place"] // problems, problems)
+        ).dropped
+        dropped[row["reason"]] = dropped.get(row["reason"], 0) + 1
+    report.epochs = [epochs[number] for number in sorted(epochs)]
+
+
+def _in_ranges(place: int, ranges: list[tuple[int, int]]) -> bool:
+    """Whether `place` is in one of the sorted ranges."""
+    i = bisect.bisect_right(ranges, (place, math.inf))
+    return i > 0 and ranges[i - 1][1] >= place
+
+
+def _per_epoch(first: int, last: int, problems: int) -> Iterator[tuple[int, int]]:
+    """How many of the places `first` to `last` lie in which epoch."""
+    while first <= last:
+        epoch = first // problems
+        end = min(last, (epoch + 1) * problems - 1)
+        yield epoch, end - first + 1
+        first = end + 1
+
+
+def _check_groups(ledger: LedgerContent, report: Report) -> None:
+    """Prompts whose training is not safe yet: the right problem, and whole once they were shipped."""
+    orders: dict[int, list[int]] = {}
+    answers: dict[int, list[Row]] = {}
+    for sample in ledger.samples:
+        answers.setdefault(sample["place"], []).append(sample)
+    for group in ledger.groups:
+        place, step = group["place"], group["batch"]
+        epoch, index = divmod(place, ledger.run["problems"])
+        if epoch not in orders:
+            orders[epoch] = permutation(ledger.run["problems"], ledger.run["seed"], "prompt order", epoch)
+        if group["problem"] != orders[epoch][index]:
+            what = (
+                f"prompt {place} is problem {group['problem']}, the run's order says {orders[epoch][index]}"
+            )
+            report.broken("order", what, group)
+        if step is None:
+            continue
+        batch = ledger.batches.get(step)
+        if batch is None or not any(first <= place <= last for first, last in batch.places):
+            report.broken("batch", f"prompt {place} was shipped in batch {step}, which lacks it", group)
+        wanted = ledger.run["samples_per_prompt"]
+        whole = [sample for sample in answers.get(place, []) if _is_whole(sample)]
+        if len(whole) < wanted and group["prompt_ids"] is not None:  # else all that is left is the batch
+            what = f"prompt {place} was shipped with {len(whole)} whole answers of {wanted}"
+            report.broken("sample", what, *answers.get(place, []))
+
+
+def _is_whole(sample: Row) -> bool:
+    """Whether an answer was finished, rewarded, and has a logprob and a version for each token."""
+    covered = sum(end - start for _, start, end in sample["versions"])
+    return (
+        sample["finish_reason"] is not None
+        and sample["reward"] is not None
+        and sample["tokens"] == sample["logprobs"] == covered
+    )
+
+
+def _check_staleness(ledger: LedgerContent, report: Report) -> None:
+    """No token is older than the bound allows, nor of a policy that was still to come."""
+    allowed = ledger.run["max_off_policy_steps"]
+    for batch in ledger.batches.values():
+        lag = batch.step - 1 - batch.oldest_step
+        report.staleness = max(lag, report.staleness or 0)
+        if lag > allowed or lag < 0 or batch.oldest_step < 0:
+            what = f"batch {batch.step} holds tokens of policy {batch.oldest_step}, {lag} steps behind"
+            report.broken("stale", f"{what}, and {allowed} are allowed", asdict(batch))
+    steps = {group["place"]: group["batch"] for group in ledger.groups}
+    newest = max(ledger.batches, default=0)
+    for sample in ledger.samples:
+        step = steps.get(sample["place"])
+        try:
+            policies = [policy_step(version) for version, _, _ in sample["versions"]]
+        except ValueError:
+            report.broken("version", f"prompt {sample['place']}: tokens of unknown weights", sample)
+            continue
+        # A policy exists only once the batch that made it was shipped.
+        first, last = (0, newest) if step is None else (step - 1 - allowed, step - 1)
+        if any(not first <= policy <= last for policy in policies):
+            what = f"prompt {sample['place']}, answer {sample['sample']}: tokens of policies {policies}"
+            report.broken("version", f"{what}, allowed are {max(first, 0)} to {last}", sample)
+
+
+def _check_snapshots(
+    store: CheckpointStore, manifests: dict[int, Manifest], ledger: LedgerContent, report: Report
+) -> None:
+    """Each checkpoint's copy of the ledger says of the batches up to its step what the ledger says."""
+    name = "orchestrator/ledger.sqlite"
+    for step, manifest in manifests.items():
+        if name not in manifest.files:
+            continue
+        try:
+            snapshot = read_ledger(store.folder(step) / name, immutable=True)
+        except CheckpointError as error:
+            if store.exists(step):  # and was not deleted just now
+                report.broken("snapshot", str(error), step)
+            continue
+        for number in _steps_through(step, snapshot.batches, ledger.batches):
+            one, two = snapshot.batches.get(number), ledger.batches.get(number)
+            if one != two:
+                what = f"batch {number} is another one in the ledger of checkpoint {step}"
+                report.broken("snapshot", what, one and asdict(one), two and asdict(two))
+
+
+def _steps_through(step: int, *batches: dict[int, Batch]) -> Iterable[int]:
+    return sorted({number for rows in batches for number in rows if number <= step})

@@ -1,0 +1,43 @@
+"""A few seeds of the chaos harness, through the script that users run."""
+
+import json
+
+import pytest
+from runs import CONFIGS, Server, Shell
+
+pytestmark = pytest.mark.timeout(900)
+
+SEED, RUNS = 11, 3
+
+
+def test_runs_keep_their_promises_through_disasters(shell: Shell, server: Server):
+    """Short RL runs against a server that outlives them all."""
+    command = (
+        *("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml"),
+        *("--orchestrator.inference-url", server.url, "--orchestrator.prompts-per-step", 4),
+        *("--max-steps", 8, "--ckpt.interval", 2, "--ckpt.keep-last", 2),
+    )
+    arguments = ("scripts/chaos.py", "--seed", SEED, "--runs", RUNS, "--json")
+    with shell.start("python", *arguments, "--", *command) as harness:
+        finished = harness.finish(600)
+    assert finished.code == 0, finished.output
+    summary = json.loads(finished.output.splitlines()[-1])
+    assert summary["violations"] == []
+    assert summary["runs"] == finished.output.count("kept its promises") == RUNS
+    assert sum(summary["kills"].values()) >= RUNS
+    assert summary["goodput"] > 0
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        (["sft", "@", f"{CONFIGS}/sft.toml"], "--ckpt.interval"),
+        (["sft", "@", "nowhere.toml", "--ckpt.interval", "2"], "nowhere.toml"),
+        (["inference"], "has to be sft or rl"),
+    ],
+)
+def test_a_command_that_can_not_be_disturbed(shell: Shell, command: list[str], message: str):
+    """Exit code 2, and why."""
+    finished = shell.run("python", "scripts/chaos.py", "--seed", 1, "--runs", 1, "--", *command)
+    assert finished.code == 2, finished.output
+    assert message in finished.output

@@ -1,0 +1,462 @@
+"""`ckpt audit`: each kind of broken promise is found, and what is in order is not taken for broken."""
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.config.cli import UsageError
+from cairn.launch import main
+from cairn.launch.audit import Report, audit
+from cairn.orchestrator.ledger import FORMAT, SCHEMA
+from cairn.run.batches import Batch, Sample, batch_path, write_batch
+from cairn.run.seeds import permutation
+
+RUN, BRANCH, SEED = "0badcafe", "branch_1", 7
+PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batch; answers; tokens in a batch
+LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on staleness
+
+
+class Run:
+    """A run directory of an RL or SFT run of 6 steps, of which 7 batches were shipped, to be doctored."""
+
+    def __init__(self, path: Path, command: str = "rl"):
+        self.path = path
+        self.command = command
+        self.rows = [self._row(step) for step in range(1, LAST + 1)]
+        path.mkdir(parents=True)
+        self.write("config.json", {"ckpt": None, "data": {"batch_size": EACH * SAMPLES}})
+        attempt = {"run_id": RUN, "number": 1, "command": command, "start_step": 0, "resume_from": None}
+        self.write("roles.json", {**attempt, "branch": BRANCH, "roles": {}})
+        for step, parent in zip(SAVED, [None, *SAVED], strict=False):
+            self.save(step, {"run_id": RUN, "step": parent} if parent else None)
+        self.write_metrics()
+        if command == "rl":
+            self._make_ledger()
+
+    def _row(self, step: int) -> dict:
+        total = step * EACH * SAMPLES
+        shared = {"step": step, "loss": 1 / step, "total_samples": total, "total_tokens": step * TOKENS}
+        of_kind = {"batch/digest": f"digest {step}"} if self.command == "rl" else {"epoch": total / 100}
+        return {**shared, **of_kind}
+
+    def write(self, name: str, content: object) -> None:
+        """A JSON file."""
+        (self.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (self.path / name).write_text(json.dumps(content))
+
+    def write_metrics(self) -> None:
+        """The rows as they are now."""
+        (self.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
+
+    def save(self, step: int, parent: dict | None, **changes: object) -> None:
+        """A checkpoint."""
+        row = self._row(step)
+        folder = f"checkpoints/step_{step}"
+        progress = {"step": step, "total_tokens": row["total_tokens"], "total_samples": row["total_samples"]}
+        state = {"progress": progress, "config": {"data": {"batch_size": EACH * SAMPLES}}}
+        self.write(f"{folder}/trainer/state.json", state | {"data": {"records": 100}})
+        fields = {
+            **{"step": step, "run_id": RUN, "attempt": 1, "branch": BRANCH, "parent": parent},
+            **{"created": "", "parts": ["trainer"], "world_size": 1, "dtypes": {}, "versions": {}},
+            **{"metrics": {"loss": row["loss"]}, "config_digest": "", "files": {}},
+        }
+        manifest = Manifest(**fields | changes)
+        (self.path / folder / "manifest.json").write_bytes(manifest.to_json())
+
+    def _make_ledger(self) -> None:
+        """Batches 1 to 7, of which 1 to 4 are safe in a checkpoint, and two more prompts that wait."""
+        self.sql(SCHEMA)
+        sizes = f"{FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG}"
+        self.sql(f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {sizes})")
+        for step in range(1, LAST + 2):
+            places = json.dumps([[(step - 1) * EACH, step * EACH - 1]])
+            oldest = max(step - 1 - LAG, 0)
+            values = f"{step}, '{places}', {EACH * SAMPLES}, {TOKENS}, 'digest {step}', {oldest}"
+            self.sql(f"INSERT INTO batches VALUES ({values})")
+        for place in range(4 * EACH, 7 * EACH + 2):
+            self.ask(place, batch=place // EACH + 1 if place < 7 * EACH else None)
+        self.sql("INSERT INTO dropped VALUES (3, 1, 'stale', 1), (11, 1, 'stale', 3), (11, 2, 'lost', 3)")
+
+    def ask(self, place: int, batch: int | None) -> None:
+        """A prompt with its answers, the second of which is not finished where no batch has it."""
+        epoch, index = divmod(place, PROBLEMS)
+        problem = permutation(PROBLEMS, SEED, "prompt order", epoch)[index]
+        self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 1, 0, {batch or 'NULL'}, '[1]')")
+        version = f"{RUN}:{BRANCH}:{place // EACH}"
+        for sample in range(SAMPLES):
+            end = "'stop', 'ab', 0.5" if batch is not None or sample == 0 else "NULL, '', NULL"
+            spans = json.dumps([[version, 0, 2]])
+            values = f"{place}, {sample}, 1, '[5, 6]', '[-1.0, -2.0]', '{spans}', {end}"
+            self.sql(f"INSERT INTO samples VALUES ({values})")
+
+    def sql(self, statement: str) -> None:
+        """Change the ledger."""
+        with contextlib.closing(sqlite3.connect(self.path / "ledger.sqlite")) as database:
+            database.execute("PRAGMA journal_mode = WAL")
+            database.executescript(statement)
+
+    def audit(self) -> Report:
+        """What the audit finds."""
+        return audit(self.path)
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> Run:
+    """An RL run in good order."""
+    return Run(tmp_path / "run")
+
+
+@pytest.fixture
+def sft(tmp_path: Path) -> Run:
+    """An SFT run in good order."""
+    return Run(tmp_path / "sft", "sft")
+
+
+def kinds(report: Report) -> set[str]:
+    """Which promises were broken."""
+    return {violation.kind for violation in report.violations}
+
+
+def test_a_run_in_good_order(run: Run):
+    """28 prompts were shipped, 24 of them trained on, over two epochs and a bit; two more wait."""
+    report = run.audit()
+    assert report.violations == report.notes == []
+    assert (report.first_step, report.last_step, report.checkpoints) == (1, 6, [2, 4])
+    assert (report.staleness, report.max_off_policy_steps) == (1, 1)
+    counts = [(e.epoch, e.issued, e.trained, e.waiting, e.repeated, e.missing) for e in report.epochs]
+    assert counts == [(0, 10, 10, 0, 0, 0), (1, 10, 10, 0, 0, 0), (2, 10, 4, 6, 0, 0)]
+    assert [epoch.dropped for epoch in report.epochs] == [{"stale": 1}, {"stale": 1, "lost": 1}, {}]
+
+
+def test_the_audit_leaves_the_run_as_it_was(run: Run):
+    """Its files, and what they hold."""
+
+    def state() -> dict[Path, bytes]:
+        return {path: path.read_bytes() for path in sorted(run.path.rglob("*")) if path.is_file()}
+
+    with contextlib.closing(sqlite3.connect(run.path / "ledger.sqlite")) as writer:  # a run at work
+        writer.execute("INSERT INTO dropped VALUES (0, 1, 'stale', 1)")
+        before = state()
+        assert run.audit().epochs[0].dropped == {"stale": 1}, "what is not committed is not seen"
+        assert {k: v for k, v in state().items() if not k.name.endswith("-shm")} == {
+            k: v for k, v in before.items() if not k.name.endswith("-shm")
+        }
+
+
+def test_a_crash_may_cut_the_last_row_short(run: Run):
+    """A step that was trained and not written down is trained again; until then its prompts wait."""
+    path = run.path / "metrics.jsonl"
+    path.write_text(path.read_text()[:-20])
+    report = run.audit()
+    assert report.ok
+    assert (report.last_step, report.epochs[2].waiting) == (5, 10)
+
+
+# Each doctored thing, and the kind of violation that it is
+
+DOCTORED: dict[str, tuple[str, Callable[[Run], object]]] = {
+    "a prompt in two batches": (
+        "repeated",
+        lambda run: run.sql("UPDATE batches SET places = '[[12, 15], [3, 3]]' WHERE step = 4"),
+    ),
+    "a prompt that waits although it was shipped": (
+        "repeated",
+        lambda run: run.sql("UPDATE groups SET batch = NULL WHERE place = 20"),
+    ),
+    "a hole among the trained prompts": (
+        "missing",
+        lambda run: run.sql("UPDATE batches SET places = '[[4, 5], [7, 7]]' WHERE step = 2"),
+    ),
+    "a prompt that was issued and lost": (
+        "missing",
+        lambda run: run.sql("DELETE FROM groups WHERE place = 28"),
+    ),
+    "another batch than was shipped": (
+        "batch",
+        lambda run: run.rows[2].update({"batch/digest": "another"}),
+    ),
+    "a step without a digest": ("batch", lambda run: run.rows[2].pop("batch/digest")),
+    "a step that nothing was shipped for": (
+        "batch",
+        lambda run: run.sql("DELETE FROM batches WHERE step = 3"),
+    ),
+    "a sample that was left out": (
+        "batch",
+        lambda run: run.sql("UPDATE batches SET samples = 9 WHERE step = 3"),
+    ),
+    "a token that was left out": (
+        "batch",
+        lambda run: run.sql("UPDATE batches SET tokens = 25 WHERE step = 3"),
+    ),
+    "a prompt that its batch lacks": (
+        "batch",
+        lambda run: run.sql("UPDATE groups SET batch = 6 WHERE place = 18"),
+    ),
+    "a step twice": ("metrics", lambda run: run.rows.insert(3, run.rows[2])),
+    "a step left out": ("metrics", lambda run: run.rows.pop(2)),
+    "steps out of order": ("metrics", lambda run: run.rows.append(run.rows.pop(4))),
+    "no first step": ("metrics", lambda run: run.rows.pop(0)),
+    "a checkpoint that no row tells of": ("metrics", lambda run: run.rows.__delitem__(slice(3, None))),
+    "a row that is none": ("metrics", lambda run: run.rows.insert(3, {"loss": 0.5})),
+    "a stale batch": ("stale", lambda run: run.sql("UPDATE batches SET oldest_step = 2 WHERE step = 5")),
+    "a batch from the future": (
+        "stale",
+        lambda run: run.sql("UPDATE batches SET oldest_step = 5 WHERE step = 5"),
+    ),
+    "a token of a policy that was still to come": (
+        "version",
+        lambda run: run.sql(
+            f"""UPDATE samples SET versions = '[["{RUN}:{BRANCH}:6", 0, 2]]' WHERE place = 17"""
+        ),
+    ),
+    "a token of a policy that no batch has made": (
+        "version",
+        lambda run: run.sql(
+            f"""UPDATE samples SET versions = '[["{RUN}:{BRANCH}:8", 0, 2]]' WHERE place = 28"""
+        ),
+    ),
+    "a token of unknown weights": (
+        "version",
+        lambda run: run.sql("""UPDATE samples SET versions = '[["default", 0, 2]]' WHERE place = 17"""),
+    ),
+    "another problem than the order says": (
+        "order",
+        lambda run: run.sql("UPDATE groups SET problem = (problem + 1) % 10 WHERE place = 25"),
+    ),
+    "an unfinished answer in a batch": (
+        "sample",
+        lambda run: run.sql("UPDATE samples SET finish_reason = NULL WHERE place = 19 AND sample = 1"),
+    ),
+    "an answer without a reward": (
+        "sample",
+        lambda run: run.sql("UPDATE samples SET reward = NULL WHERE place = 19"),
+    ),
+    "a token without a logprob": (
+        "sample",
+        lambda run: run.sql("UPDATE samples SET logprobs = '[-1.0]' WHERE place = 19"),
+    ),
+    "an answer too few": (
+        "sample",
+        lambda run: run.sql("DELETE FROM samples WHERE place = 19 AND sample = 0"),
+    ),
+    "a ledger of another branch": ("ledger", lambda run: run.sql("UPDATE run SET branch = 'branch_9'")),
+    "a checkpoint that goes on from nothing": ("lineage", lambda run: run.save(4, None)),
+    "a checkpoint that leaves one out": ("lineage", lambda run: run.save(4, {"run_id": RUN, "step": 1})),
+    "a checkpoint of its own future": ("lineage", lambda run: run.save(4, {"run_id": RUN, "step": 4})),
+    "a checkpoint of another run": ("lineage", lambda run: run.save(4, None, run_id="1badcafe")),
+    "a checkpoint that says something else": (
+        "manifest",
+        lambda run: run.save(4, {"run_id": RUN, "step": 2}, metrics={"loss": 0.3}),
+    ),
+    "a manifest that is none": (
+        "manifest",
+        lambda run: (run.path / "checkpoints/step_4/manifest.json").write_text("{}"),
+    ),
+    "a checkpoint that has come less far": (
+        "progress",
+        lambda run: run.write("checkpoints/step_4/trainer/state.json", {"progress": {"step": 3}}),
+    ),
+}
+
+
+@pytest.mark.parametrize("what", DOCTORED)
+def test_a_broken_promise_is_found(what: str, run: Run):
+    """And told from the others, with the rows that show it."""
+    kind, doctor = DOCTORED[what]
+    doctor(run)
+    run.write_metrics()
+    report = run.audit()
+    assert not report.ok
+    assert kind in kinds(report), report.violations
+    assert all(violation.rows for violation in report.violations if violation.kind == kind)
+
+
+def test_counts_say_how_many_prompts_are_concerned(run: Run):
+    """One prompt twice in the first epoch, one lost in the second."""
+    run.sql("UPDATE batches SET places = '[[12, 12], [14, 15], [3, 3]]' WHERE step = 4")
+    report = run.audit()
+    assert [(epoch.repeated, epoch.missing) for epoch in report.epochs] == [(1, 0), (0, 1), (0, 0)]
+    assert [epoch.issued for epoch in report.epochs] == [10, 9, 10]
+    rows = [violation.rows for violation in report.violations]
+    assert rows == [[[3, 3]], [[13, 13]]]
+
+
+def test_batches_need_not_be_contiguous(run: Run):
+    """Asynchronous runs ship what is finished; what is not waits."""
+    run.sql("UPDATE batches SET places = '[[0, 2], [4, 4]]' WHERE step = 1")
+    run.sql("UPDATE batches SET places = '[[3, 3], [5, 7]]' WHERE step = 2")
+    assert run.audit().ok
+    run.sql("UPDATE batches SET places = '[[24, 26], [29, 29]]' WHERE step = 7")
+    run.sql("UPDATE groups SET batch = NULL WHERE place = 27")
+    run.sql("UPDATE groups SET batch = 7 WHERE place = 29")
+    run.sql("UPDATE samples SET reward = 1, finish_reason = 'stop' WHERE place = 29")
+    run.sql("UPDATE samples SET versions = replace(versions, ':7', ':6')")
+    assert run.audit().violations == []
+
+
+def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
+    """Its file comes first: a trainer may be at work on it, or the orchestrator dead, when it is noted."""
+    run.sql(
+        "DELETE FROM batches WHERE step = 6 OR step = 7; UPDATE groups SET batch = NULL WHERE place >= 20"
+    )
+    assert {"batch", "version"} <= kinds(run.audit())
+    row = {"samples": EACH * SAMPLES, "tokens": TOKENS, "digest": "digest 6", "oldest_step": 4, "step": 6}
+    info = {"run_id": RUN, "branch": BRANCH, "ledger": row | {"places": [[20, 23]]}}
+    zeros = np.zeros(1, np.float32)
+    sample = Sample(np.array([1], np.int32), np.array([True]), zeros, zeros)
+    write_batch(batch_path(run.path / "batches", 6), Batch([sample], {}, info))
+    run.sql("DELETE FROM samples WHERE place >= 28")  # of policies that do not exist now
+    assert run.audit().violations == []
+
+
+def test_a_dropped_prompt_waits_to_be_issued_again(run: Run):
+    """So it is no hole; one that was issued since is counted once."""
+    run.sql("DELETE FROM groups WHERE place = 28; INSERT INTO dropped VALUES (28, 1, 'stale', 8)")
+    report = run.audit()
+    assert report.violations == []
+    assert (report.epochs[2].issued, report.epochs[2].waiting) == (10, 6)
+
+
+def test_a_prompt_of_which_only_the_batch_is_left(run: Run):
+    """A power cut may take rows of the ledger that the batch's file gives back in part."""
+    run.sql("UPDATE groups SET prompt_ids = NULL WHERE place = 21; DELETE FROM samples WHERE place = 21")
+    assert run.audit().violations == []
+
+
+def test_cut_samples_have_fewer_tokens(run: Run):
+    """The trainer cuts what is longer than its rows, and says so."""
+    for row in run.rows[2:]:
+        row["total_tokens"] -= 3
+    run.rows[2]["cut_samples"] = 1
+    (run.path / "checkpoints/step_4/trainer/state.json").unlink()
+    run.write_metrics()
+    assert run.audit().ok
+
+
+def test_retention_may_have_deleted_a_parent(run: Run):
+    """With such a rule it is expected, without one it is a note."""
+    (run.path / "checkpoints/step_2/manifest.json").unlink()
+    report = run.audit()
+    assert report.ok
+    assert "step 4 goes on from step 2, which is gone" in report.notes[0]
+    run.write("config.json", {"ckpt": {"keep_last": 1}})
+    assert run.audit().notes == []
+
+
+def test_a_fork_begins_where_the_other_run_was(run: Run):
+    """Its metrics begin later, if its first checkpoint or its start says so."""
+    run.rows = run.rows[2:]
+    run.write_metrics()
+    (run.path / "checkpoints/step_2/manifest.json").unlink()
+    assert kinds(run.audit()) == {"metrics"}
+    run.save(4, {"run_id": "another", "step": 2})
+    assert run.audit().ok
+
+
+def test_a_snapshot_says_what_the_ledger_says(run: Run):
+    """Of the batches up to its step; it is opened without leaving a file in the checkpoint."""
+    folder = run.path / "checkpoints/step_4"
+    files = {"orchestrator/ledger.sqlite": {"size": 0, "crc64nvme": []}}
+    run.save(4, {"run_id": RUN, "step": 2}, files=files)
+    (folder / "orchestrator").mkdir()
+    with contextlib.closing(sqlite3.connect(run.path / "ledger.sqlite")) as database:
+        (folder / "orchestrator" / "ledger.sqlite").write_bytes(database.serialize())
+    assert run.audit().ok
+    assert [path.name for path in (folder / "orchestrator").iterdir()] == ["ledger.sqlite"]
+    run.sql("UPDATE batches SET places = '[[12, 13], [14, 15]]' WHERE step = 4")
+    assert kinds(run.audit()) == {"snapshot"}
+    (folder / "orchestrator" / "ledger.sqlite").write_bytes(b"nothing")
+    assert kinds(run.audit()) == {"snapshot"}
+
+
+# SFT
+
+
+def test_an_sft_run_in_good_order(sft: Run):
+    """48 of 100 records."""
+    report = sft.audit()
+    assert report.violations == []
+    (epoch,) = report.epochs
+    assert (epoch.problems, epoch.issued, epoch.trained) == (100, 48, 48)
+
+
+@pytest.mark.parametrize(
+    "doctor",
+    [
+        lambda rows: [row.update(total_samples=row["total_samples"] + 1) for row in rows[2:]],
+        lambda rows: [row.update(epoch=row["epoch"] + 0.01) for row in rows[2:]],
+        lambda rows: rows[2].update(total_tokens=rows[1]["total_tokens"]),
+    ],
+    ids=["a record was left out", "the position jumped", "nothing was trained on"],
+)
+def test_a_jump_in_the_data_is_found(sft: Run, doctor: Callable[[list[dict]], object]):
+    """A step takes up the data where the step before left it."""
+    doctor(sft.rows)
+    sft.write_metrics()
+    assert "position" in kinds(sft.audit())
+
+
+# What can't be audited
+
+
+def test_without_a_ledger_nothing_is_proved(run: Run):
+    """Nor with a damaged one, or one of another format."""
+    path = run.path / "ledger.sqlite"
+    run.sql("UPDATE run SET format = 1")
+    with pytest.raises(CheckpointError, match=f"format 1, this version of Cairn reads {FORMAT}"):
+        run.audit()
+    run.sql(f"UPDATE run SET format = {FORMAT}; DROP TABLE batches")
+    with pytest.raises(CheckpointError, match=r"ledger.sqlite: .* of another format: no such table: batches"):
+        run.audit()
+    for leftover in run.path.glob("ledger.sqlite-*"):
+        leftover.unlink()
+    path.write_bytes(b"x" * 5000)
+    with pytest.raises(CheckpointError, match="damaged"):
+        run.audit()
+    path.unlink()
+    with pytest.raises(CheckpointError, match="there is no ledger"):
+        run.audit()
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path):
+    """Is named."""
+    with pytest.raises(UsageError, match=f"{tmp_path}: is no run directory"):
+        audit(tmp_path)
+
+
+# The command
+
+
+def test_the_command_prints_what_it_found(
+    run: Run, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """For people and for programs; exit code 1 on a violation."""
+    monkeypatch.setenv("COLUMNS", "200")
+
+    def command(*flags: str) -> tuple[int, str]:
+        monkeypatch.setattr("sys.argv", ["ckpt", "audit", str(run.path), *flags])
+        code = main.ckpt()
+        return code, capsys.readouterr().out
+
+    code, text = command()
+    assert code == 0
+    assert "no violation" in text
+    assert "steps 1 to 6" in text
+    assert "1 lost, 1 stale" in text
+    code, text = command("--json")
+    assert (code, json.loads(text)["ok"], json.loads(text)["violations"]) == (0, True, [])
+    run.sql("DELETE FROM groups WHERE place = 28")
+    code, text = command()
+    assert code == 1
+    assert "missing" in text
+    assert "prompts 28 to 28" in text
+    code, text = command("--json")
+    assert code == 1
+    (violation,) = json.loads(text)["violations"]
+    assert (violation["kind"], violation["rows"]) == ("missing", [[28, 28]])

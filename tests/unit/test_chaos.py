@@ -1,0 +1,223 @@
+"""The chaos harness itself: plans come again, the proxy misbehaves as told, and what is broken is seen."""
+
+import json
+import random
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+
+import httpx
+import pytest
+
+from cairn.checkpoint.store import CheckpointStore
+from cairn.run.faults import POINTS
+
+sys.path.append(str(Path(__file__).parents[2] / "scripts"))
+from chaos_plan import Disaster, Setting, draw
+from chaos_processes import Family
+from chaos_proxy import GENERATE, Proxy
+from chaos_run import ChaosRun, Result, Task
+
+SFT = Setting(last_step=10, interval=3, rl=False)
+RL = Setting(last_step=10, interval=3, rl=True, groups=16, proxied=True, server="server")
+
+
+def plans(setting: Setting) -> list[list[Disaster]]:
+    """Those of many seeds."""
+    return [draw(random.Random(seed), setting) for seed in range(500)]
+
+
+def test_a_seed_gives_the_same_disasters_again():
+    """And another seed others."""
+    assert plans(RL) == plans(RL)
+    assert len({tuple(plan) for plan in plans(RL)}) > 450
+    assert {len(plan) for plan in plans(RL)} == {1, 2, 3}
+
+
+def test_every_fault_point_and_every_role_has_its_turn():
+    """Where the run has such a role; an SFT run is never asked to lose an orchestrator."""
+    of_sft = {disaster for plan in plans(SFT) for disaster in plan}
+    of_rl = {disaster for plan in plans(RL) for disaster in plan}
+    points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
+    assert points == POINTS.keys()
+    assert {d.target.partition(".")[0] for d in of_sft if d.kind == "fault"} == {
+        "save",
+        "commit",
+        "retention",
+    }
+    roles = {"launcher", "trainer", "worker", "writer"}
+    assert {d.target for d in of_sft if d.kind == "kill"} == roles
+    assert {d.target for d in of_rl if d.kind == "kill"} == roles | {"orchestrator", "server"}
+    common = {"kill", "fault", "pause", "stop", "power_cut", "corrupt"}
+    assert {d.kind for d in of_sft} == common
+    assert {d.kind for d in of_rl} == common | {"slow", "errors", "drops", "silent", "wrong_weights"}
+
+
+# The proxy
+
+
+class Echo(BaseHTTPRequestHandler):
+    """Answers with what it was sent."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_POST(self) -> None:
+        """Say it back."""
+        body = self.rfile.read(int(self.headers["content-length"]))
+        self.send_response(200)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing else."""
+
+
+@pytest.fixture
+def proxy() -> Iterator[Proxy]:
+    """In front of a server that echoes."""
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
+    threading.Thread(target=server.serve_forever, daemon=True).start()
+    proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}")
+    yield proxy
+    proxy.close()
+    server.shutdown()
+    server.server_close()
+
+
+def post(proxy: Proxy, content: object, path: str = GENERATE) -> httpx.Response:
+    """Send JSON through it."""
+    return httpx.post(proxy.url + path, json=content, trust_env=False, timeout=10)
+
+
+def test_the_proxy_passes_on_and_counts(proxy: Proxy):
+    """Only whole generations count, by what was asked for."""
+    for content in ({"seed": 1}, {"seed": 2}, {"seed": 1}):
+        assert post(proxy, content).json() == content
+    post(proxy, {"seed": 1}, "/elsewhere")
+    post(proxy, {"finish_reason": "abort"})
+    assert sorted(proxy.finished.values()) == [1, 2]
+
+
+def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy):
+    """Errors, half answers, lateness, silence; none of them counts as a finished generation."""
+    proxy.mood = "errors"
+    assert {post(proxy, {"seed": i}).status_code for i in range(20)} == {500, 503}
+    proxy.mood = "drops"
+    with pytest.raises(httpx.TransportError):
+        post(proxy, {"seed": 1})
+    proxy.mood = "silent"
+    threading.Timer(0.3, lambda: setattr(proxy, "mood", None)).start()
+    started = time.monotonic()
+    with pytest.raises(httpx.TransportError):
+        post(proxy, {"seed": 1})
+    assert time.monotonic() - started >= 0.2
+    assert not proxy.finished
+    assert post(proxy, {"seed": 1}).status_code == 200
+
+
+# Processes
+
+
+def test_a_family_is_whoever_it_started(tmp_path: Path):
+    """Also a grandchild in a session of its own, whose parent is gone; and nobody else."""
+    family, other = Family({}), Family({})
+    script = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    family.start(tmp_path / "log", ["python", "-c", script]).wait()
+    (process,) = family.processes()
+    assert process.command == "sleep 60"
+    assert other.processes() == []
+    other.kill()
+    assert family.processes() == [process]
+    family.kill()
+    assert family.processes() == []
+
+
+# The promises
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> ChaosRun:
+    """A run that is over, of two steps, as the undisturbed one was."""
+    row = {"step": 1, "loss": 0.5, "time/step": 1.0}
+    calm = Result(tmp_path, rows=[row, row | {"step": 2, "time/step": 2.0}], tensors={"model": "crc"})
+    task = Task(["sft"], SFT, proxy=None, calm=calm)
+    run = ChaosRun(task, [], tmp_path / "run", random.Random(0))
+    run.result.rows = [row, row | {"step": 2}]
+    run.result.tensors = {"model": "crc"}
+    return run
+
+
+def test_a_run_like_the_undisturbed_one_is_in_order(run: ChaosRun):
+    """Times are its own."""
+    run._check_against_calm()
+    assert run.result.violations == []
+
+
+@pytest.mark.parametrize(
+    ("doctor", "message"),
+    [
+        (lambda result: result.rows[1].update(loss=0.4), "metrics of step 2 differ: {'loss': [0.4, 0.5]}"),
+        (lambda result: result.rows[1].update(more=1), "metrics of step 2 differ: {'more': [1, None]}"),
+        (lambda result: result.rows.pop(), "metrics have the steps [1]"),
+        (lambda result: result.rows.append(result.rows[1]), "metrics have the steps [1, 2, 2]"),
+        (lambda result: result.tensors.update(model="other"), "the last step's tensors differ in ['model']"),
+    ],
+)
+def test_a_difference_is_a_violation(run: ChaosRun, doctor, message: str):
+    """In metrics, steps or weights."""
+    doctor(run.result)
+    run._check_against_calm()
+    assert run.result.violations == [message]
+
+
+def test_too_many_steps_done_again(run: ChaosRun):
+    """An interval and one are allowed."""
+    run.result.recomputed = [4, 5, 1]
+    run._check_recomputed()
+    assert run.result.violations == ["5 steps were done again, 4 are allowed"]
+
+
+def test_a_generation_made_twice(run: ChaosRun, proxy: Proxy):
+    """Is one too many if only the trainer died; an orchestrator may lose what it has not written down."""
+    run.task.proxy = proxy
+    post(proxy, {"seed": 1})
+    post(proxy, {"seed": 1})
+    run.result.struck = [Disaster("kill", "orchestrator")]
+    run._check_generations()
+    assert run.result.violations == []
+    run.result.struck = [Disaster("kill", "worker"), Disaster("fault", "publish.begin:kill@2")]
+    run._check_generations()
+    (violation,) = run.result.violations
+    assert violation.startswith("1 generations were made twice although only the trainer died")
+
+
+def test_what_is_seen_on_the_way(run: ChaosRun):
+    """Steps that are done again, a latest that is not valid, and one that goes back."""
+    run.path.mkdir()
+    metrics = run.run.metrics
+    for step in (1, 2, 3):
+        metrics.append({"step": step})
+    run.watch.look()
+    metrics.keep_through(1)
+    run.watch.look()
+    assert run.result.recomputed == [2]
+    folder = CheckpointStore(run.run.checkpoints).folder(3)
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").write_text(json.dumps({"format": 1}))
+    run.watch.look()
+    assert "latest is not valid" in run.result.violations[0]
+    (folder / "manifest.json").unlink()
+    run.watch.look()
+    assert run.result.violations[-1] == "latest went back from step 3 to 0"
+
+
+def test_what_a_run_leaves_is_audited(run: ChaosRun):
+    """A folder in which nothing was trained keeps no promise."""
+    run.path.mkdir()
+    run._conclude()
+    assert any("is no run directory" in violation for violation in run.result.violations)
+    assert "the newest checkpoint is step None" in run.result.violations
