@@ -12,7 +12,8 @@ from dataclasses import asdict
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from cairn.checkpoint.saver import Saved
@@ -26,7 +27,7 @@ from cairn.trainer.group import Group
 from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
-from cairn.trainer.packing import MicroBatch, make_micro_batches
+from cairn.trainer.packing import make_micro_batches
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
@@ -168,13 +169,16 @@ def train_step(
     all_sums = []
     for micro in micros:
         torch.manual_seed(derive(config.seed, "dropout", step, micro.index))
-        model.set_requires_gradient_sync(micro is micros[-1])
-        sums = _forward(model, micro.to(group.device), temperature, loss_function)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(micro is micros[-1])
+        micro = micro.to(group.device)
+        sums = loss_function(state.scorer.logprobs(micro, temperature), micro)
         # FSDP2 averages gradients over ranks; the sum is wanted.
         (sums.loss * (group.world_size / tokens)).backward()
         all_sums.append(sums)
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm).full_tensor()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not torch.isfinite(norm):
         raise TrainingDiverged(
             f"step {step}: the gradient's norm is {norm.item()}; lower optimizer.lr, or look at the batch"
@@ -199,15 +203,6 @@ def train_step(
         "learned_tokens": tokens,
         **({"cut_samples": cut} if cut else {}),
     }
-
-
-def _forward(model, micro: MicroBatch, temperature: float, loss_function: LossFunction) -> LossSums:
-    # Without a cache the model keeps apart samples whose positions start anew; with one it silently does not.
-    logits = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False).logits[:, :-1]
-    logits = logits.float() / temperature if temperature != 1.0 else logits.float()
-    labels = micro.input_ids[:, 1:]
-    logprobs = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    return loss_function(logprobs, micro)
 
 
 def _combine(all_sums: list[LossSums], tokens: int, group: Group) -> dict[str, float]:
