@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -28,6 +29,7 @@ from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import make_micro_batches
+from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
@@ -68,9 +70,10 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         loss_function = sft_loss
         data = SFTData(config.data, AutoTokenizer.from_pretrained(model_folder), config.seed, position)
         data.check_identity(state.data_identity)
+        batches = Prefetch(data.next_batch, state.progress.step + 1, config.max_steps)
     else:
         loss_function = PolicyLoss(config.loss)
-        data = RLData(config, run, attempt, position)
+        batches = data = RLData(config, run, attempt, position)
         publisher = VersionPublisher(run, attempt, group)
     checkpoints = None
     if config.ckpt:
@@ -81,13 +84,15 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         )
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
+    make_ready = batches.make_ready if isinstance(batches, Prefetch) else lambda step: None
     stopped, save, saved_at = None, False, time.monotonic()
     for step in range(state.progress.step + 1, config.max_steps + 1):
         waited_from = time.monotonic()
-        batch = data.next_batch(step)
+        batch = batches.next_batch(step)
         started = time.monotonic()
         before_update = checkpoints.before_update if checkpoints else None
-        row = {**train_step(state, batch, step, loss_function, before_update), **batch.metrics}
+        row = train_step(state, batch, step, loss_function, before_update, partial(make_ready, step + 1))
+        row |= batch.metrics
         replay = publisher is not None and publisher.is_replay(step)
         asked_to_stop, overdue, replay = group.any_of(
             run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at), replay
@@ -114,6 +119,8 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             break
     if checkpoints:
         _report(checkpoints.finish())
+    if isinstance(batches, Prefetch):
+        batches.close()
     group.barrier()
     if tracker:
         tracker.close()
@@ -145,11 +152,13 @@ def train_step(
     step: int,
     loss_function: LossFunction,
     before_update: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """One optimiser step on `batch`, in place; returns its metrics.
 
     The loss is a mean over all learned tokens of the batch, on whichever rank they are. Weights and optimiser
-    state change only after `before_update` has returned.
+    state change only after `before_update` has returned. `meanwhile` is called before the last backward pass,
+    during which this thread needs neither Python nor, on a GPU, the processor.
 
     Raises:
         TrainingDiverged: the gradient is not finite.
@@ -173,6 +182,8 @@ def train_step(
             model.set_requires_gradient_sync(micro is micros[-1])
         micro = micro.to(group.device)
         sums = loss_function(state.scorer.logprobs(micro, temperature), micro)
+        if meanwhile and micro.index == micros[-1].index:
+            meanwhile()
         # FSDP2 averages gradients over ranks; the sum is wanted.
         (sums.loss * (group.world_size / tokens)).backward()
         all_sums.append(sums)

@@ -441,44 +441,50 @@ def learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[str, st
     return "".join(tokens), "".join(masked)
 
 
-@pytest.mark.parametrize(
-    ("record", "text", "what"),
-    [
-        ({"messages": turns("ab", "ba")}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
-        (
-            {"messages": turns("ab", "ba", "c", "c!")},
-            "<user>ab<assistant>ba<eos><user>c<assistant>c!<eos>",
-            "....ba<eos>...c!<eos>",
-        ),
-        ({"messages": turns("ab", "ba", "c")}, "<user>ab<assistant>ba<eos><user>c", "....ba<eos>.."),
-        ({"messages": turns("ab")}, "<user>ab", "..."),
-        ({"prompt": "ab", "completion": "ba"}, "abba<eos>", "..ba<eos>"),
-        ({"prompt": "", "completion": "ba"}, "ba<eos>", "ba<eos>"),
-        (
-            {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "ba"}]},
-            "<user>ab<assistant>ba<eos>",
-            "....ba<eos>",
-        ),
-        (
-            {"prompt": turns("x", "y", "ab"), "completion": [{"role": "assistant", "content": "ba"}]},
-            "<user>x<assistant>y<eos><user>ab<assistant>ba<eos>",
-            "........." + "ba<eos>",
-        ),
-        ({"messages": None, "prompt": "a", "completion": "b"}, "ab<eos>", ".b<eos>"),
-        ({"messages": turns("ab", "ba"), "prompt": None}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
-    ],
-)
+RECORDS = [
+    ({"messages": turns("ab", "ba")}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
+    (
+        {"messages": turns("ab", "ba", "c", "c!")},
+        "<user>ab<assistant>ba<eos><user>c<assistant>c!<eos>",
+        "....ba<eos>...c!<eos>",
+    ),
+    ({"messages": turns("ab", "ba", "c")}, "<user>ab<assistant>ba<eos><user>c", "....ba<eos>.."),
+    ({"messages": turns("ab")}, "<user>ab", "..."),
+    ({"prompt": "ab", "completion": "ba"}, "abba<eos>", "..ba<eos>"),
+    ({"prompt": "", "completion": "ba"}, "ba<eos>", "ba<eos>"),
+    (
+        {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "ba"}]},
+        "<user>ab<assistant>ba<eos>",
+        "....ba<eos>",
+    ),
+    (
+        {"prompt": turns("x", "y", "ab"), "completion": [{"role": "assistant", "content": "ba"}]},
+        "<user>x<assistant>y<eos><user>ab<assistant>ba<eos>",
+        "........." + "ba<eos>",
+    ),
+    ({"messages": None, "prompt": "a", "completion": "b"}, "ab<eos>", ".b<eos>"),
+    ({"messages": turns("ab", "ba"), "prompt": None}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
+]
+
+
+@pytest.mark.parametrize(("record", "text", "what"), RECORDS)
 def test_what_the_assistant_says_is_learned(
     tokenizer: PreTrainedTokenizerBase, record: dict, text: str, what: str
 ):
     """With the end of its turn, and nothing else: neither questions nor an answer within a prompt."""
-    assert learned(encode(record, tokenizer, 0), tokenizer) == (text, what)
+    assert learned(encode([record], tokenizer, [0])[0], tokenizer) == (text, what)
+
+
+def test_records_of_all_kinds_together(tokenizer: PreTrainedTokenizerBase):
+    """Each gives what it gives alone, in their order."""
+    samples = encode([record for record, *_ in RECORDS], tokenizer, list(range(len(RECORDS))))
+    assert [learned(sample, tokenizer) for sample in samples] == [(text, what) for _, text, what in RECORDS]
 
 
 @pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "ab"}, {"messages": [], "completion": "b"}])
 def test_a_record_of_another_kind(tokenizer: PreTrainedTokenizerBase, record: dict):
     with pytest.raises(BadRecord, match=r"record 17 has the fields .*; it needs messages, or prompt and"):
-        encode(record, tokenizer, 17)
+        encode([record], tokenizer, [17])
 
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBase):
@@ -488,16 +494,16 @@ def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBa
         "{{ m.content if loop.last or m.role == 'user' else '-' }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    assert learned(encode({"messages": turns("a", "b")}, tokenizer, 3), tokenizer)[1] == "....b<eos>"
+    assert learned(encode([{"messages": turns("a", "b")}], tokenizer, [3])[0], tokenizer)[1] == "....b<eos>"
     with pytest.raises(BadRecord, match="record 3: the chat template renders message 1 differently"):
-        encode({"messages": turns("a", "b", "c", "d")}, tokenizer, 3)
+        encode([{"messages": turns("a", "b", "c", "d")}], tokenizer, [3])
 
 
 def test_messages_without_a_template(tokenizer: PreTrainedTokenizerBase):
     tokenizer.chat_template = None
     with pytest.raises(BadRecord, match="record 3 has messages, and the tokenizer has no chat template"):
-        encode({"messages": turns("a", "b")}, tokenizer, 3)
-    encode({"prompt": "a", "completion": "b"}, tokenizer, 3)
+        encode([{"messages": turns("a", "b")}], tokenizer, [3])
+    encode([{"prompt": "a", "completion": "b"}], tokenizer, [3])
 
 
 @pytest.fixture(scope="module")
