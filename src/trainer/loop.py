@@ -9,10 +9,12 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn.functional as F
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
 from transformers import AutoTokenizer
 
 from cairn.checkpoint.saver import Saved
@@ -26,7 +28,8 @@ from cairn.trainer.group import Group
 from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
-from cairn.trainer.packing import MicroBatch, make_micro_batches
+from cairn.trainer.packing import make_micro_batches
+from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
@@ -67,9 +70,10 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         loss_function = sft_loss
         data = SFTData(config.data, AutoTokenizer.from_pretrained(model_folder), config.seed, position)
         data.check_identity(state.data_identity)
+        batches = Prefetch(data.next_batch, state.progress.step + 1, config.max_steps)
     else:
         loss_function = PolicyLoss(config.loss)
-        data = RLData(config, run, attempt, position)
+        batches = data = RLData(config, run, attempt, position)
         publisher = VersionPublisher(run, attempt, group)
     checkpoints = None
     if config.ckpt:
@@ -80,13 +84,15 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         )
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
+    make_ready = batches.make_ready if isinstance(batches, Prefetch) else lambda step: None
     stopped, save, saved_at = None, False, time.monotonic()
     for step in range(state.progress.step + 1, config.max_steps + 1):
         waited_from = time.monotonic()
-        batch = data.next_batch(step)
+        batch = batches.next_batch(step)
         started = time.monotonic()
         before_update = checkpoints.before_update if checkpoints else None
-        row = {**train_step(state, batch, step, loss_function, before_update), **batch.metrics}
+        row = train_step(state, batch, step, loss_function, before_update, partial(make_ready, step + 1))
+        row |= batch.metrics
         replay = publisher is not None and publisher.is_replay(step)
         asked_to_stop, overdue, replay = group.any_of(
             run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at), replay
@@ -114,6 +120,8 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             break
     if checkpoints:
         _report(checkpoints.finish())
+    if isinstance(batches, Prefetch):
+        batches.close()
     group.barrier()
     if tracker:
         tracker.close()
@@ -145,11 +153,13 @@ def train_step(
     step: int,
     loss_function: LossFunction,
     before_update: Callable[[], None] | None = None,
+    meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, float]:
     """One optimiser step on `batch`, in place; returns its metrics.
 
     The loss is a mean over all learned tokens of the batch, on whichever rank they are. Weights and optimiser
-    state change only after `before_update` has returned.
+    state change only after `before_update` has returned. `meanwhile` is called before the last backward pass,
+    during which this thread needs neither Python nor, on a GPU, the processor.
 
     Raises:
         TrainingDiverged: the gradient is not finite.
@@ -169,13 +179,18 @@ def train_step(
     all_sums = []
     for micro in micros:
         torch.manual_seed(derive(config.seed, "dropout", step, micro.index))
-        model.set_requires_gradient_sync(micro is micros[-1])
-        sums = _forward(model, micro.to(group.device), temperature, loss_function)
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(micro is micros[-1])
+        micro = micro.to(group.device)
+        sums = loss_function(state.scorer.logprobs(micro, temperature), micro)
+        if meanwhile and micro.index == micros[-1].index:
+            meanwhile()
         # FSDP2 averages gradients over ranks; the sum is wanted.
         (sums.loss * (group.world_size / tokens)).backward()
         all_sums.append(sums)
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm).full_tensor()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not torch.isfinite(norm):
         raise TrainingDiverged(
             f"step {step}: the gradient's norm is {norm.item()}; lower optimizer.lr, or look at the batch"
@@ -200,15 +215,6 @@ def train_step(
         "learned_tokens": tokens,
         **({"cut_samples": cut} if cut else {}),
     }
-
-
-def _forward(model, micro: MicroBatch, temperature: float, loss_function: LossFunction) -> LossSums:
-    # Without a cache the model keeps apart samples whose positions start anew; with one it silently does not.
-    logits = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False).logits[:, :-1]
-    logits = logits.float() / temperature if temperature != 1.0 else logits.float()
-    labels = micro.input_ids[:, 1:]
-    logprobs = -F.cross_entropy(logits.flatten(0, 1), labels.flatten(), reduction="none").view_as(labels)
-    return loss_function(logprobs, micro)
 
 
 def _combine(all_sums: list[LossSums], tokens: int, group: Group) -> dict[str, float]:

@@ -20,7 +20,8 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     """The sharded model that the Hugging Face directory `folder` describes, its weights still undefined.
 
     Master weights are float32 whatever the files hold. Before it is sharded no weight is ever written to, so
-    a rank does not hold the whole model in memory.
+    a rank does not hold the whole model in memory. One rank that computes in float32 has nothing to shard and
+    nothing to convert: there the model is as it is, which costs less and computes the same bits.
     """
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
@@ -29,12 +30,15 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     compute, reduce = DTYPES[config.precision.compute], DTYPES[config.precision.reduce]
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    for layer in _layers(model):
-        if config.compile:
+    layers = _layers(model)
+    if config.compile:
+        for layer in layers:
             layer.compile()
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+    if mesh.size() == 1 and compute == reduce == torch.float32:
+        return model.to(mesh.device_type)
+    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
+    for module in (*layers, model):
+        fully_shard(module, mesh=mesh, mp_policy=policy)
     return model
 
 

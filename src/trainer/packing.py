@@ -1,11 +1,15 @@
 """Samples to micro-batches: packed rows, with no attention across samples."""
 
+import heapq
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from cairn.run.batches import Sample
+
+ROW_TOKENS = 64
+"""Rows are no longer than this where all samples are shorter."""
 
 
 @dataclass
@@ -31,24 +35,34 @@ class MicroBatch:
 
 
 def pack(lengths: list[int], row_length: int) -> list[list[int]]:
-    """Which samples share a row: longest first, each into the first row that has room.
+    """Which samples share a row: as few rows as first-fit decreasing needs, filled as evenly as they go.
+
+    Even rows are narrower ones, so that less of them is padding.
 
     Raises:
         ValueError: a sample is longer than a row.
     """
-    rows: list[list[int]] = []
+    longest_first = sorted(range(len(lengths)), key=lambda i: -lengths[i])
+    tight: list[list[int]] = []
     room: list[int] = []
-    for i in sorted(range(len(lengths)), key=lambda i: -lengths[i]):
+    for i in longest_first:
         if lengths[i] > row_length:
             raise ValueError(f"a sample of {lengths[i]} tokens does not fit into a row of {row_length}")
         row = next((r for r, free in enumerate(room) if free >= lengths[i]), None)
         if row is None:
-            row = len(rows)
-            rows.append([])
+            row = len(tight)
+            tight.append([])
             room.append(row_length)
-        rows[row].append(i)
+        tight[row].append(i)
         room[row] -= lengths[i]
-    return rows
+    # Each into the row that holds least so far (Graham 1969, longest processing time first).
+    even: list[list[int]] = [[] for _ in tight]
+    filled = [(0, r) for r in range(len(tight))]
+    for i in longest_first:
+        tokens, r = filled[0]
+        heapq.heapreplace(filled, (tokens + lengths[i], r))
+        even[r].append(i)
+    return even if max(filled)[0] <= row_length else tight
 
 
 def make_micro_batches(
@@ -56,38 +70,54 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a step: number rank, rank + world_size, ... of the whole step's.
 
+    A micro-batch has at most `rows_each` rows of `row_length` tokens, or more and shorter ones of as many
+    tokens in all: attention costs less in rows that are no longer than the samples. The step's rows are
+    spread evenly, the fullest first, so that micro-batches that run at the same time take equally long.
+
     How samples are packed does not depend on the number of ranks. Every rank gets equally many, since they
     run in step with each other: where there are too few, the last ones learn nothing.
     """
-    rows = pack([len(sample.token_ids) for sample in samples], row_length)
-    width = max(sum(len(samples[i].token_ids) for i in row) for row in rows)
-    groups = [rows[start : start + rows_each] for start in range(0, len(rows), rows_each)]
+    lengths = [len(sample.token_ids) for sample in samples]
+    width = min(row_length, max(*lengths, ROW_TOKENS))
+    rows = pack(lengths, width)
+    rows.sort(key=lambda row: -sum(lengths[i] for i in row))
+    count = -(-len(rows) // (rows_each * row_length // width))
+    ends = [len(rows) * (index + 1) // count for index in range(count)]
+    groups = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     while len(groups) % world_size:
         groups.append([])
     return [
-        _fill([[samples[i] for i in row] for row in groups[index]], rows_each, width, index)
+        _fill([[samples[i] for i in row] for row in groups[index]], index)
         for index in range(rank, len(groups), world_size)
     ]
 
 
-def _fill(rows: list[list[Sample]], rows_each: int, width: int, index: int) -> MicroBatch:
-    shape = (rows_each, width)
-    input_ids = np.zeros(shape, np.int64)
-    position_ids = np.tile(np.arange(width, dtype=np.int64), (rows_each, 1))
-    loss_mask = np.zeros(shape, np.bool_)
-    logprobs = np.zeros(shape, np.float32)
-    advantages = np.zeros(shape, np.float32)
-    for r, row in enumerate(rows):
-        start = 0
-        for sample in row:
-            end = start + len(sample.token_ids)
-            input_ids[r, start:end] = sample.token_ids
-            position_ids[r, start:end] = np.arange(end - start)
-            loss_mask[r, start + 1 : end] = sample.loss_mask[1:]  # nothing predicts a first token
-            if sample.logprobs is not None:
-                logprobs[r, start:end] = sample.logprobs
-                advantages[r, start:end] = sample.advantages
-            start = end
-        position_ids[r, start:] = np.arange(width - start)  # padding is a sample of its own
+def _fill(rows: list[list[Sample]], index: int) -> MicroBatch:
+    samples = [sample for row in rows for sample in row]
+    lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
+    row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
+    tokens = np.bincount(row_of, lengths, minlength=max(len(rows), 1)).astype(np.int64)  # of each row
+    shape = (len(tokens), max(tokens.max(), 2))
+    before = np.cumsum(lengths) - lengths  # tokens of earlier samples
+    starts = row_of * shape[1] + before - (np.cumsum(tokens) - tokens)[row_of]
+    within = np.arange(lengths.sum()) - np.repeat(before, lengths)
+    places = np.repeat(starts, lengths) + within
+
+    def column(values: list[np.ndarray], dtype: type) -> np.ndarray:
+        filled = np.zeros(shape, dtype)
+        if values:
+            filled.reshape(-1)[places] = np.concatenate(values)
+        return filled
+
+    input_ids = column([sample.token_ids for sample in samples], np.int64)
+    position_ids = np.arange(shape[1]) - tokens[:, None]  # padding is a sample of its own
+    position_ids.reshape(-1)[places] = within
+    loss_mask = column([sample.loss_mask for sample in samples], np.bool_)
+    loss_mask.reshape(-1)[starts] = False  # nothing predicts a first token
+    of_policy = [sample for sample in samples if sample.logprobs is not None]
+    logprobs, advantages = (
+        column([getattr(sample, name) for sample in of_policy], np.float32)
+        for name in ("logprobs", "advantages")
+    )
     columns = (input_ids, position_ids, loss_mask, logprobs, advantages)
     return MicroBatch(*map(torch.from_numpy, columns), index)

@@ -7,6 +7,7 @@ import platform
 import secrets
 from collections.abc import Callable, Collection
 from dataclasses import asdict, dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +25,7 @@ from cairn.run.directory import Attempt
 from cairn.run.files import read_json
 from cairn.trainer.group import Group
 from cairn.trainer.model import companions, weights
+from cairn.trainer.scoring import Scorer
 
 # What of the configuration says where and how long a run goes, and not what it computes.
 NOT_RECIPE = {
@@ -65,6 +67,11 @@ class TrainerState:
     progress: Progress
     data_identity: dict[str, Any] | None = None
     """Of the data set that the loaded checkpoint was trained on."""
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """What turns micro-batches into logprobs; all ranks must ask for it first at the same place."""
+        return Scorer(self.model, self.group.device)
 
     def load(self, folder: Path) -> Origin:
         """Take everything from the checkpoint in `folder`; all ranks call it. Returns which one that was.

@@ -58,12 +58,30 @@ def make_samples(lengths: list[int]) -> list[Sample]:
 
 @given(LENGTHS, st.integers(16, 40))
 def test_every_sample_gets_into_one_row_that_has_room(lengths: list[int], row_length: int):
-    """And at most one row stays half empty."""
+    """And if the rows were filled one by one, at most one would stay half empty."""
     rows = pack(lengths, row_length)
     assert sorted(i for row in rows for i in row) == list(range(len(lengths)))
     filled = [sum(lengths[i] for i in row) for row in rows]
     assert max(filled) <= row_length
-    assert sum(2 * tokens <= row_length for tokens in filled) <= 1
+    assert (len(rows) - 1) * row_length < 2 * sum(lengths)
+
+
+@given(st.lists(st.integers(1, 8), min_size=30, max_size=60), st.integers(40, 64))
+def test_rows_are_filled_evenly(lengths: list[int], row_length: int):
+    """They differ by no more than the longest sample."""
+    filled = [sum(lengths[i] for i in row) for row in pack(lengths, row_length)]
+    assert max(filled) - min(filled) <= max(lengths)
+
+
+def test_rows_are_as_short_as_samples_allow():
+    """And more of them share a micro-batch, which has as many tokens in all; the last is not a small rest."""
+    size = {"row_length": 512, "rows_each": 2, "rank": 0, "world_size": 1}
+    short = make_micro_batches(make_samples([16] * 68), **size)
+    assert [tuple(micro.input_ids.shape) for micro in short] == [(8, 64), (9, 64)]
+    mixed = make_micro_batches(make_samples([300, *[16] * 60]), **size)
+    assert [micro.input_ids.shape[1] for micro in mixed] == [300, 240]
+    long = make_micro_batches(make_samples([512, 400, 300]), **size)
+    assert [tuple(micro.input_ids.shape) for micro in long] == [(1, 512), (2, 400)]
 
 
 def test_a_sample_that_is_longer_than_a_row():
@@ -108,7 +126,7 @@ def test_every_token_is_there_once_with_all_that_belongs_to_it(
     micros = make_micro_batches(samples, row_length=row_length, rows_each=rows_each, rank=0, world_size=1)
     seen = []
     for micro in micros:
-        assert micro.input_ids.shape == micros[0].input_ids.shape
+        assert micro.input_ids.numel() <= row_length * rows_each
         for ids, positions, mask, logprobs, advantages in zip(*columns(micro), strict=True):
             starts = [place for place, position in enumerate(positions.tolist()) if position == 0]
             for start, end in zip(starts, [*starts[1:], len(ids)], strict=True):
@@ -263,7 +281,7 @@ def step(group: Group, model_folder: Path) -> Step:
         row = train_step(state, Batch(samples, info=info or {}), 1, loss)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == Progress(1, tokens, len(samples))
-        return row, {name: weight.full_tensor() for name, weight in weights(model).items()}
+        return row, {name: weight.clone() for name, weight in weights(model).items()}
 
     return run
 
@@ -442,44 +460,50 @@ def learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> tuple[str, st
     return "".join(tokens), "".join(masked)
 
 
-@pytest.mark.parametrize(
-    ("record", "text", "what"),
-    [
-        ({"messages": turns("ab", "ba")}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
-        (
-            {"messages": turns("ab", "ba", "c", "c!")},
-            "<user>ab<assistant>ba<eos><user>c<assistant>c!<eos>",
-            "....ba<eos>...c!<eos>",
-        ),
-        ({"messages": turns("ab", "ba", "c")}, "<user>ab<assistant>ba<eos><user>c", "....ba<eos>.."),
-        ({"messages": turns("ab")}, "<user>ab", "..."),
-        ({"prompt": "ab", "completion": "ba"}, "abba<eos>", "..ba<eos>"),
-        ({"prompt": "", "completion": "ba"}, "ba<eos>", "ba<eos>"),
-        (
-            {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "ba"}]},
-            "<user>ab<assistant>ba<eos>",
-            "....ba<eos>",
-        ),
-        (
-            {"prompt": turns("x", "y", "ab"), "completion": [{"role": "assistant", "content": "ba"}]},
-            "<user>x<assistant>y<eos><user>ab<assistant>ba<eos>",
-            "........." + "ba<eos>",
-        ),
-        ({"messages": None, "prompt": "a", "completion": "b"}, "ab<eos>", ".b<eos>"),
-        ({"messages": turns("ab", "ba"), "prompt": None}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
-    ],
-)
+RECORDS = [
+    ({"messages": turns("ab", "ba")}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
+    (
+        {"messages": turns("ab", "ba", "c", "c!")},
+        "<user>ab<assistant>ba<eos><user>c<assistant>c!<eos>",
+        "....ba<eos>...c!<eos>",
+    ),
+    ({"messages": turns("ab", "ba", "c")}, "<user>ab<assistant>ba<eos><user>c", "....ba<eos>.."),
+    ({"messages": turns("ab")}, "<user>ab", "..."),
+    ({"prompt": "ab", "completion": "ba"}, "abba<eos>", "..ba<eos>"),
+    ({"prompt": "", "completion": "ba"}, "ba<eos>", "ba<eos>"),
+    (
+        {"prompt": turns("ab"), "completion": [{"role": "assistant", "content": "ba"}]},
+        "<user>ab<assistant>ba<eos>",
+        "....ba<eos>",
+    ),
+    (
+        {"prompt": turns("x", "y", "ab"), "completion": [{"role": "assistant", "content": "ba"}]},
+        "<user>x<assistant>y<eos><user>ab<assistant>ba<eos>",
+        "........." + "ba<eos>",
+    ),
+    ({"messages": None, "prompt": "a", "completion": "b"}, "ab<eos>", ".b<eos>"),
+    ({"messages": turns("ab", "ba"), "prompt": None}, "<user>ab<assistant>ba<eos>", "....ba<eos>"),
+]
+
+
+@pytest.mark.parametrize(("record", "text", "what"), RECORDS)
 def test_what_the_assistant_says_is_learned(
     tokenizer: PreTrainedTokenizerBase, record: dict, text: str, what: str
 ):
     """With the end of its turn, and nothing else: neither questions nor an answer within a prompt."""
-    assert learned(encode(record, tokenizer, 0), tokenizer) == (text, what)
+    assert learned(encode([record], tokenizer, [0])[0], tokenizer) == (text, what)
+
+
+def test_records_of_all_kinds_together(tokenizer: PreTrainedTokenizerBase):
+    """Each gives what it gives alone, in their order."""
+    samples = encode([record for record, *_ in RECORDS], tokenizer, list(range(len(RECORDS))))
+    assert [learned(sample, tokenizer) for sample in samples] == [(text, what) for _, text, what in RECORDS]
 
 
 @pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "ab"}, {"messages": [], "completion": "b"}])
 def test_a_record_of_another_kind(tokenizer: PreTrainedTokenizerBase, record: dict):
     with pytest.raises(BadRecord, match=r"record 17 has the fields .*; it needs messages, or prompt and"):
-        encode(record, tokenizer, 17)
+        encode([record], tokenizer, [17])
 
 
 def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBase):
@@ -489,16 +513,16 @@ def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBa
         "{{ m.content if loop.last or m.role == 'user' else '-' }}<eos>{% endfor %}"
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
-    assert learned(encode({"messages": turns("a", "b")}, tokenizer, 3), tokenizer)[1] == "....b<eos>"
+    assert learned(encode([{"messages": turns("a", "b")}], tokenizer, [3])[0], tokenizer)[1] == "....b<eos>"
     with pytest.raises(BadRecord, match="record 3: the chat template renders message 1 differently"):
-        encode({"messages": turns("a", "b", "c", "d")}, tokenizer, 3)
+        encode([{"messages": turns("a", "b", "c", "d")}], tokenizer, [3])
 
 
 def test_messages_without_a_template(tokenizer: PreTrainedTokenizerBase):
     tokenizer.chat_template = None
     with pytest.raises(BadRecord, match="record 3 has messages, and the tokenizer has no chat template"):
-        encode({"messages": turns("a", "b")}, tokenizer, 3)
-    encode({"prompt": "a", "completion": "b"}, tokenizer, 3)
+        encode([{"messages": turns("a", "b")}], tokenizer, [3])
+    encode([{"prompt": "a", "completion": "b"}], tokenizer, [3])
 
 
 @pytest.fixture(scope="module")

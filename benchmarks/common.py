@@ -1,0 +1,133 @@
+"""What the benchmarks of training share: one task for all systems, and how to follow their processes."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+CONFIGS = Path(__file__).parents[1] / "configs" / "reverse_text"
+
+
+@dataclass(frozen=True)
+class Task:
+    """One model, data set and recipe, below `folder`; `seq_len` is the longest row."""
+
+    folder: Path
+    batch_size: int
+    seq_len: int
+    threads: int
+    lr: float = 2e-3
+
+    @property
+    def model(self) -> Path:
+        """A Hugging Face folder with random weights."""
+        return self.folder / "model"
+
+    @property
+    def data(self) -> Path:
+        """Records with `prompt` and `completion`, both lists of messages."""
+        return self.folder / "data.jsonl"
+
+    def prepare(self) -> None:
+        """Write model and data."""
+        from cairn.config.model import ModelConfig
+        from cairn.launch.model import resolve_model
+
+        self.folder.mkdir(parents=True, exist_ok=True)
+        self.model.symlink_to(resolve_model(ModelConfig(name=str(CONFIGS / "model"), init_seed=0)))
+        with open(self.data, "w") as out:
+            for line in (CONFIGS / "sft.jsonl").read_text().splitlines():
+                *prompt, answer = json.loads(line)["messages"]
+                out.write(json.dumps({"prompt": prompt, "completion": [answer]}) + "\n")
+
+    def cairn(self, output_dir: Path, max_steps: int, *flags: object) -> list[str]:
+        """The `sft` command; rows of the task's length, as many in a micro-batch as a batch can need."""
+        command = [sys.executable, "-c", "import sys; from cairn.launch.main import sft; sys.exit(sft())"]
+        flags = (
+            *("--model.name", self.model, "--data.name", self.data, "--data.batch-size", self.batch_size),
+            *("--seq-len", self.seq_len, "--micro-batch-size", 8, "--threads", self.threads),
+            *("--optimizer.lr", self.lr, "--max-steps", max_steps, "--output-dir", output_dir, *flags),
+        )
+        return [*command, *map(str, flags)]
+
+    def trl(self, output_dir: Path, max_steps: int, **changed: object) -> object:
+        """TRL's `SFTTrainer` for the task, otherwise as it comes.
+
+        Float32 and no gradient checkpointing, like all the others.
+        """
+        import datasets
+        from trl import SFTConfig, SFTTrainer
+
+        datasets.disable_progress_bars()
+        arguments = {
+            **{"output_dir": str(output_dir), "max_steps": max_steps, "max_length": self.seq_len},
+            **{"per_device_train_batch_size": self.batch_size, "learning_rate": self.lr},
+            **{"optim": "adamw_torch_fused", "bf16": False, "gradient_checkpointing": False},
+            **{"report_to": "none", "logging_steps": 50, "save_strategy": "no", "disable_tqdm": True},
+            **changed,
+        }
+        records = datasets.load_dataset("json", data_files=str(self.data), split="train")
+        return SFTTrainer(str(self.model), args=SFTConfig(**arguments), train_dataset=records)
+
+
+def has_trl() -> bool:
+    """Whether TRL is installed (dependency group `bench`)."""
+    import importlib.util
+
+    return importlib.util.find_spec("trl") is not None
+
+
+def ratios(values: dict[str, float]) -> dict[str, float]:
+    """Cairn's value over that of each of the others."""
+    others = [name for name in values if name != "cairn" and "cairn" in values]
+    return {f"cairn / {name}": values["cairn"] / values[name] for name in others}
+
+
+def environment(threads: int) -> dict[str, str]:
+    """Of every child: the same number of threads, no network."""
+    return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+
+
+def result_of(script: str, arguments: list[object], threads: int) -> dict:
+    """Run a script of this folder in a process of its own; the object on its last line."""
+    command = [sys.executable, str(Path(script)), *map(str, arguments)]
+    done = subprocess.run(command, capture_output=True, env=environment(threads), text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+    return json.loads(done.stdout.strip().splitlines()[-1])
+
+
+@contextmanager
+def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[tuple[float, dict]]]:
+    """A command of Cairn's: yields the rows of the run's metrics, each with the time at which it appeared."""
+    metrics = run / "metrics.jsonl"
+    log = run.with_suffix(".log")
+    with open(log, "wb") as out:
+        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(threads))
+
+    def rows() -> Iterator[tuple[float, dict]]:
+        seen = len(metrics.read_text().splitlines()) if metrics.exists() else 0
+        while True:
+            ended = child.poll() is not None
+            lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
+            now = time.perf_counter()
+            yield from ((now, json.loads(line)) for line in lines[seen:])
+            seen = len(lines)
+            if ended:
+                if child.returncode:
+                    raise RuntimeError(f"ended with {child.returncode}:\n{log.read_text()[-3000:]}")
+                return
+            time.sleep(0.005)
+
+    try:
+        yield rows()
+        child.wait()
+    finally:
+        if child.poll() is None:
+            child.terminate()
+            child.wait()

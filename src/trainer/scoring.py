@@ -1,0 +1,160 @@
+"""Logprobs of the learned tokens under the current weights, without the logits of all tokens at once.
+
+Only places whose next token is learned go through the output embeddings. Where the model returns what these
+give as it is, the logprobs are made there and then, chunk by chunk; where it scales or caps the logits first
+(Cohere, Granite, Gemma 2), its own logits are used.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.distributed.fsdp import FSDPModule
+from transformers import PreTrainedModel
+
+from cairn.trainer.packing import MicroBatch
+
+CHUNK_LOGITS = 1 << 26
+"""How many logits there are at once: 256 MiB of float32."""
+
+
+class Scorer:
+    """Scores micro-batches with `model`, whose weights may change in between."""
+
+    def __init__(self, model: PreTrainedModel, device: torch.device, chunk_logits: int = CHUNK_LOGITS):
+        """Look at what the model does with its logits; all ranks call it."""
+        self.model = model
+        self.chunk_logits = chunk_logits
+        self.head = model.get_output_embeddings()
+        self.is_plain = type(self.head) is nn.Linear and self._returns_them_as_they_are(device)
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """Logprobs of tokens 1 to T - 1, float32 [R, T - 1], and 0 for those that are not learned.
+
+        Args:
+            micro: on the model's device.
+            temperature: logits are divided by it.
+        """
+        learned = micro.loss_mask.flatten().nonzero()[:, 0]
+        tokens = micro.input_ids.flatten()[learned]
+        found: list[torch.Tensor] = []
+
+        def select(head: nn.Module, inputs: tuple[torch.Tensor]) -> torch.Tensor:
+            found.append(inputs[0].flatten(0, -2)[learned - 1])
+            return inputs[0][:, :0] if self.is_plain else found[0][None]
+
+        def score(head: nn.Linear, inputs: tuple[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
+            return token_logprobs(
+                found[0], head.weight, head.bias, tokens, temperature, chunk_logits=self.chunk_logits
+            )
+
+        hooks = [self.head.register_forward_pre_hook(select)] if self.head else []
+        if self.is_plain:
+            hooks.append(self.head.register_forward_hook(score))
+        try:
+            result = self._run(micro.input_ids, micro.position_ids)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if not self.is_plain:
+            logits = result[0] if self.head else result.flatten(0, 1)[learned - 1]
+        values = result if self.is_plain else _of_logits(logits, tokens, temperature)
+        everywhere = values.new_zeros(micro.input_ids.numel()).index_copy(0, learned, values)
+        return everywhere.view_as(micro.input_ids)[:, 1:]
+
+    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+        # Without a cache the model keeps apart samples whose positions start anew; with one it does not.
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+
+    @torch.no_grad()
+    def _returns_them_as_they_are(self, device: torch.device) -> bool:
+        """Whether the model returns its output embeddings' logits as they are: it is handed some of ours."""
+        ours = torch.linspace(-100, 100, 2 * self.head.out_features, device=device).view(1, 2, -1)
+        hook = self.head.register_forward_hook(lambda *_: ours)
+        try:
+            places = torch.arange(2, device=device)[None]
+            logits = self._run(places, places)
+        finally:
+            hook.remove()
+            if isinstance(self.model, FSDPModule):
+                self.model.reshard()  # or the next forward would compute with what was gathered here
+        return logits.shape == ours.shape and torch.equal(logits, ours)
+
+
+def token_logprobs(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    temperature: float,
+    *,
+    chunk_logits: int = CHUNK_LOGITS,
+) -> torch.Tensor:
+    """The logprob of each token under softmax((hidden @ weight.T + bias) / temperature), float32 [L].
+
+    Args:
+        hidden: [L, H].
+        weight: [V, H]; `bias`, if there is one: [V].
+        tokens: int64 [L].
+        chunk_logits: where there are more logits, they are made in chunks of as many, and made again in the
+            backward pass.
+    """
+    if len(hidden) * len(weight) <= chunk_logits:
+        return _of_logits(F.linear(hidden, weight, bias), tokens, temperature)
+    rows = max(chunk_logits // len(weight), 1)
+    return _InChunks.apply(hidden, weight, bias, tokens, temperature, rows)
+
+
+def _of_logits(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) -> torch.Tensor:
+    logits = logits.float() / temperature if temperature != 1.0 else logits.float()
+    return -F.cross_entropy(logits, tokens, reduction="none")
+
+
+class _InChunks(torch.autograd.Function):
+    """`token_logprobs` with no more than `rows` rows of logits at a time."""
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx,
+        hidden: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        tokens: torch.Tensor,
+        temperature: float,
+        rows: int,
+    ) -> torch.Tensor:
+        normalisers, logprobs = [], []
+        for piece, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
+            logits = F.linear(piece, weight, bias).float().div_(temperature)
+            normalisers.append(logits.logsumexp(-1))
+            logprobs.append(logits.gather(-1, wanted[:, None])[:, 0] - normalisers[-1])
+        ctx.save_for_backward(hidden, weight, bias, tokens, torch.cat(normalisers))
+        ctx.temperature, ctx.rows = temperature, rows
+        return torch.cat(logprobs)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        hidden, weight, bias, tokens, normalisers = ctx.saved_tensors
+        of_hidden = torch.empty_like(hidden)
+        of_weight = torch.zeros_like(weight, dtype=torch.float32)
+        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+        columns = (hidden, of_hidden, tokens, normalisers, gradient)
+        for piece, of_piece, wanted, normaliser, scale in zip(
+            *(column.split(ctx.rows) for column in columns), strict=True
+        ):
+            of_logits = F.linear(piece, weight, bias).float().div_(ctx.temperature)
+            of_logits.sub_(normaliser[:, None]).exp_().neg_()
+            of_logits[torch.arange(len(wanted), device=wanted.device), wanted] += 1
+            of_logits.mul_((scale / ctx.temperature)[:, None])
+            if of_bias is not None:
+                of_bias += of_logits.sum(0)
+            of_logits = of_logits.to(weight.dtype)
+            torch.mm(of_logits, weight, out=of_piece)
+            if of_weight.dtype == weight.dtype:
+                of_weight.addmm_(of_logits.T, piece)
+            else:
+                of_weight += of_logits.T @ piece
+        if of_bias is not None:
+            of_bias = of_bias.to(bias.dtype)
+        return of_hidden, of_weight.to(weight.dtype), of_bias, None, None, None

@@ -1,0 +1,156 @@
+"""Logprobs of learned tokens: the same as from full logits, however they are made."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import (
+    CohereConfig,
+    Gemma2Config,
+    GPTNeoXConfig,
+    GraniteConfig,
+    LlamaConfig,
+    PhiConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+)
+from transformers.models.auto import AutoModelForCausalLM
+
+from cairn.trainer.packing import MicroBatch
+from cairn.trainer.scoring import Scorer, token_logprobs
+
+VOCABULARY, ROWS, WIDTH = 97, 3, 20
+SIZE = {
+    "vocab_size": VOCABULARY,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 64,
+    "initializer_range": 0.3,
+    **{"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+MODELS = {
+    "tied": (Qwen3Config(**SIZE, head_dim=16, tie_word_embeddings=True), True),
+    "untied": (LlamaConfig(**SIZE, tie_word_embeddings=False), True),
+    "with a bias": (PhiConfig(**{**SIZE, "num_key_value_heads": 2}), True),
+    "another name": (GPTNeoXConfig(**SIZE, tie_word_embeddings=False), True),
+    "capped": (Gemma2Config(**SIZE, head_dim=16, final_logit_softcapping=2.0, sliding_window=8), False),
+    "scaled": (CohereConfig(**SIZE, logit_scale=0.5), False),
+    "divided": (GraniteConfig(**SIZE, logits_scaling=3.0), False),
+}
+
+
+def make_model(config: PreTrainedConfig) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if (bias := model.get_output_embeddings().bias) is not None:
+        torch.nn.init.normal_(bias)
+    return model
+
+
+def make_micro(seed: int = 0) -> MicroBatch:
+    """Rows of two samples each; a third of the tokens is learned, and of the last row none."""
+    draw = torch.Generator().manual_seed(seed)
+    ids = torch.randint(3, VOCABULARY, (ROWS, WIDTH), generator=draw)
+    positions = torch.cat([torch.arange(8), torch.arange(WIDTH - 8)]).repeat(ROWS, 1)
+    mask = torch.rand(ROWS, WIDTH, generator=draw) < 0.35
+    mask[positions == 0] = False
+    mask[-1] = False
+    zeros = torch.zeros(ROWS, WIDTH)
+    return MicroBatch(ids, positions, mask, zeros, zeros, 0)
+
+
+def expected(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> torch.Tensor:
+    """From the model's own logits, all of them."""
+    logits = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False).logits[:, :-1]
+    logprobs = (logits / temperature).log_softmax(-1).gather(-1, micro.input_ids[:, 1:, None])[..., 0]
+    return torch.where(micro.loss_mask[:, 1:], logprobs, 0.0)
+
+
+def gradients(model: PreTrainedModel, logprobs: torch.Tensor) -> dict[str, torch.Tensor]:
+    """Of a sum in which every logprob has a weight of its own."""
+    model.zero_grad()
+    (logprobs * torch.linspace(-1, 2, logprobs.numel()).view_as(logprobs)).sum().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+@contextmanager
+def largest_tensor() -> Iterator[list[int]]:
+    """In the first place of the list: the elements of the largest tensor that any operation made."""
+    largest = [0]
+
+    class Watch(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            result = func(*args, **(kwargs or {}))
+            made = result if isinstance(result, list | tuple) else [result]
+            largest[0] = max(largest[0], *(t.numel() for t in made if isinstance(t, torch.Tensor)), 0)
+            return result
+
+    with Watch():
+        yield largest
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+@pytest.mark.parametrize("chunk", [1 << 26, 5 * VOCABULARY], ids=["at once", "in chunks"])
+@pytest.mark.parametrize(("config", "is_plain"), MODELS.values(), ids=MODELS)
+def test_logprobs_and_gradients_are_those_of_full_logits(
+    config: PreTrainedConfig, is_plain: bool, chunk: int, temperature: float
+):
+    """Of every parameter, for models that return their logits as they are and for those that don't."""
+    model, micro = make_model(config), make_micro()
+    scorer = Scorer(model, torch.device("cpu"), chunk)
+    assert scorer.is_plain == is_plain
+    wanted = expected(model, micro, temperature)
+    found = scorer.logprobs(micro, temperature)
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found, wanted, atol=2e-5, rtol=1e-5)
+    wanted_gradients = gradients(model, wanted)
+    for name, gradient in gradients(model, found).items():
+        torch.testing.assert_close(gradient, wanted_gradients[name], atol=2e-4, rtol=1e-4, msg=name)
+
+
+@pytest.mark.parametrize("config", [MODELS["tied"][0], MODELS["capped"][0]], ids=["plain", "capped"])
+def test_where_nothing_is_learned_every_parameter_has_a_gradient_of_zero(config: PreTrainedConfig):
+    """As ranks need that have no samples left: the others wait for their gradients."""
+    model, micro = make_model(config), make_micro()
+    micro.loss_mask[:] = False
+    found = Scorer(model, torch.device("cpu")).logprobs(micro, 1.0)
+    assert not found.any()
+    assert not any(gradient.any() for gradient in gradients(model, found).values())
+
+
+def test_there_is_never_more_than_a_chunk_of_logits():
+    """Neither in the forward nor in the backward pass; with full logits there is."""
+    torch.manual_seed(0)
+    vocabulary, learned, width = 1000, 200, 8
+    hidden = torch.randn(learned, width, requires_grad=True)
+    weight = torch.randn(vocabulary, width, requires_grad=True)
+    tokens = torch.randint(vocabulary, (learned,))
+    results = []
+    for chunk, most in ((10 * vocabulary, 10 * vocabulary), (1 << 26, learned * vocabulary)):
+        with largest_tensor() as largest:
+            logprobs = token_logprobs(hidden, weight, None, tokens, 1.0, chunk_logits=chunk)
+            results.append((logprobs, *torch.autograd.grad(logprobs.sum(), (hidden, weight))))
+        assert largest[0] == most
+    for few, all_ in zip(*results, strict=True):
+        torch.testing.assert_close(few, all_, atol=1e-4, rtol=1e-4)
+
+
+def test_in_bfloat16_the_gradient_of_the_embeddings_is_summed_up_in_float32():
+    """Over many chunks its error stays that of one."""
+    torch.manual_seed(0)
+    hidden, weight = torch.randn(512, 16), torch.randn(50, 16)
+    tokens = torch.randint(50, (512,))
+    errors = []
+    for chunk in (1 << 26, 50):
+        rounded = weight.bfloat16().requires_grad_()
+        token_logprobs(hidden.bfloat16(), rounded, None, tokens, 1.0, chunk_logits=chunk).sum().backward()
+        exact = rounded.detach().float().requires_grad_()
+        token_logprobs(hidden.bfloat16().float(), exact, None, tokens, 1.0).sum().backward()
+        errors.append((rounded.grad - exact.grad).norm() / exact.grad.norm())
+    assert errors[1] < 2 * errors[0] < 0.05
