@@ -39,6 +39,8 @@ from cairn.run.files import sync
 from cairn.trainer.group import Group
 from cairn.trainer.rl_data import VersionPublisher
 
+WARM_UP = 3
+"""Updates at the beginning that are not counted."""
 SIZES = {
     "10M": {"hidden_size": 384, "num_hidden_layers": 5, "intermediate_size": 1152},
     "60M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2304},
@@ -128,28 +130,29 @@ async def rounds(
     pool: ServerPool,
 ) -> dict[str, list[float]]:
     """The times of each repeat, by name; the first updates, which warm everything up, are left out."""
-    times: dict[str, list[float]] = {
-        name: [] for name in ("memcpy", "write", "push", "publish", "empty", "disk")
-    }
+    names = ("memcpy", "write", "push", "publish", "empty", "disk")
+    times: dict[str, list[float]] = {name: [] for name in names}
     copy = make_copy(model)
-    for step in range(1, arguments.repeats + 4):
+
+    async def push(step: int) -> float:
+        started = time.perf_counter()
+        await pool.serve(run.version_folder(step), attempt.version(step))
+        return time.perf_counter() - started
+
+    for step in range(1, arguments.repeats + WARM_UP + 1):
         train(model)
         copy()
         copied = timed(copy)
         written = timed(lambda step=step: publisher.publish(step, model, save=False, last=False))
-        started = time.perf_counter()
-        await pool.serve(run.version_folder(step), attempt.version(step))
-        pushed = time.perf_counter() - started
+        pushed = await push(step)
         empty = max([await empty_update(url) for url in pool.urls])
-        drop_from_page_cache(run.version_folder(step))
-        started = time.perf_counter()
-        await pool.serve(run.version_folder(step), attempt.version(step))
-        from_disk = time.perf_counter() - started
-        if step > 3:
-            for name, value in zip(
-                times, (copied, written, pushed, written + pushed, empty, from_disk), strict=True
-            ):
+        if step > WARM_UP:
+            for name, value in zip(names, (copied, written, pushed, written + pushed, empty), strict=False):
                 times[name].append(value)
+        run.forget_versions(step)  # as the orchestrator does
+    for _ in range(arguments.repeats):
+        drop_from_page_cache(run.version_folder(step))
+        times["disk"].append(await push(step))
     return times
 
 
