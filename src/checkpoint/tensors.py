@@ -100,11 +100,13 @@ def write_tensors(
 
     Every rank calls it with the same names in the same order; `barrier` waits for all of them. The files do
     not depend on the number of ranks. Nothing is fsynced: it is for weights in transit, not for checkpoints.
+    Files of these names that are there already are written over, which is faster than making new ones.
     """
     files, index = plan_tensors(tensors, stem, max_file_bytes)
     if rank == 0:
         for file in files:
-            with open(folder / file.name, "wb") as out:
+            fd = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
+            with open(fd, "wb") as out:
                 out.write(file.header)
                 out.truncate(file.size)
         if index is not None:

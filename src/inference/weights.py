@@ -3,9 +3,13 @@
 Runs inside vLLM's processes only.
 """
 
+import collections
 import copy
 import functools
 import json
+import os
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -19,9 +23,11 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
+    layerwise_groups,
 )
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
@@ -30,6 +36,8 @@ REFUSED = "weights refused: "
 """Marks a refusal: vLLM hands errors from process to process as text."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
+WORKERS = min(4, os.cpu_count() or 1)
+"""Threads that check and load weights; nothing is generated meanwhile."""
 
 
 def register() -> None:
@@ -81,9 +89,13 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
 
     def update_weights(self, update_info: dict) -> None:
         """As in the base class, whose device synchronisation fails where there is no accelerator."""
-        self.receive_weights(self.parse_update_info(update_info))
+        info = self.parse_update_info(update_info)
+        files = _identities(info.path)
+        self.receive_weights(info)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
+        if _identities(info.path) != files:
+            raise RuntimeError(f"{info.path} was removed or changed while its weights were loaded")
 
     def receive_weights(self, update_info: FilesystemUpdateInfo) -> None:
         """Validate the files, then load them.
@@ -92,12 +104,22 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             Refused: a file or tensor is unusable; the old weights are untouched.
         """
         weights = read_weights(update_info.path, *self._expected, self.model_config.dtype)
-        initialize_layerwise_reload(self.model)
-        loaded = self.model.load_weights(weights.items())
-        finalize_layerwise_reload(self.model, self.model_config)
-        if missed := {name for name, _ in self.model.named_parameters()} - set(loaded):
+        if self._plain:
+            loaded = load_and_pack(self.model, weights)
+        else:
+            initialize_layerwise_reload(self.model)
+            loaded = set(self.model.load_weights(weights.items()))
+            finalize_layerwise_reload(self.model, self.model_config)
+            pack_linear_weights(self.model.modules())
+        if missed := {name for name, _ in self.model.named_parameters()} - loaded:
             raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
-        pack_linear_weights(self.model)
+
+    @functools.cached_property
+    def _plain(self) -> bool:
+        """Whether the parameters are the weights themselves: on the CPU, and nothing is quantized."""
+        methods = {type(getattr(module, "quant_method", None)) for module in self.model.modules()}
+        plain = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+        return self.device.type == "cpu" and methods <= plain
 
     @functools.cached_property
     def _expected(self) -> tuple[dict[str, list[int]], dict[str, str]]:
@@ -132,15 +154,36 @@ class RepackableLoader(DefaultModelLoader):
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> torch.nn.Module:
         model = super().load_model(vllm_config, model_config, prefix)
-        pack_linear_weights(model)
+        pack_linear_weights(model.modules())
         return model
 
 
-def pack_linear_weights(model: torch.nn.Module) -> None:
+def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:
     """Make the packed copies from which the CPU's linear layers compute anew; elsewhere there are none."""
-    for module in model.modules():
+    for module in modules:
         if hasattr(module, "cpu_linear"):
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
+
+
+def load_and_pack(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> set[str]:
+    """Copy weights straight into the parameters, and pack each layer while it is in the processor's cache.
+
+    Layers are taken by several threads. Returns vLLM's names of the parameters that were loaded.
+    """
+    parameters = dict(model.named_parameters())
+    users = collections.defaultdict(list)  # several modules where weights are tied
+    for module in model.modules():
+        if hasattr(module, "cpu_linear"):
+            users[id(module.weight)].append(module)
+
+    def load(names: list[str]) -> set[str]:
+        with torch.no_grad():
+            loaded = set(model.load_weights((name, weights[name]) for name in names))
+            pack_linear_weights(module for name in loaded for module in users[id(parameters[name])])
+        return loaded
+
+    with ThreadPoolExecutor(WORKERS) as workers:
+        return set().union(*workers.map(load, layerwise_groups(list(weights))))
 
 
 def read_weights(
@@ -185,11 +228,27 @@ def read_weights(
     for name in tied.keys() & weights.keys():
         if not torch.equal(weights.pop(name), weights[tied[name]]):
             raise Refused(f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to")
-    for name in weights:
-        weights[name] = weights[name].to(dtype)
-        if not weights[name].isfinite().all():
-            raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
+    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
+    with ThreadPoolExecutor(WORKERS) as workers:
+        finite = workers.map(_is_finite, weights.values())
+        for name, good in zip(weights, finite, strict=True):
+            if not good:
+                raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
     return weights
+
+
+def _is_finite(tensor: torch.Tensor) -> bool:
+    """Whether all values are; least and greatest are 30 times as fast as asking each, and NaN is both."""
+    return tensor.numel() == 0 or all(bound.isfinite().item() for bound in tensor.aminmax())
+
+
+def _identities(path: str) -> list[tuple[str, int, int]]:
+    """What tells whether a directory's tensor files are still the same: name, inode, last change."""
+    try:
+        found = [(file.name, file.stat()) for file in sorted(Path(path).glob("*.safetensors"))]
+    except OSError:
+        return []
+    return [(name, status.st_ino, status.st_mtime_ns) for name, status in found]
 
 
 def _files(path: str) -> list[Path]:

@@ -60,8 +60,8 @@ class VersionPublisher:
     def publish(self, step: int, model: PreTrainedModel, *, save: bool, last: bool) -> None:
         """Write the weights after `step` optimiser steps, then announce them; all ranks call it.
 
-        A version is written once, under a path of its own, and never changed: servers map the file. The
-        orchestrator removes it when they have a newer one.
+        A version is written once, under a path of its own, and not changed while it is there: servers map
+        the file. The orchestrator removes it when they have a newer one; the folder is then written over.
         """
         fault_point("publish.begin")
         folder = self.run.version_folder(step)
@@ -69,7 +69,10 @@ class VersionPublisher:
         if self.group.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
-            unfinished.mkdir(parents=True)
+            try:
+                os.rename(self.run.spare_weights, unfinished)
+            except OSError:
+                unfinished.mkdir(parents=True)
         self.group.barrier()
         write_tensors(unfinished, weights(model), "model", rank=self.group.rank, barrier=self.group.barrier)
         if self.group.rank == 0:

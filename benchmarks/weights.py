@@ -1,0 +1,232 @@
+"""From the trainer's step to the servers' next token: how long a new policy version takes to be served.
+
+For each model size, side by side in one run (medians, in seconds):
+
+- memcpy: one copy of the same bytes, from memory to memory that is warm
+- write: the trainer's part: all tensors into a new version's folder, announced
+- push: the pool's part: every server has loaded and confirmed the version
+- publish: both, which is the time from publish to serving
+- empty: vLLM's own cost of an update that changes nothing: pause, start, finish, resume, status
+- disk: a push whose files are not in the page cache, as when servers reload from disk
+- ratio: (publish - empty) / memcpy; push_ratio: (push - empty) / memcpy
+
+Runs as `python benchmarks/weights.py`, on the CPU or on a GPU; starts the servers itself.
+"""
+
+import argparse
+import asyncio
+import contextlib
+import json
+import os
+import socket
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import httpx
+import torch
+from transformers import Qwen3Config, Qwen3ForCausalLM
+
+from cairn.config.inference import InferenceConfig
+from cairn.inference.client import token_for
+from cairn.inference.pool import ServerPool
+from cairn.inference.server import Server
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.files import sync
+from cairn.trainer.group import Group
+from cairn.trainer.rl_data import VersionPublisher
+
+WARM_UP = 3
+"""Updates at the beginning that are not counted."""
+SIZES = {
+    "10M": {"hidden_size": 384, "num_hidden_layers": 5, "intermediate_size": 1152},
+    "60M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2304},
+    "200M": {"hidden_size": 1280, "num_hidden_layers": 10, "intermediate_size": 3840},
+}
+
+
+def main() -> None:
+    """Measure what was asked for and print one object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--sizes", nargs="+", default=["10M", "60M"], choices=SIZES, help="model sizes")
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
+    parser.add_argument("--servers", type=int, default=1, help="servers that are updated at once")
+    parser.add_argument("--repeats", type=int, default=7, help="updates; medians are reported")
+    parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server")
+    parser.add_argument(
+        "--dir", type=Path, default=None, help="for the run directory; default: a temporary one"
+    )
+    parser.add_argument("--quick", action="store_true", help="one small size, under a minute")
+    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.sizes, arguments.repeats = ["10M"], 3
+    os.environ |= {
+        "RANK": "0",
+        "WORLD_SIZE": "1",
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(free_port()),
+    }
+    group = Group.join(threads=1, deterministic=False)
+    runs = []
+    try:
+        for size in arguments.sizes:
+            with tempfile.TemporaryDirectory(dir=arguments.dir) as folder:
+                runs.append(asyncio.run(measure(arguments, size, group, Path(folder))))
+            if not arguments.json:
+                print(json.dumps(runs[-1], indent=2), file=sys.stderr)
+    finally:
+        group.leave()
+    print(json.dumps({"benchmark": "weights", "runs": runs}))
+
+
+async def measure(arguments: argparse.Namespace, size: str, group: Group, folder: Path) -> dict:
+    """All the times for one model size."""
+    model = make_model(size, getattr(torch, arguments.dtype), folder / "model").to(group.device)
+    run = RunDirectory(folder / "run")
+    attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
+    publisher = VersionPublisher(run, attempt, group)
+    with contextlib.ExitStack() as stack:
+        configs = [InferenceConfig(port=free_port(), kv_cache_memory="64M", threads=arguments.threads,
+                                   max_model_len=256) for _ in range(arguments.servers)]  # fmt: skip
+        servers = [
+            stack.enter_context(Server(config, str(folder / "model"), folder / f"{config.port}.log"))
+            for config in configs
+        ]
+        for server in servers:
+            await asyncio.to_thread(server.wait_ready)
+        async with ServerPool([server.url for server in servers]) as pool:
+            await pool.wait_ready(30)
+            while pool.take_metrics()["servers/healthy"] < len(servers):
+                await asyncio.sleep(0.1)
+            times = await rounds(arguments, model, run, attempt, publisher, pool)
+    medians = {f"{name}_s": statistics.median(values) for name, values in times.items()}
+    size_bytes = sum(p.nbytes for p in model.parameters())
+    return {
+        "size": size,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "bytes": size_bytes,
+        "dtype": arguments.dtype,
+        "device": group.device.type,
+        "servers": arguments.servers,
+        "threads": arguments.threads,
+        "repeats": arguments.repeats,
+        **medians,
+        "ratio": (medians["publish_s"] - medians["empty_s"]) / medians["memcpy_s"],
+        "push_ratio": (medians["push_s"] - medians["empty_s"]) / medians["memcpy_s"],
+        "all": times,
+    }
+
+
+async def rounds(
+    arguments: argparse.Namespace,
+    model: torch.nn.Module,
+    run: RunDirectory,
+    attempt: Attempt,
+    publisher: VersionPublisher,
+    pool: ServerPool,
+) -> dict[str, list[float]]:
+    """The times of each repeat, by name; the first updates, which warm everything up, are left out."""
+    names = ("memcpy", "write", "push", "publish", "empty", "disk")
+    times: dict[str, list[float]] = {name: [] for name in names}
+    copy = make_copy(model)
+
+    async def push(step: int) -> float:
+        started = time.perf_counter()
+        await pool.serve(run.version_folder(step), attempt.version(step))
+        return time.perf_counter() - started
+
+    for step in range(1, arguments.repeats + WARM_UP + 1):
+        train(model)
+        copy()
+        copied = timed(copy)
+        written = timed(lambda step=step: publisher.publish(step, model, save=False, last=False))
+        pushed = await push(step)
+        empty = max([await empty_update(url) for url in pool.urls])
+        if step > WARM_UP:
+            for name, value in zip(names, (copied, written, pushed, written + pushed, empty), strict=False):
+                times[name].append(value)
+        run.forget_versions(step)  # as the orchestrator does
+    for _ in range(arguments.repeats):
+        drop_from_page_cache(run.version_folder(step))
+        times["disk"].append(await push(step))
+    return times
+
+
+def make_model(size: str, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
+    """A Qwen3 with random weights, saved to `folder`."""
+    config = Qwen3Config(
+        vocab_size=4096,
+        num_attention_heads=SIZES[size]["hidden_size"] // 64,
+        num_key_value_heads=SIZES[size]["hidden_size"] // 128,
+        head_dim=64,
+        max_position_embeddings=256,
+        tie_word_embeddings=True,
+        dtype=dtype,
+        **SIZES[size],
+    )
+    torch.manual_seed(0)
+    model = Qwen3ForCausalLM(config).to(dtype)
+    model.save_pretrained(folder)
+    return model
+
+
+def train(model: torch.nn.Module) -> None:
+    """Change every weight a little, as a step of the optimiser does."""
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.mul_(1.001)
+
+
+def make_copy(model: torch.nn.Module) -> Callable[[], None]:
+    """One copy of all of the weights' bytes, from and to warm memory."""
+    size = sum(parameter.nbytes for parameter in model.parameters())
+    source, target = torch.ones(size // 4), torch.ones(size // 4)
+    return lambda: target.copy_(source)
+
+
+def timed(call: Callable[[], object]) -> float:
+    """Seconds that a call takes."""
+    started = time.perf_counter()
+    call()
+    return time.perf_counter() - started
+
+
+async def empty_update(url: str) -> float:
+    """Seconds for vLLM's own sequence of an update without any weights in it."""
+    headers = {"Authorization": f"Bearer {token_for(url)}"}
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
+        await http.get("/cairn/status")
+        version = (await http.get("/weight_info")).json()["weight_version"]
+        started = time.perf_counter()
+        for path, body in (
+            ("/pause?mode=keep", None),
+            ("/start_weight_update", None),
+            ("/finish_weight_update", {"weight_version": version}),
+            ("/resume", None),
+        ):
+            (await http.post(path, json=body)).raise_for_status()
+        (await http.get("/cairn/status")).raise_for_status()
+        return time.perf_counter() - started
+
+
+def drop_from_page_cache(folder: Path) -> None:
+    """Have the next reader of a folder's tensors read them from the disk."""
+    for file in folder.glob("*.safetensors"):
+        sync(file)
+        fd = os.open(file, os.O_RDONLY)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(fd)
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

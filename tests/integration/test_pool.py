@@ -1,0 +1,65 @@
+"""A pool of real vLLM servers: one is killed in mid-generation, one has wrong weights."""
+
+import asyncio
+from collections.abc import Callable
+from pathlib import Path
+
+from cairn.config.inference import InferenceConfig
+from cairn.inference.client import Generation, InferenceClient
+from cairn.inference.pool import ServerPool
+from cairn.inference.server import Server
+
+GROUPS = range(24)
+
+
+async def answers(pool: ServerPool) -> list[list[Generation]]:
+    """What a pool answers to requests that keep its servers busy for a while."""
+    return await asyncio.gather(
+        *(
+            pool.generate(
+                list(range(20 + group, 40 + group)),
+                affinity=group,
+                versions={"run:1"},
+                n=2,
+                max_tokens=300,
+                seed=100 * group,
+            )
+            for group in GROUPS
+        )
+    )
+
+
+def test_answers_do_not_depend_on_which_servers_live(
+    inference_server: Server, tiny_model: Callable[..., Path], free_port: Callable[[], int], tmp_path: Path
+):
+    model = tiny_model(seed=1)
+    config = InferenceConfig(port=free_port(), kv_cache_memory="64M")
+    second = Server(config, str(tiny_model(seed=0)), tmp_path / "vllm.log")
+
+    async def main() -> None:
+        async with ServerPool([inference_server.url]) as pool:
+            await pool.serve(model, "run:1")
+            alone = await answers(pool)
+        async with ServerPool([inference_server.url, second.url], retry_for=60) as pool:
+            await pool.wait_ready(10)
+            await pool.serve(model, "run:1")
+            await asyncio.to_thread(second.wait_ready)
+            while pool.take_metrics()["servers/healthy"] < 2:  # it joins, with the weights
+                await asyncio.sleep(0.05)
+
+            # Another run, say, puts its weights into the first server.
+            async with InferenceClient(inference_server.url) as client:
+                await client.update_weights(tiny_model(seed=2), "another:1")
+            assert await answers(pool) == alone
+            assert pool.take_metrics()["servers/retries"] > 0
+
+            asked = asyncio.create_task(answers(pool))
+            await asyncio.sleep(0.3)
+            second.kill()
+            assert await asked == alone
+            metrics = pool.take_metrics()
+            assert metrics["servers/retries"] > 0
+            assert metrics["servers/healthy"] == 1
+
+    with second:
+        asyncio.run(main())
