@@ -241,10 +241,10 @@ class ServerPool:
             self._counts.retries += 1
 
     def take_metrics(self) -> dict[str, float]:
-        """What happened since the last call: requests, retries, weight updates, idleness.
+        """What happened since the last call: requests, retries, weight updates, and where the time went.
 
-        `weights/bytes` is summed over servers, `time/push` is the time that `serve` took;
-        `time/server_idle` is the time in which no request was in flight at all.
+        `weights/bytes` is summed over servers, `time/push` is the time that `serve` took. `time/server_idle`
+        is the time in which no request was in flight at all, `time/generate` the rest.
         """
         return {
             "servers/healthy": sum(member.ready for member in self._members.values()),
@@ -494,7 +494,7 @@ class Counts:
 
     def __init__(self) -> None:
         self._in_flight = 0
-        self._idle_since: float | None = time.monotonic()
+        self._marked = time.monotonic()
         self._clear()
 
     def _clear(self) -> None:
@@ -502,26 +502,25 @@ class Counts:
         self.retries = 0
         self.push_bytes = 0
         self.push_seconds = 0.0
-        self._idle = 0.0
+        self._idle = self._busy = 0.0
 
     def begin(self) -> None:
         """A request has been sent."""
-        self._count_idle()
+        self._mark()
         self._in_flight += 1
-        self._idle_since = None
 
     def end(self) -> None:
         """A request has been answered or given up."""
+        self._mark()
         self._in_flight -= 1
-        if self._in_flight == 0:
-            self._idle_since = time.monotonic()
 
     def take(self) -> dict[str, float]:
         """The counts, which begin anew."""
-        self._count_idle()
+        self._mark()
         counts = {
             "servers/requests": self.requests,
             "servers/retries": self.retries,
+            "time/generate": self._busy,
             "time/server_idle": self._idle,
             "weights/bytes": self.push_bytes,
             "time/push": self.push_seconds,
@@ -529,11 +528,14 @@ class Counts:
         self._clear()
         return counts
 
-    def _count_idle(self) -> None:
-        if self._idle_since is not None:
-            now = time.monotonic()
-            self._idle += now - self._idle_since
-            self._idle_since = now
+    def _mark(self) -> None:
+        """Count the time since the last mark."""
+        now = time.monotonic()
+        if self._in_flight:
+            self._busy += now - self._marked
+        else:
+            self._idle += now - self._marked
+        self._marked = now
 
 
 def _size(folder: Path) -> int:

@@ -1,0 +1,286 @@
+"""Reinforcement learning: seconds a step of Cairn, synchronous and overlapped, of TRL, and the bound.
+
+All train the same model on the same task with equal batches:
+
+- cairn_k0, cairn_k1, cairn_k2: the `rl` command as users run it, against one server that stays up, with
+  `max_off_policy_steps` 0, 1 and 2
+- trl: TRL's `GRPOTrainer` as it comes, which generates in its own process, with as many threads as Cairn has
+  processes that compute
+- bound: max(generate, train), where each is what it takes while the other does nothing: in cairn_k0 they take
+  turns, so its steps tell both
+
+Tasks: tiny is the README's (a model of 0.6M parameters, answers of at most 12 tokens); long is a model of
+about 10M parameters that writes 128 answers of 256 tokens a step; even is the same model with answers so long
+that generating and training take about as long as each other.
+
+Times are on the wall, from the rows of metrics.jsonl, without the first steps; systems take turns, and
+medians over the rounds are reported. A step's time is that of the steady run: with generation ahead of
+training, single steps may be shorter or longer. TRL is in the dependency group `bench`; without it only the
+others run.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import shutil
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import common
+
+SYSTEMS = ["cairn_k0", "cairn_k1", "cairn_k2", "trl"]
+
+
+@dataclass(frozen=True)
+class RLTask:
+    """A model, and what is sampled from it in a step."""
+
+    prompts: int
+    samples: int
+    max_tokens: int
+    seq_len: int
+    micro_batch_size: int
+    model: dict[str, int]
+    """What differs from the README's model."""
+    whole_answers: bool = False
+    """Whether every answer is as long as allowed: a model with random weights would end some by chance."""
+
+
+LARGE = {
+    "hidden_size": 384,
+    "intermediate_size": 1152,
+    "num_hidden_layers": 5,
+    "max_position_embeddings": 512,
+}
+TASKS = {
+    "tiny": RLTask(16, 8, 12, 128, 8, {}),
+    "even": RLTask(16, 8, 64, 128, 8, LARGE, whole_answers=True),
+    "long": RLTask(16, 8, 256, 512, 2, LARGE, whole_answers=True),
+}
+
+
+def main() -> None:
+    """Run what was asked for and print one object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
+    parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
+    parser.add_argument("--steps", type=int, default=12, help="measured steps of each system in each round")
+    parser.add_argument("--warmup", type=int, default=3, help="steps before them that do not count")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--quick", action="store_true", help="the tiny task, few steps, under a minute")
+    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.tasks, arguments.steps, arguments.warmup, arguments.rounds = ["tiny"], 3, 1, 1
+        arguments.systems = ["cairn_k0", "cairn_k1"]
+    if arguments.inside:
+        (task,) = arguments.tasks
+        print(json.dumps(measure_trl(TASKS[task], arguments.inside, arguments.warmup, arguments.steps)))
+        return
+    if not common.has_trl():
+        arguments.systems = [name for name in arguments.systems if name != "trl"]
+    report = {}
+    for name in arguments.tasks:
+        with tempfile.TemporaryDirectory() as folder:
+            report[name] = compare(name, arguments, Path(folder))
+        if not arguments.json:
+            show(name, report[name])
+    print(json.dumps({"benchmark": "rl", "steps": arguments.steps, "tasks": report}))
+
+
+def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
+    """All systems in turn, round after round."""
+    task = TASKS[name]
+    model = make_model(task, folder / "model")
+    rounds: dict[str, list[dict[str, float]]] = {system: [] for system in arguments.systems}
+    for number in range(arguments.rounds):
+        with server(task, model, folder / "server.log") as url:
+            for system in arguments.systems:
+                if system != "trl":
+                    run = folder / f"{system}_{number}"
+                    rounds[system].append(measure_cairn(task, model, int(system[-1]), url, run, arguments))
+        if "trl" in arguments.systems:
+            flags = [
+                "--inside",
+                model,
+                "--tasks",
+                name,
+                "--steps",
+                arguments.steps,
+                "--warmup",
+                arguments.warmup,
+            ]
+            rounds["trl"].append(common.result_of(__file__, flags, threads=2))
+    systems = {
+        system: {key: statistics.median(found[key] for found in all_) for key in all_[0]}
+        for system, all_ in rounds.items()
+    }
+    steps = {system: values["step_s"] for system, values in systems.items()}
+    report = {
+        "systems": systems,
+        "rounds": {s: [found["step_s"] for found in all_] for s, all_ in rounds.items()},
+    }
+    if "cairn_k0" in systems:
+        turns = systems["cairn_k0"]
+        bound = max(turns["generate_s"], turns["train_s"])
+        report["bound"] = {"step_s": bound, "generate_s": turns["generate_s"], "train_s": turns["train_s"]}
+        report["ratios"] = {
+            **{f"cairn_k0 / {s}": steps["cairn_k0"] / seconds for s, seconds in steps.items()},
+            **{f"{s} / bound": seconds / bound for s, seconds in steps.items()},
+        }
+        if "trl" in steps:
+            report["ratios"] |= {f"trl / {s}": steps["trl"] / seconds for s, seconds in steps.items()}
+    return report
+
+
+def make_model(task: RLTask, folder: Path) -> Path:
+    """A Hugging Face folder with random weights."""
+    from cairn.config.model import ModelConfig
+    from cairn.launch.model import resolve_model
+
+    source = folder.with_name("source")
+    shutil.copytree(common.CONFIGS / "model", source)
+    config = json.loads((source / "config.json").read_text()) | task.model
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    (source / "config.json").write_text(json.dumps(config))
+    if task.whole_answers:
+        no_end_of_text(source)
+    os.environ["XDG_CACHE_HOME"] = str(folder.with_name("cache"))
+    folder.symlink_to(resolve_model(ModelConfig(name=str(source), init_seed=0)))
+    return folder
+
+
+def no_end_of_text(folder: Path) -> None:
+    """Have no token end an answer."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (file := folder / name).exists():
+            content = json.loads(file.read_text())
+            file.write_text(json.dumps({k: v for k, v in content.items() if not k.startswith("eos_token")}))
+
+
+@contextlib.contextmanager
+def server(task: RLTask, model: Path, log: Path) -> Iterator[str]:
+    """The `inference` command; yields its address."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        port = listening.getsockname()[1]
+    flags = ("--model.name", model, "--port", port, "--dtype", "float32", "--kv-cache-memory", "1G")
+    flags += ("--max-num-seqs", task.prompts * task.samples, "--max-model-len", 2 * task.seq_len)
+    with open(log, "wb") as out:
+        child = subprocess.Popen(
+            command("inference", flags), stdout=out, stderr=subprocess.STDOUT, env=common.environment(1)
+        )
+    try:
+        while "inference ready at" not in log.read_text():
+            if child.poll() is not None:
+                raise RuntimeError(log.read_text()[-3000:])
+            time.sleep(0.1)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        child.terminate()
+        child.wait()
+
+
+def command(name: str, flags: tuple[object, ...]) -> list[str]:
+    """One of Cairn's commands, of the tree that this script is in the environment of."""
+    code = f"import sys; from cairn.launch.main import {name}; sys.exit({name}())"
+    return [sys.executable, "-c", code, *map(str, flags)]
+
+
+def measure_cairn(
+    task: RLTask, model: Path, behind: int, url: str, run: Path, arguments: argparse.Namespace
+) -> dict[str, float]:
+    """The `rl` command, from the outside, but for what its rows say of waiting."""
+    flags = (
+        *("--model.name", model, "--output-dir", run, "--max-steps", arguments.warmup + arguments.steps),
+        *("--trainer.seq-len", task.seq_len, "--trainer.micro-batch-size", task.micro_batch_size),
+        *("--trainer.optimizer.lr", 1e-4, "--orchestrator.inference-url", url),
+        *("--orchestrator.prompts-per-step", task.prompts, "--orchestrator.samples-per-prompt", task.samples),
+        *("--orchestrator.sampling.max-tokens", task.max_tokens),
+        *("--orchestrator.max-off-policy-steps", behind),
+    )
+    with common.followed(command("rl", flags), run, threads=1) as rows:
+        seen = list(rows)
+    steady = [row for _, row in seen if row["step"] > arguments.warmup]
+    seconds = seen[-1][0] - next(when for when, row in seen if row["step"] == arguments.warmup)
+    tokens = sum(row["rollout/tokens"] for row in steady)
+    idle, busy = (sum(row[key] for row in steady) for key in ("time/server_idle", "time/generate"))
+    return {
+        "step_s": seconds / len(steady),
+        "token_us": 1e6 * seconds / tokens,
+        "train_s": statistics.median(row["time/step"] for row in steady),
+        "generate_s": statistics.median(row["time/generate"] for row in steady),
+        "trainer_idle": sum(row["time/wait"] for row in steady) / seconds,
+        "server_idle": idle / (idle + busy),
+        "staleness": statistics.fmean(row["staleness/mean"] for row in steady),
+    }
+
+
+# In a process of its own
+
+
+def measure_trl(task: RLTask, model: Path, warmup: int, steps: int) -> dict[str, float]:
+    """TRL's `GRPOTrainer`: one optimiser step for each generation, no KL, float32, like Cairn's."""
+    import datasets
+    from transformers import TrainerCallback
+    from trl import GRPOConfig, GRPOTrainer
+
+    from cairn.config.orchestrator import EnvironmentConfig
+    from cairn.orchestrator.environments import make_environment
+
+    environment = make_environment(EnvironmentConfig())
+    prompts = [
+        {"prompt": environment.messages(i), "problem": i} for i in range(task.prompts * (warmup + steps + 1))
+    ]
+    times, tokens = [], []
+
+    def reward(completions: list, problem: list[int], completion_ids: list, **_: object) -> list[float]:
+        tokens.append(sum(map(len, completion_ids)))
+        return [environment.reward(i, c[0]["content"]) for i, c in zip(problem, completions, strict=True)]
+
+    class Clock(TrainerCallback):
+        def on_step_end(self, *_: object, **__: object) -> None:
+            times.append(time.perf_counter())
+
+    with tempfile.TemporaryDirectory() as folder:
+        config = GRPOConfig(
+            **{"output_dir": folder, "max_steps": warmup + steps, "learning_rate": 1e-4, "beta": 0.0},
+            **{"per_device_train_batch_size": task.prompts * task.samples, "num_generations": task.samples},
+            **{"max_completion_length": task.max_tokens, "temperature": 1.0, "gradient_checkpointing": False},
+            **{"optim": "adamw_torch_fused", "bf16": False, "report_to": "none", "save_strategy": "no"},
+            **{"disable_tqdm": True, "logging_steps": 100, "use_cpu": True},
+        )
+        trainer = GRPOTrainer(
+            str(model), reward, args=config, train_dataset=datasets.Dataset.from_list(prompts)
+        )
+        trainer.add_callback(Clock())
+        trainer.train()
+    seconds = times[-1] - times[warmup - 1]
+    return {"step_s": seconds / steps, "token_us": 1e6 * seconds / sum(tokens[warmup : warmup + steps])}
+
+
+def show(task: str, report: dict) -> None:
+    """A table."""
+    print(f"{task:10}{'s/step':>9}{'us/token':>10}{'trainer idle':>14}{'server idle':>13}{'staleness':>11}")
+    for name, values in report["systems"].items():
+        shares = "".join(
+            f"{values[key]:{width}.2f}" if key in values else "-".rjust(width)
+            for key, width in (("trainer_idle", 14), ("server_idle", 13), ("staleness", 11))
+        )
+        print(f"{name:10}{values['step_s']:9.3f}{values['token_us']:10.1f}{shares}")
+    if "bound" in report:
+        alone = {key: f"{seconds:.3f}" for key, seconds in report["bound"].items()}
+        print(f"bound {alone['step_s']}: generate {alone['generate_s']}, train {alone['train_s']}")
+        print("  ".join(f"{name} {ratio:.2f}" for name, ratio in report["ratios"].items()))
+
+
+if __name__ == "__main__":
+    main()
