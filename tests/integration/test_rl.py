@@ -1,6 +1,7 @@
 """Reinforcement learning from the outside, against one server that stays up while runs come and go."""
 
 import json
+import os
 import signal
 import statistics
 from dataclasses import dataclass
@@ -343,6 +344,38 @@ def test_an_audit_finds_every_prompt_trained_once(
         assert sum(epoch["trained"] for epoch in report["epochs"]) == 20 * PROMPTS
         for epoch in report["epochs"]:
             assert (epoch["waiting"], epoch["repeated"], epoch["missing"]) == (0, 0, 0)
+
+
+# Generating while training
+
+
+def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
+    shell: Shell, server: Server, trained: Path, tmp_path: Path
+):
+    """One step of staleness, answers asked for in pieces of four tokens, the orchestrator killed between."""
+    run = tmp_path / "run"
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 14),
+        *("--seed", 5, "--orchestrator.inference-url", server.url, "--ckpt.interval", 6),
+        *("--orchestrator.max-off-policy-steps", 1, "--orchestrator.sampling.chunk-tokens", 4),
+        *("--trainer.loss.correction", "truncate"),
+    )
+    with shell.start(*arguments) as command:
+        command.wait_until(lambda: len(rows(run)) >= 4)
+        os.kill(read(run / "roles.json")["roles"]["orchestrator"]["pid"], signal.SIGKILL)
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert "orchestrator died" in finished.output
+    found = whole_rows(run, 14)
+    staleness = [row["staleness/max"] for row in found]
+    assert staleness[0] == 0
+    assert set(staleness) == {0, 1}
+    assert statistics.fmean(staleness) > 0.5, "it was hardly ever ahead"
+    assert all(row["rollout/tokens"] > 4 * PROMPTS * SAMPLES for row in found[:3])  # several pieces each
+    assert rise(run) > 0.05, [row["reward/mean"] for row in found]
+    report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
+    assert report["ok"], report
+    assert sum(epoch["trained"] for epoch in report["epochs"]) == 14 * PROMPTS
 
 
 # A server of the run's own
