@@ -8,6 +8,7 @@ import copy
 import functools
 import json
 import os
+import time
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -25,12 +26,15 @@ from vllm.distributed.weight_transfer.base import (
     WeightTransferUpdateInfo,
     layerwise_groups,
 )
+from vllm.logger import init_logger
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+
+logger = init_logger("vllm.cairn")
 
 REFUSED = "weights refused: "
 """Marks a refusal: vLLM hands errors from process to process as text."""
@@ -103,7 +107,9 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         Raises:
             Refused: a file or tensor is unusable; the old weights are untouched.
         """
+        started = time.perf_counter()
         weights = read_weights(update_info.path, *self._expected, self.model_config.dtype)
+        checked = time.perf_counter()
         if self._plain:
             loaded = load_and_pack(self.model, weights)
         else:
@@ -113,6 +119,13 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             pack_linear_weights(self.model.modules())
         if missed := {name for name, _ in self.model.named_parameters()} - loaded:
             raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
+        logger.info(
+            "%s: %.1f MB, checked in %.3f s, loaded in %.3f s",
+            update_info.path,
+            sum(tensor.nbytes for tensor in weights.values()) / 1e6,
+            checked - started,
+            time.perf_counter() - checked,
+        )
 
     @functools.cached_property
     def _plain(self) -> bool:
