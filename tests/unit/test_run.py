@@ -268,6 +268,22 @@ def test_an_earlier_attempts_versions_are_not_taken(run: RunDirectory):
     assert run.announced_version(run.attempt(), 11) is None
 
 
+def test_versions_that_nobody_needs_go_and_one_folder_is_kept_for_the_next(run: RunDirectory):
+    for step in (10, 11, 12):
+        run.version_folder(step).mkdir(parents=True)
+        (run.version_folder(step) / "model.safetensors").write_text(f"version {step}")
+        run.announce_version(run.attempt(), step, save=False, last=False)
+    run.forget_versions(12)
+    run.forget_versions(12)
+    assert run.announced_versions(run.attempt()) == [12]
+    assert (run.version_folder(12) / "model.safetensors").read_text() == "version 12"
+    assert not run.version_folder(10).exists()
+    assert not run.version_folder(11).exists()
+    assert [file.name for file in run.spare_weights.iterdir()] == ["model.safetensors"]
+    run.clear_weights()
+    assert not run.spare_weights.exists()
+
+
 def ship(run: RunDirectory, steps: range, *, run_id: str = "abc", branch: str = "branch_1") -> None:
     """Batches as the orchestrator of some branch ships them."""
     sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))

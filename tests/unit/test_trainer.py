@@ -15,6 +15,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.checkpoint.tensors import read_tensors
@@ -27,12 +28,14 @@ from cairn.config.trainer import (
     TrainerConfig,
 )
 from cairn.run.batches import Batch, Sample
+from cairn.run.directory import Attempt, RunDirectory
 from cairn.trainer.group import Group
 from cairn.trainer.loop import TrainingDiverged, train_step
 from cairn.trainer.losses import PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import MicroBatch, make_micro_batches, pack
+from cairn.trainer.rl_data import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import Progress, TrainerState
 
@@ -284,6 +287,28 @@ def step(group: Group, model_folder: Path) -> Step:
         return row, {name: weight.clone() for name, weight in weights(model).items()}
 
     return run
+
+
+def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_one(
+    group: Group, model_folder: Path, tmp_path: Path
+):
+    run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
+    model = Qwen3ForCausalLM.from_pretrained(model_folder)
+    publisher = VersionPublisher(run, attempt, group)
+    inodes = []
+    for step in range(1, 5):
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter.add_(step)
+        publisher.publish(step, model, save=False, last=False)
+        assert run.announced_version(attempt, step)["version"] == step
+        file = run.version_folder(step) / "model.safetensors"
+        inodes.append(file.stat().st_ino)
+        published = load_file(file)
+        assert published.keys() == weights(model).keys()
+        assert all(torch.equal(published[name], weight) for name, weight in weights(model).items())
+        run.forget_versions(step)  # leaves this one for whoever reads it
+    assert inodes[2:] == inodes[:2]
 
 
 def random_samples(seed: int, lengths: list[int]) -> list[Sample]:
