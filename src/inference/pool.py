@@ -171,7 +171,7 @@ class ServerPool:
         version; one that takes much longer than the others gets no requests for this version until it has.
 
         Raises:
-            WeightsRefused: a server refused the weights.
+            WeightsRefused: a server refused the weights. (One that does so when it joins is only reported.)
             Unauthorized: a server's token is missing or wrong.
             ServerUnavailable: no server has them after `retry_for` seconds.
         """
@@ -183,15 +183,19 @@ class ServerPool:
             member.refusal = None
         await self._push_to_all(members, started)
 
-        def served_or_refused() -> bool:
-            return any(member.weights is weights or member.refusal for member in self._members.values())
+        def served() -> bool:
+            return any(member.weights is weights for member in self._members.values())
 
-        await self._until(served_or_refused, self._retry_for)
+        def refusals(members: Iterable[Member]) -> list[Exception]:
+            return [member.refusal for member in members if member.refusal]
+
+        for refusal in refusals(members):
+            raise refusal
+        await self._until(lambda: served() or bool(refusals(self._members.values())), self._retry_for)
         self._counts.push_seconds += time.monotonic() - started
-        for member in self._members.values():
-            if member.refusal:
-                raise member.refusal
-        if not any(member.weights is weights for member in self._members.values()):
+        if not served():
+            for refusal in refusals(self._members.values()):
+                raise refusal
             raise ServerUnavailable(
                 f"no inference server has taken weights {version} within {self._retry_for:g} s "
                 f"(--orchestrator.request-timeout allows more); {self._problems()}"

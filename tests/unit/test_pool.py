@@ -498,6 +498,31 @@ async def test_servers_join_and_leave_through_the_file(tmp_path: Path, caplog: p
 
 
 @in_loop
+async def test_a_server_that_joins_and_refuses_the_weights_ends_nothing(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    file = tmp_path / "servers.json"
+    async with servers(1, servers_file=file) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        other = FakeServer()
+        await other.start()
+
+        async def refuse(path: str, body: dict) -> Answer | None:
+            return (422, {"error": {"message": "wrong shape"}}) if path.endswith("update_weights") else None
+
+        other.fault = refuse
+        file.write_text(json.dumps([fake.url, other.url]))
+        await until(lambda: "wrong shape" in caplog.text)
+        for version in ("v2", "v3"):
+            await pool.serve("/w", version)
+            assert (await ask(pool, 0, (version,)))[0].weight_versions[0].version == version
+            await asyncio.sleep(0.1)
+        assert not other.asked
+        assert caplog.text.count("can't join") == 1
+        await other.die()
+
+
+@in_loop
 async def test_a_server_that_is_down_at_the_start_joins_later(caplog: pytest.LogCaptureFixture):
     fake, late = FakeServer(), FakeServer()
     for server in (fake, late):
