@@ -156,6 +156,7 @@ class Campaign:
         self.goodputs: list[float] = []
         self.kills: Counter[str] = Counter()
         self.missed = 0
+        self.recomputed: list[int] = []
         self._benches: queue.Queue[Bench] = queue.Queue()
         for job in range(options.jobs):
             (self.folder / f"job_{job}").mkdir(exist_ok=True)
@@ -183,6 +184,10 @@ class Campaign:
             "goodput": round(statistics.fmean(self.goodputs), 3) if self.goodputs else None,
             "kills": dict(sorted(self.kills.items())),
             "missed": self.missed,
+            "recomputed": {
+                "mean": statistics.fmean(self.recomputed or [0]),
+                "max": max(self.recomputed or [0]),
+            },
             "seconds": round(time.monotonic() - started, 1),
         }
 
@@ -200,6 +205,7 @@ class Campaign:
         for disaster in result.struck:
             self.kills[f"{disaster.kind} {disaster.target.partition(':')[0]}".strip()] += 1
         self.missed += len(result.missed)
+        self.recomputed += result.recomputed
         if result.seconds:
             self.goodputs.append(task.calm.seconds / result.seconds)
         self._report(run, task, plan, result)

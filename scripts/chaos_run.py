@@ -109,8 +109,6 @@ class Result:
     violations: list[str] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
     """Steps that had to be done again, for each time that the run fell back."""
-    save_lag: int = 0
-    """Steps that were done while a checkpoint was being written, at most."""
 
 
 class Watch:
@@ -135,6 +133,9 @@ class Watch:
         step = rows[-1]["step"] if rows else 0
         if step < self.step:
             self.result.recomputed.append(self.step - step)
+            if step < self.latest and self.latest not in self.damaged:
+                what = f"went back from step {self.step} to {step}, although step {self.latest} was saved"
+                self.result.violations.append(what)
         for number in range(1, step + 1):
             self.seen_at.setdefault(number, time.monotonic())
         self.step = step
@@ -143,8 +144,6 @@ class Watch:
             self.result.violations.append(f"latest went back from step {self.latest} to {latest}")
         if latest and latest not in self.damaged:
             self._check(latest, content=latest != self.latest)
-        if latest > self.latest:
-            self.result.save_lag = max(self.result.save_lag, step - latest)
         self.latest = latest
         self.damaged = {step for step in self.damaged if self.store.exists(step)}
 
@@ -439,14 +438,14 @@ class ChaosRun:
             self.result.violations.append(f"the last step's tensors differ in {names}")
 
     def _check_recomputed(self) -> None:
-        """At most an interval and one step, or as many as are done while a checkpoint is written."""
-        calm_lag = self.task.calm.save_lag if self.task.calm else 0
-        most = self.task.setting.interval + max(1, calm_lag, self.result.save_lag)
-        if self.watch.fell_back:
-            most += self.task.setting.interval
-        for steps in self.result.recomputed:
-            if steps > most:
-                self.result.violations.append(f"{steps} steps were done again, {most} are allowed")
+        """From the newest checkpoint on, of which one at most is being written: an interval and its steps."""
+        interval = self.task.setting.interval
+        most = interval * (3 if self.watch.fell_back else 2)
+        self.result.violations += [
+            f"{steps} steps were done again, and saves fall due every {interval} steps"
+            for steps in self.result.recomputed
+            if steps > most
+        ]
 
     def _check_generations(self) -> None:
         """A death of the trainer costs no finished generation: no request was answered twice."""

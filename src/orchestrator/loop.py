@@ -285,12 +285,14 @@ class Orchestrator:
         wanted = (horizon - self.shipped) * config.prompts_per_step
         at_once = max(1, config.max_in_flight // config.samples_per_prompt)
         while len(prompts.answering) < at_once:
-            if not prompts.partial and len(prompts) >= wanted:
-                return
-            if prompts.partial:
-                group = prompts.partial.pop(0)
-            else:
+            # A trainer that goes on from a checkpoint has yet to make again the policy of the newest ones.
+            group = next((group for group in prompts.partial if group.policy_step <= self.policy_step), None)
+            if group is not None:
+                prompts.partial.remove(group)
+            elif len(prompts) < wanted:
                 group = self.sampler.begin(prompts.next_place(), self.policy_step)
+            else:
+                return
             task = asyncio.create_task(self.sampler.complete(group))
             task.add_done_callback(lambda _: self._changed.set())
             prompts.answering[group.place] = task, group

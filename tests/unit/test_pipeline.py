@@ -269,6 +269,10 @@ def test_each_prompt_is_trained_once_when_everything_dies(
     whole = first.trained[:start_step] + second.trained
     assert_promises_kept(whole, behind, config.seed)
     assert sorted(places(whole)) == list(range(8 * PROMPTS))
+    if (
+        behind == 0
+    ):  # taking turns, nothing gets too old, nor is a later policy's prompt asked of an earlier one
+        assert {batch.metrics["groups/dropped"] for batch in whole} == {0}
     if loss in ("nothing", "ledger"):
         again = {batch.info["step"]: batch.digest() for batch in second.trained}
         assert all(again.get(b.info["step"], b.digest()) == b.digest() for b in first.trained)
