@@ -59,7 +59,7 @@ class OrchestratorConfig(BaseConfig):
     server_timeout: float = Field(300, gt=0)
     """Seconds to wait for the servers to become healthy."""
     request_timeout: float = Field(600, gt=0)
-    """Seconds to wait for one answer of the server, retries included."""
+    """Seconds to wait for an answer, and for which a request that failed is tried again."""
     version_timeout: float = Field(1800, gt=0)
     """Seconds to wait for the trainer's next policy version."""
     dry_run: bool = False

@@ -85,9 +85,9 @@ class TrainerBase(BaseConfig):
     threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
     seq_len: int = Field(2048, ge=2)
-    """Tokens in one row of a micro-batch; samples are packed into rows, longer ones are cut."""
+    """Longest row of a micro-batch, in tokens; samples are packed into rows, longer ones are cut."""
     micro_batch_size: int = Field(1, ge=1)
-    """Rows in one forward and backward; a step accumulates as many micro-batches as it needs."""
+    """Rows of seq_len, or their tokens in more and shorter rows, in one forward and backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     precision: PrecisionConfig = PrecisionConfig()

@@ -45,6 +45,8 @@ class Group:
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
         """All ranks' `rows` (float64 [n, k], the same n and k on each): [world_size, n, k]."""
+        if self.world_size == 1:
+            return rows[None].cpu()
         rows = rows.to(self.device)
         gathered = [torch.empty_like(rows) for _ in range(self.world_size)]
         dist.all_gather(gathered, rows)

@@ -70,10 +70,9 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         loss_function = sft_loss
         data = SFTData(config.data, AutoTokenizer.from_pretrained(model_folder), config.seed, position)
         data.check_identity(state.data_identity)
-        batches = Prefetch(data.next_batch, state.progress.step + 1, config.max_steps)
     else:
         loss_function = PolicyLoss(config.loss)
-        batches = data = RLData(config, run, attempt, position)
+        data = RLData(config, run, attempt, position)
         publisher = VersionPublisher(run, attempt, group)
     checkpoints = None
     if config.ckpt:
@@ -84,14 +83,17 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         )
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
-    make_ready = batches.make_ready if isinstance(batches, Prefetch) else lambda step: None
+    prefetch = None
+    if isinstance(data, SFTData):  # an RL batch may need what this step publishes
+        prefetch = Prefetch(data.next_batch, state.progress.step + 1, config.max_steps)
     stopped, save, saved_at = None, False, time.monotonic()
     for step in range(state.progress.step + 1, config.max_steps + 1):
         waited_from = time.monotonic()
-        batch = batches.next_batch(step)
+        batch = (prefetch or data).next_batch(step)
         started = time.monotonic()
         before_update = checkpoints.before_update if checkpoints else None
-        row = train_step(state, batch, step, loss_function, before_update, partial(make_ready, step + 1))
+        meanwhile = partial(prefetch.make_ready, step + 1) if prefetch else None
+        row = train_step(state, batch, step, loss_function, before_update, meanwhile)
         row |= batch.metrics
         replay = publisher is not None and publisher.is_replay(step)
         asked_to_stop, overdue, replay = group.any_of(
@@ -120,8 +122,8 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             break
     if checkpoints:
         _report(checkpoints.finish())
-    if isinstance(batches, Prefetch):
-        batches.close()
+    if prefetch:
+        prefetch.close()
     group.barrier()
     if tracker:
         tracker.close()

@@ -35,6 +35,7 @@ from cairn.trainer.losses import PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import MicroBatch, make_micro_batches, pack
+from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import Progress, TrainerState
@@ -272,7 +273,13 @@ Step = Callable[..., tuple[dict[str, float], dict[str, torch.Tensor]]]
 def step(group: Group, model_folder: Path) -> Step:
     """`step(samples, loss, **config)`: metrics of one step, and the weights after it."""
 
-    def run(samples: list[Sample], loss: Callable = sft_loss, info: dict | None = None, **changed: object):
+    def run(
+        samples: list[Sample],
+        loss: Callable = sft_loss,
+        info: dict | None = None,
+        meanwhile: Callable[[], None] | None = None,
+        **changed: object,
+    ):
         config = TrainerConfig(
             **{"optimizer": {"lr": 0.01, "max_grad_norm": 1e9, "eps": 1e-3}, "seq_len": 24, **changed}
         )
@@ -281,7 +288,7 @@ def step(group: Group, model_folder: Path) -> Step:
         state = TrainerState(
             config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
         )
-        row = train_step(state, Batch(samples, info=info or {}), 1, loss)
+        row = train_step(state, Batch(samples, info=info or {}), 1, loss, meanwhile=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == Progress(1, tokens, len(samples))
         return row, {name: weight.clone() for name, weight in weights(model).items()}
@@ -615,6 +622,50 @@ def test_parquet_is_as_good_as_jsonl(seven: Path, tokenizer: PreTrainedTokenizer
         for path in (seven, tmp_path / "seven.parquet")
     ]
     assert found[0] == found[1]
+
+
+# The next batch, ahead of time
+
+
+def test_batches_are_made_one_ahead_in_the_order_of_steps():
+    """The next when it is said that there is time for it, or at the latest when it is asked for."""
+    made: list[int] = []
+
+    def make(step: int) -> Batch:
+        made.append(step)
+        return Batch([], {"step": step})
+
+    prefetch = Prefetch(make, 3, 6)
+    assert prefetch.next_batch(3).metrics == {"step": 3}
+    assert made == [3]
+    prefetch.make_ready(4)
+    prefetch.make_ready(4)
+    assert [prefetch.next_batch(step).metrics["step"] for step in (4, 5, 6)] == [4, 5, 6]
+    prefetch.make_ready(7)
+    prefetch.close()
+    assert made == [3, 4, 5, 6]
+
+
+def test_a_record_that_is_bad_is_reported_at_its_step():
+    def make(step: int) -> Batch:
+        if step == 2:
+            raise BadRecord("record 17 is bad")
+        return Batch([])
+
+    prefetch = Prefetch(make, 1, 5)
+    prefetch.next_batch(1)
+    prefetch.make_ready(2)
+    with pytest.raises(BadRecord, match="record 17"):
+        prefetch.next_batch(2)
+    prefetch.close()
+
+
+def test_the_next_batch_is_made_while_a_step_goes_backward(step: Step):
+    """Once a step, before its last backward pass, of which there may be several."""
+    samples = random_samples(8, [20, 20, 20])
+    calls: list[str] = []
+    step(samples, seq_len=20, meanwhile=lambda: calls.append("meanwhile"))
+    assert calls == ["meanwhile"]
 
 
 def test_defaults_fit_each_other():

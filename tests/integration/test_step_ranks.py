@@ -1,0 +1,122 @@
+"""One optimiser step of a real model on one rank and on two, which share it with FSDP2."""
+
+import json
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing
+from runs import free_port
+from safetensors.torch import load_file, save_file
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers.models.auto import AutoModelForCausalLM
+
+from cairn.checkpoint.tensors import read_tensors
+from cairn.config.trainer import PolicyLossConfig, TrainerConfig
+from cairn.run.batches import Batch, Sample
+from cairn.trainer.group import Group
+from cairn.trainer.loop import train_step
+from cairn.trainer.losses import PolicyLoss
+from cairn.trainer.model import build_model, weights
+from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.state import Progress, TrainerState
+
+SIZE = {
+    **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
+    **{"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 16, "max_position_embeddings": 64},
+    **{"initializer_range": 0.2, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2},
+}
+MODELS: dict[str, PreTrainedConfig] = {
+    "tied": Qwen3Config(**SIZE, tie_word_embeddings=True),
+    "untied": LlamaConfig(**SIZE, tie_word_embeddings=False),
+    "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
+}
+WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
+
+
+def make_batch() -> Batch:
+    """Three micro-batches of one row, so that the second of two ranks has one that holds nothing."""
+    draw = np.random.default_rng(0)
+    samples = [
+        Sample(
+            token_ids=draw.integers(3, 97, n).astype(np.int32),
+            loss_mask=draw.random(n) < 0.6,
+            logprobs=-draw.random(n).astype(np.float32) * 6,
+            advantages=draw.normal(size=n).astype(np.float32),
+        )
+        for n in (20, 14, 9, 24, 5)
+    ]
+    return Batch(samples, info={"temperature": 0.8})
+
+
+def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+    """What every rank does; the first writes down what came out."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
+    group = Group.join(threads=1, deterministic=False)
+    for name in MODELS:
+        for way, chunk_logits in WAYS.items():
+            row, after = one_step(group, folder / name, chunk_logits)
+            if rank == 0:
+                result = folder / f"{name} {way} {world_size}"
+                result.with_suffix(".json").write_text(json.dumps(row))
+                save_file(after, result.with_suffix(".safetensors"))
+    dist.barrier()
+    group.leave()
+
+
+def one_step(group: Group, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
+    """Metrics, and the weights after the step."""
+    config = TrainerConfig(optimizer={"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9}, seq_len=24)
+    model = build_model(model_folder, config, group.mesh)
+    assert isinstance(model, FSDPModule) == (group.world_size > 1)
+    read_tensors(model_folder, weights(model), "model")
+    optimizer = make_optimizer(model.parameters(), config.optimizer)
+    state = TrainerState(config, group, model, optimizer, Progress())
+    state.scorer.chunk_logits = chunk_logits
+    row = train_step(state, make_batch(), 1, PolicyLoss(PolicyLossConfig()))
+    after = weights(model).items()
+    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what one rank and two ranks found."""
+    folder = tmp_path_factory.mktemp("step")
+    for name, config in MODELS.items():
+        torch.manual_seed(0)
+        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+    contexts = [
+        torch.multiprocessing.start_processes(
+            run_rank, (world, free_port(), folder), nprocs=world, join=False, start_method="spawn"
+        )
+        for world in (1, 2)
+    ]
+    for context in contexts:
+        while not context.join(5):
+            pass
+    return folder
+
+
+def result(folder: Path, name: str, way: str, world: int) -> tuple[dict, dict[str, torch.Tensor]]:
+    """Metrics and weights as the ranks wrote them down."""
+    stem = folder / f"{name} {way} {world}"
+    return json.loads(stem.with_suffix(".json").read_text()), load_file(stem.with_suffix(".safetensors"))
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_two_ranks_make_the_step_of_one(found: Path, name: str):
+    """Its loss, its gradient and its weights, with logits at once and in chunks."""
+    reference_row, reference = result(found, name, "at once", 1)
+    for world in (1, 2):
+        for way in WAYS:
+            row, after = result(found, name, way, world)
+            assert row == pytest.approx(reference_row, rel=1e-4), (world, way)
+            assert after.keys() == reference.keys()
+            for key, weight in after.items():
+                torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
