@@ -8,7 +8,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
 from rich.markup import escape
@@ -20,8 +20,10 @@ from cairn.checkpoint.retention import pins, read_steps, reasons_to_keep, set_pi
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import UsageError
-from cairn.launch.audit import Report, audit
 from cairn.run.files import read_json, sync, write_atomic
+
+if TYPE_CHECKING:
+    from cairn.launch.audit import Report
 
 
 def run() -> int:
@@ -390,6 +392,8 @@ def _as_fork(manifest: Manifest) -> Manifest:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
+    from cairn.launch.audit import audit  # imports numpy, which --help has no time for
+
     report = audit(arguments.run)
     if arguments.json:
         _print_json(report.to_json())
@@ -398,7 +402,7 @@ def _audit(arguments: argparse.Namespace) -> int:
     return 0 if report.ok else 1
 
 
-def _print_audit(report: Report) -> None:
+def _print_audit(report: "Report") -> None:
     console = Console()
     if report.last_step is not None:
         console.print(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
