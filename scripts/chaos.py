@@ -15,6 +15,7 @@ last, over the disturbed one's). Exit code 1 if there is a violation; the folder
 """
 
 import argparse
+import contextlib
 import json
 import os
 import queue
@@ -175,8 +176,8 @@ class Campaign:
                 bench = self._benches.get()
                 bench.close()
                 remove(bench.folder)
-        if not self.violations:
-            self.folder.rmdir()
+            with contextlib.suppress(OSError):  # where a run is kept
+                self.folder.rmdir()
         return {
             "runs": options.runs,
             "seed": options.seed,
