@@ -67,7 +67,7 @@ def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) 
         temperature=batch.info.get("temperature", 1.0),
         samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
-        learned=sum(np.count_nonzero(sample.loss_mask[1:]) for sample in samples),
+        learned=sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples),
         cut=sum(len(sample.token_ids) > config.seq_len for sample in batch.samples),
         digest=batch.digest(),
         metrics=batch.metrics,
