@@ -21,14 +21,13 @@ from cairn.checkpoint.saver import Saved
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
-from cairn.run.batches import Batch
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
 from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
-from cairn.trainer.packing import make_micro_batches
+from cairn.trainer.packing import Work, make_work
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
@@ -83,18 +82,22 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         )
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
+
+    def next_work(step: int) -> Work:
+        return make_work(data.next_batch(step), config, rank=group.rank, world_size=group.world_size)
+
     prefetch = None
     if isinstance(data, SFTData):  # an RL batch may need what this step publishes
-        prefetch = Prefetch(data.next_batch, state.progress.step + 1, config.max_steps)
+        prefetch = Prefetch(next_work, state.progress.step + 1, config.max_steps)
     stopped, save, saved_at = None, False, time.monotonic()
     for step in range(state.progress.step + 1, config.max_steps + 1):
         waited_from = time.monotonic()
-        batch = (prefetch or data).next_batch(step)
+        work = prefetch.get(step) if prefetch else next_work(step)
         started = time.monotonic()
         before_update = checkpoints.before_update if checkpoints else None
         meanwhile = partial(prefetch.make_ready, step + 1) if prefetch else None
-        row = train_step(state, batch, step, loss_function, before_update, meanwhile)
-        row |= batch.metrics
+        row = train_step(state, work, step, loss_function, before_update, meanwhile)
+        row |= work.metrics
         replay = publisher is not None and publisher.is_replay(step)
         asked_to_stop, overdue, replay = group.any_of(
             run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at), replay
@@ -107,7 +110,7 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             publisher.publish(step, model, save=save and config.ckpt.training_state, last=last)
         if tracker:
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
-            digest = {"batch/digest": batch.digest()}
+            digest = {"batch/digest": work.digest}
             tracker.log({"step": step, **row, **asdict(state.progress), **digest, **times})
         if checkpoints:
             if step == attempt.start_step + 1:
@@ -151,13 +154,13 @@ def _report(saves: list[Saved]) -> None:
 
 def train_step(
     state: TrainerState,
-    batch: Batch,
+    work: Work,
     step: int,
     loss_function: LossFunction,
     before_update: Callable[[], None] | None = None,
     meanwhile: Callable[[], None] | None = None,
 ) -> dict[str, float]:
-    """One optimiser step on `batch`, in place; returns its metrics.
+    """One optimiser step, in place; returns its metrics.
 
     The loss is a mean over all learned tokens of the batch, on whichever rank they are. Weights and optimiser
     state change only after `before_update` has returned. `meanwhile` is called before the last backward pass,
@@ -167,25 +170,15 @@ def train_step(
         TrainingDiverged: the gradient is not finite.
     """
     config, group, model = state.config, state.group, state.model
-    samples = [sample.cut(config.seq_len) for sample in batch.samples]
-    micros = make_micro_batches(
-        samples,
-        row_length=config.seq_len,
-        rows_each=config.micro_batch_size,
-        rank=group.rank,
-        world_size=group.world_size,
-    )
-    tokens = max(sum(int(sample.loss_mask[1:].sum()) for sample in samples), 1)
-    temperature = batch.info.get("temperature", 1.0)
-
+    tokens = max(work.learned, 1)
     all_sums = []
-    for micro in micros:
+    for micro in work.micros:
         torch.manual_seed(derive(config.seed, "dropout", step, micro.index))
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(micro is micros[-1])
+            model.set_requires_gradient_sync(micro is work.micros[-1])
         micro = micro.to(group.device)
-        sums = loss_function(state.scorer.logprobs(micro, temperature), micro)
-        if meanwhile and micro.index == micros[-1].index:
+        sums = loss_function(state.scorer.logprobs(micro, work.temperature), micro)
+        if meanwhile and micro.index == work.micros[-1].index:
             meanwhile()
         # FSDP2 averages gradients over ranks; the sum is wanted.
         (sums.loss * (group.world_size / tokens)).backward()
@@ -207,15 +200,14 @@ def train_step(
 
     progress = state.progress
     progress.step = step
-    progress.total_tokens += sum(len(sample.token_ids) for sample in samples)
-    progress.total_samples += len(samples)
-    cut = sum(len(sample.token_ids) > config.seq_len for sample in batch.samples)
+    progress.total_tokens += work.tokens
+    progress.total_samples += work.samples
     return {
         **_combine(all_sums, tokens, group),
         "lr": rate,
         "grad_norm": norm.item(),
         "learned_tokens": tokens,
-        **({"cut_samples": cut} if cut else {}),
+        **({"cut_samples": work.cut} if work.cut else {}),
     }
 
 

@@ -1,4 +1,4 @@
-"""Samples to micro-batches: packed rows, with no attention across samples."""
+"""Batches to micro-batches: packed rows, with no attention across samples."""
 
 import heapq
 from dataclasses import dataclass
@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from cairn.run.batches import Sample
+from cairn.config.trainer import TrainerBase
+from cairn.run.batches import Batch, Sample
 
 ROW_TOKENS = 64
 """Rows are no longer than this where all samples are shorter."""
@@ -32,6 +33,45 @@ class MicroBatch:
         """A copy on `device`."""
         columns = (self.input_ids, self.position_ids, self.loss_mask, self.logprobs, self.advantages)
         return MicroBatch(*(column.to(device, non_blocking=True) for column in columns), self.index)
+
+
+@dataclass
+class Work:
+    """A step's batch as one of the ranks goes through it.
+
+    micros: this rank's micro-batches. Of the whole batch: temperature of its sampler; numbers of samples, of
+    their tokens, of those that are learned, and of samples that were cut; its digest and its metrics.
+    """
+
+    micros: list[MicroBatch]
+    temperature: float
+    samples: int
+    tokens: int
+    learned: int
+    cut: int
+    digest: str
+    metrics: dict[str, float]
+
+
+def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) -> Work:
+    """Cut what is too long, pack, and count."""
+    samples = [sample.cut(config.seq_len) for sample in batch.samples]
+    return Work(
+        micros=make_micro_batches(
+            samples,
+            row_length=config.seq_len,
+            rows_each=config.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+        ),
+        temperature=batch.info.get("temperature", 1.0),
+        samples=len(samples),
+        tokens=sum(len(sample.token_ids) for sample in samples),
+        learned=sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples),
+        cut=sum(len(sample.token_ids) > config.seq_len for sample in batch.samples),
+        digest=batch.digest(),
+        metrics=batch.metrics,
+    )
 
 
 def pack(lengths: list[int], row_length: int) -> list[list[int]]:

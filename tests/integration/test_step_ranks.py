@@ -24,6 +24,7 @@ from cairn.trainer.loop import train_step
 from cairn.trainer.losses import PolicyLoss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.packing import make_work
 from cairn.trainer.state import Progress, TrainerState
 
 SIZE = {
@@ -79,7 +80,8 @@ def one_step(group: Group, model_folder: Path, chunk_logits: int) -> tuple[dict,
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     state = TrainerState(config, group, model, optimizer, Progress())
     state.scorer.chunk_logits = chunk_logits
-    row = train_step(state, make_batch(), 1, PolicyLoss(PolicyLossConfig()))
+    work = make_work(make_batch(), config, rank=group.rank, world_size=group.world_size)
+    row = train_step(state, work, 1, PolicyLoss(PolicyLossConfig()))
     after = weights(model).items()
     return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
 

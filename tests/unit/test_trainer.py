@@ -34,7 +34,7 @@ from cairn.trainer.loop import TrainingDiverged, train_step
 from cairn.trainer.losses import PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
-from cairn.trainer.packing import MicroBatch, make_micro_batches, pack
+from cairn.trainer.packing import MicroBatch, make_micro_batches, make_work, pack
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
@@ -288,7 +288,8 @@ def step(group: Group, model_folder: Path) -> Step:
         state = TrainerState(
             config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
         )
-        row = train_step(state, Batch(samples, info=info or {}), 1, loss, meanwhile=meanwhile)
+        work = make_work(Batch(samples, info=info or {}), config, rank=0, world_size=1)
+        row = train_step(state, work, 1, loss, meanwhile=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == Progress(1, tokens, len(samples))
         return row, {name: weight.clone() for name, weight in weights(model).items()}
@@ -636,11 +637,11 @@ def test_batches_are_made_one_ahead_in_the_order_of_steps():
         return Batch([], {"step": step})
 
     prefetch = Prefetch(make, 3, 6)
-    assert prefetch.next_batch(3).metrics == {"step": 3}
+    assert prefetch.get(3).metrics == {"step": 3}
     assert made == [3]
     prefetch.make_ready(4)
     prefetch.make_ready(4)
-    assert [prefetch.next_batch(step).metrics["step"] for step in (4, 5, 6)] == [4, 5, 6]
+    assert [prefetch.get(step).metrics["step"] for step in (4, 5, 6)] == [4, 5, 6]
     prefetch.make_ready(7)
     prefetch.close()
     assert made == [3, 4, 5, 6]
@@ -653,10 +654,10 @@ def test_a_record_that_is_bad_is_reported_at_its_step():
         return Batch([])
 
     prefetch = Prefetch(make, 1, 5)
-    prefetch.next_batch(1)
+    prefetch.get(1)
     prefetch.make_ready(2)
     with pytest.raises(BadRecord, match="record 17"):
-        prefetch.next_batch(2)
+        prefetch.get(2)
     prefetch.close()
 
 
