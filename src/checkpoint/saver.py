@@ -26,8 +26,9 @@ import torch
 
 from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.reader import as_bytes
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import as_bytes, local_part, local_values, plan_tensors
+from cairn.checkpoint.tensors import local_part, local_values, plan_tensors
 from cairn.run.faults import fault_point
 
 logger = logging.getLogger(__name__)
