@@ -10,7 +10,7 @@ from cairn.config.cli import UsageError
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import DATA_FILES, SFTConfig, TrainerConfig
+from cairn.config.trainer import DATA_FILES, SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.model import resolve_model
@@ -27,11 +27,8 @@ from cairn.run.waiting import wait_for
 def train(config: SFTConfig | TrainerConfig) -> int:
     """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
     sft = isinstance(config, SFTConfig)
-    if sft and (data := Path(config.data.name)).suffix in DATA_FILES:
-        if not data.is_file():
-            raise UsageError(f"--data.name {data}: there is no such file")
-        if not data.stat().st_size:
-            raise UsageError(f"--data.name {data}: the file is empty")
+    if sft:
+        _check_data(config.data)
     start = choose_start(config, needs=["trainer"] if sft else ["trainer", "orchestrator"])
     config.model = ModelConfig(
         name=str(start.folder / "model") if start.folder else resolve_model(config.model)
@@ -94,6 +91,25 @@ def orchestrate(config: OrchestratorConfig) -> int:
             return run_orchestrator(config.model_copy(update=shared), attempt, run)
         except AttemptOver as over:
             print(over, flush=True)
+
+
+def _check_data(config: SFTDataConfig) -> None:
+    data = Path(config.name)
+    if data.suffix in DATA_FILES:
+        if not data.is_file():
+            raise UsageError(f"--data.name {data}: there is no such file")
+        if not data.stat().st_size:
+            raise UsageError(f"--data.name {data}: the file is empty")
+        return
+    from cairn.trainer.sft_data import BadRecord, load_records
+
+    try:
+        load_records(config)  # fetched once, before all ranks want it
+    except (OSError, ValueError, BadRecord) as error:
+        raise UsageError(
+            f"--data.name {config.name}: {error}; give a file ({', '.join(DATA_FILES)}), a folder, or a data "
+            f"set on the hub with --data.split (now {config.split}), which is cached if there is no network"
+        ) from None
 
 
 def _check_environment(config: EnvironmentConfig) -> None:

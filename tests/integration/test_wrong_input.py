@@ -233,6 +233,14 @@ def test_data_that_is_not_there(refused: Refused, tmp_path: Path):
     assert f"--data.name {tmp_path / 'nowhere.jsonl'}: there is no such file" in message
 
 
+def test_data_that_the_hub_has_not(refused: Refused, tmp_path: Path):
+    """Neither a file nor a folder, and not to be fetched."""
+    data = ("--data.name", "nowhere/data-that-is-not-there")
+    message = refused("sft", *SFT, *data, "--output-dir", tmp_path / "run")
+    assert "--data.name nowhere/data-that-is-not-there: " in message
+    assert "--data.split (now train)" in message
+
+
 def test_an_empty_data_file(refused: Refused, tmp_path: Path):
     """Found before Ray is started."""
     data = write(tmp_path / "empty.jsonl", "")
