@@ -174,7 +174,8 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
         for name, target in files.targets.items():
             stored = files.stored[name]
             first = _first_item(target) if isinstance(target, DTensor) else None
-            local = local_values(target).detach()
+            with torch.no_grad():
+                local = local_values(target).detach()
             flat = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
             if not local.is_contiguous():
                 scattered.append((local, flat))

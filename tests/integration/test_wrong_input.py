@@ -444,6 +444,31 @@ def test_another_model_than_before(refused: Refused, trained: Path, tmp_path: Pa
     assert "num_hidden_layers 3 there, 5 here" in message
 
 
+def test_another_data_set_than_before(refused: Refused, trained: Path, tmp_path: Path):
+    """A position in one means nothing in another."""
+    records = (REPOSITORY / CONFIGS / "sft.jsonl").read_text().splitlines()
+    data = write(tmp_path / "other.jsonl", "\n".join(records[:-1]) + "\n")
+    run = ("--output-dir", copy(trained, tmp_path / "run"), "--max-steps", 300, "--ckpt.resume-step", 100)
+    message = refused("sft", *SFT, *run, "--data.name", data)
+    assert f"--data.name {data} is not the checkpoint's data set" in message
+    assert f"that has {len(records)} records, this has {len(records) - 1}" in message
+
+
+def test_other_versions_of_packages_are_a_warning(
+    call: Callable[..., Finished], trained: Path, tmp_path: Path
+):
+    """It names both."""
+    run = copy(trained, tmp_path / "run")
+    path = step_folder(run, 200) / "manifest.json"
+    manifest = read(path)
+    versions = {**manifest["versions"], "torch": "1.2.3"}
+    path.write_text(json.dumps({**manifest, "versions": versions}))
+    finished = call("sft", *SFT, "--output-dir", run, "--max-steps", 200, "--ckpt.resume", "latest")
+    assert (
+        f"warning: torch is {manifest['versions']['torch']} now and was 1.2.3 at step 200" in finished.output
+    )
+
+
 def test_a_model_of_a_step_that_was_never_committed(refused: Refused, trained: Path, tmp_path: Path):
     run = copy(trained, tmp_path / "run")
     (step_folder(run, 200) / "manifest.json").unlink()

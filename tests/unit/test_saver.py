@@ -709,3 +709,14 @@ def test_a_state_with_more_than_the_run_is_refused(saver, store, group):
     write_json(store.folder(1) / "trainer" / "state.json", {"progress": {"step": 1}})
     with pytest.raises(CheckpointError, match="does not have"):
         toy("adamw", 1, group, "frozen").load(store.folder(1))
+
+
+def test_the_state_of_another_optimizer_is_refused(saver, store, group):
+    """With the names of both."""
+    before = toy("adamw", 1, group, "untied")
+    train(before, 1)
+    save(saver, 1, before.tensors())
+    saved = {"progress": {"step": 1}, "optimizer": type(before.optimizer).__name__}
+    write_json(store.folder(1) / "trainer" / "state.json", saved)
+    with pytest.raises(CheckpointError, match="state of AdamW, and this run uses SGD"):
+        toy("sgd, momentum", 1, group, "untied").load(store.folder(1))
