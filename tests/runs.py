@@ -111,6 +111,11 @@ class Command:
         processes = _processes()
         return {(pid, started) for pid, started in self._family if processes.get(pid, ("", 0))[0] == started}
 
+    def workers(self) -> list[int]:
+        """The processes of its trainer's ranks, which are Ray actors."""
+        self.family()
+        return [process[0] for process in self.survivors() if "ray::Worker" in _name(process)]
+
     def assert_nothing_survives(self, *, killed: bool = False, deadline: float = 30.0) -> None:
         """All descendants are gone, or will be soon.
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from awscrt.checksums import combine_crc64nvme, crc64nvme
 
 CHUNK_BYTES = 16 << 20
-READ_BYTES = 512 << 10  # stays in the processor's cache between reading and checksumming
+READ_BYTES = 1 << 20  # stays in the processor's cache between reading and checksumming
 
 
 class FileChecksum:

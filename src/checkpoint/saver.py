@@ -26,8 +26,9 @@ import torch
 
 from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.reader import as_bytes
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import as_bytes, local_part, local_values, plan_tensors
+from cairn.checkpoint.tensors import local_part, local_values, plan_tensors
 from cairn.run.faults import fault_point
 
 logger = logging.getLogger(__name__)
@@ -201,10 +202,13 @@ class Saver:
             finally:
                 self._copied.set()
             if self.rank == 0:
-                self.store.write_part(step, "files", {**files, **arena.indices}, self.session)
+                small = {**files, **arena.indices}
+                self.store.write_part(step, "files", small, self.session, read_back=self.read_back)
             arena.end()
             if self.rank == 0:
-                self.store.commit(step, self.parts, timeout=self.part_timeout, about=about)
+                self.store.commit(
+                    step, self.parts, timeout=self.part_timeout, about=about, read_back=self.read_back
+                )
             self._done.append(Saved(step, self._stall, time.monotonic() - started))
             if self.rank == 0:
                 self.after_commit(step)

@@ -24,7 +24,7 @@ from cairn.checkpoint.manifest import (
 )
 from cairn.checkpoint.parts import part_content, read_part
 from cairn.run.faults import fault_point
-from cairn.run.files import read_json, sync, write_atomic, write_json
+from cairn.run.files import check_written, read_json, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
 
 BEGUN = ".begun.json"
@@ -120,8 +120,14 @@ class CheckpointStore:
         """Where a part says that it is complete, until the step is committed."""
         return self.folder(step) / f".{part}.part.json"
 
-    def write_part(self, step: int, part: str, files: Mapping[str, bytes], attempt: str) -> None:
-        """Write a part that consists of small files, by name within the step, and make it durable."""
+    def write_part(
+        self, step: int, part: str, files: Mapping[str, bytes], attempt: str, *, read_back: bool = False
+    ) -> None:
+        """Write a part that consists of small files, by name within the step, and make it durable.
+
+        Args:
+            read_back: read the files again from the disk, and compare, before the part counts.
+        """
         folder = self.folder(step)
         checksums = {}
         for name, content in files.items():
@@ -129,10 +135,19 @@ class CheckpointStore:
             checksums[name] = FileChecksum(len(content))
             checksums[name].add(0, content)
         sync(folder)
+        if read_back:
+            for name, content in files.items():
+                check_written(folder / name, content)
         write_json(self.part_file(step, part), part_content(attempt, checksums), durable=True)
 
     def commit(
-        self, step: int, parts: Mapping[str, str], *, timeout: float, about: dict[str, Any]
+        self,
+        step: int,
+        parts: Mapping[str, str],
+        *,
+        timeout: float,
+        about: dict[str, Any],
+        read_back: bool = False,
     ) -> Manifest:
         """Wait for all parts, then make the step exist.
 
@@ -140,6 +155,7 @@ class CheckpointStore:
             parts: the parts that belong to it, and the id of the session or attempt that each must carry.
             timeout: seconds to wait for a part.
             about: the manifest's fields other than step, files and created.
+            read_back: read the manifest again from the disk, and compare, before it counts.
 
         Raises:
             DeadlinePassed: a part did not arrive.
@@ -166,6 +182,8 @@ class CheckpointStore:
         temporary = folder / f".{FILE_NAME}"
         temporary.write_bytes(manifest.to_json())
         sync(temporary)
+        if read_back:
+            check_written(temporary, manifest.to_json())
         fault_point("commit.manifest_written")
         temporary.rename(folder / FILE_NAME)
         sync(folder)

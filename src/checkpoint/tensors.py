@@ -6,16 +6,15 @@ ranges straight into the final files, and reads only its ranges back, on any num
 
 import os
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from awscrt.checksums import crc64nvme
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, READ_BYTES, FileChecksum
+from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.layout import (
     MAX_FILE_BYTES,
     FileLayout,
@@ -25,6 +24,7 @@ from cairn.checkpoint.layout import (
     plan,
 )
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crc, check_size, load_manifest
+from cairn.checkpoint.reader import Piece, as_bytes, read_pieces
 
 DTYPE_NAMES = {
     torch.float64: "F64",
@@ -39,7 +39,6 @@ DTYPE_NAMES = {
     torch.bool: "BOOL",
 }
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-READERS = 3  # reads under way at once on each rank
 
 
 def plan_tensors(
@@ -80,11 +79,6 @@ def _first_item(tensor: DTensor) -> int | None:
         )
     _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
     return offset[0] * tensor.shape[1:].numel()
-
-
-def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a contiguous tensor as uint8 [nbytes], sharing its memory."""
-    return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def write_tensors(
@@ -132,9 +126,8 @@ def read_tensors(
 ) -> dict[Path, FileChecksum]:
     """Fill `targets` in place, converting the data type: whole tensors, or this rank's shards of DTensors.
 
-    Several threads read, and checksum what they read while it is in the processor's cache. Over all ranks
-    every byte of the files is counted once if `targets` are all the tensors there are, so the merged
-    checksums tell whether the files are as they were written.
+    Over all ranks every byte of the files is counted once if `targets` are all the tensors there are, so the
+    merged checksums tell whether the files are as they were written.
 
     Returns what this rank saw of each file.
 
@@ -142,6 +135,25 @@ def read_tensors(
         CheckpointError: a tensor is missing or has another shape.
         Damaged: a file is damaged.
     """
+    return _read_all([_find(folder, targets, stem)], rank)
+
+
+def read_tensor(stored: StoredTensor) -> torch.Tensor:
+    """One whole tensor, in the data type in which it is stored."""
+    tensor = torch.empty(stored.spec.shape, dtype=_dtype(stored))
+    read_pieces([Piece(stored.path, stored.offset, tensor.dtype, tensor.view(-1))])
+    return tensor
+
+
+@dataclass(frozen=True)
+class _Found:
+    """Tensors to fill, and where they and all others of their files lie."""
+
+    targets: Mapping[str, torch.Tensor]
+    stored: dict[str, StoredTensor]
+
+
+def _find(folder: Path, targets: Mapping[str, torch.Tensor], stem: str) -> _Found:
     stored = find_tensors(folder, stem)
     missing = sorted(targets.keys() - stored.keys())
     if missing:
@@ -151,39 +163,34 @@ def read_tensors(
             raise CheckpointError(
                 f"{folder}: {name} has shape {list(stored[name].spec.shape)}, expected {list(target.shape)}"
             )
-    paths = sorted({tensor.path for tensor in stored.values()})
-    seen = {path: FileChecksum(path.stat().st_size) for path in paths}
-    with ThreadPoolExecutor(READERS) as pool:
-        fds = {path: os.open(path, os.O_RDONLY) for path in paths}
-        try:
-            jobs = [
-                pool.submit(_read_local, fds[stored[name].path], stored[name], target, rank)
-                for name, target in targets.items()
-            ]
-            results = [(stored[name].path, job.result()) for name, job in zip(targets, jobs, strict=True)]
-        finally:
-            for job in jobs:
-                job.cancel()
-            pool.shutdown()
-            for fd in fds.values():
-                os.close(fd)
-    for path, pieces in results:
-        for offset, nbytes, crc in pieces:
-            seen[path].add_crc(offset, nbytes, crc)
-    if rank == 0:
-        for path in paths:
-            first = min(tensor.offset for tensor in stored.values() if tensor.path == path)
-            with open(path, "rb") as file:
-                seen[path].add(0, file.read(first))
-    return seen
+    return _Found(targets, stored)
 
 
-def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """One whole tensor, in the data type in which it is stored."""
-    tensor = torch.empty(stored.spec.shape, dtype=_dtype(stored))
-    with open(stored.path, "rb") as file:
-        _read_local(file.fileno(), stored, tensor, rank=0)
-    return tensor
+def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
+    """Fill all targets; every rank reads its part, and rank 0 also looks at headers."""
+    pieces: list[Piece] = []
+    scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
+    for files in found:
+        for name, target in files.targets.items():
+            stored = files.stored[name]
+            first = _first_item(target) if isinstance(target, DTensor) else None
+            with torch.no_grad():
+                local = local_values(target).detach()
+            flat = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
+            if not local.is_contiguous():
+                scattered.append((local, flat))
+            dtype = _dtype(stored)
+            offset = stored.offset + (first or 0) * dtype.itemsize
+            pieces.append(Piece(stored.path, offset, dtype, flat, first is not None or rank == 0))
+        starts: dict[Path, int] = {}
+        for tensor in files.stored.values():
+            starts[tensor.path] = min(tensor.offset, starts.get(tensor.path, tensor.offset))
+        headers = [torch.empty(start if rank == 0 else 0, dtype=torch.uint8) for start in starts.values()]
+        pieces += [Piece(path, 0, torch.uint8, header) for path, header in zip(starts, headers, strict=True)]
+    seen = read_pieces(pieces)
+    for local, flat in scattered:
+        local.copy_(flat.view(local.shape))
+    return {path: seen.get(path) or FileChecksum(path.stat().st_size) for path in {p.path for p in pieces}}
 
 
 def load_step(
@@ -205,14 +212,15 @@ def load_step(
         Damaged: a file is not as it was written; the tensors then hold what was read.
     """
     manifest = load_manifest(folder)
-    seen: dict[str, FileChecksum] = {}
-    for stem, targets in tensors.items():
-        where, _, name = stem.rpartition("/")
-        try:
-            checksums = read_tensors(folder / where, targets, name, rank=rank)
-        except FileNotFoundError as error:
-            raise Damaged(f"{error.filename}: {error.strerror}") from None
-        seen |= {f"{where}/{path.name}": checksum for path, checksum in checksums.items()}
+    try:
+        found = [
+            _find(folder / stem.rpartition("/")[0], targets, stem.rpartition("/")[2])
+            for stem, targets in tensors.items()
+        ]
+        checksums = _read_all(found, rank)
+    except FileNotFoundError as error:
+        raise Damaged(f"{error.filename}: {error.strerror}") from None
+    seen = {path.relative_to(folder).as_posix(): checksum for path, checksum in checksums.items()}
     merged: dict[str, FileChecksum] = {}
     for others in gather(seen):
         for name, checksum in others.items():
@@ -234,37 +242,3 @@ def _dtype(stored: StoredTensor) -> torch.dtype:
             f"{stored.path}: {stored.spec.name} has data type {stored.spec.dtype}, which can't be read"
         )
     return DTYPES[stored.spec.dtype]
-
-
-def _read_local(fd: int, stored: StoredTensor, target: torch.Tensor, rank: int) -> list[tuple[int, int, int]]:
-    """Read this rank's part of a tensor; returns (file offset, bytes, CRC) of what it accounts for."""
-    target = target.detach()
-    first = None
-    if isinstance(target, DTensor):
-        first = _first_item(target)
-        target = target.to_local()
-    if not target.numel():
-        return []
-    dtype = _dtype(stored)
-    in_place = target.dtype == dtype and target.device.type == "cpu" and target.is_contiguous()
-    buffer = target if in_place else torch.empty(target.shape, dtype=dtype)
-    offset = stored.offset + (first or 0) * buffer.element_size()
-    pieces = _read_checked(fd, offset, memoryview(as_bytes(buffer).numpy()), stored)
-    if not in_place:
-        target.copy_(buffer)
-    return pieces if first is not None or rank == 0 else []
-
-
-def _read_checked(fd: int, offset: int, view: memoryview, stored: StoredTensor) -> list[tuple[int, int, int]]:
-    pieces: list[tuple[int, int, int]] = []
-    while view:
-        begin, crc = offset, 0
-        room = min(len(view), CHUNK_BYTES - offset % CHUNK_BYTES)
-        while room:
-            count = os.preadv(fd, [view[: min(room, READ_BYTES)]], offset)
-            if count == 0:
-                raise Damaged(f"{stored.path}: ends in the middle of {stored.spec.name}")
-            crc = crc64nvme(view[:count], crc)
-            view, offset, room = view[count:], offset + count, room - count
-        pieces.append((begin, offset - begin, crc))
-    return pieces

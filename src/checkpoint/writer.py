@@ -30,7 +30,7 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
 from cairn.checkpoint.parts import part_content
 from cairn.run.faults import fault_point
-from cairn.run.files import sync, write_json
+from cairn.run.files import forget_cached, sync, write_json, written_otherwise
 from cairn.run.lifetime import die_with
 
 LIBC = ctypes.CDLL(None, use_errno=True)
@@ -82,9 +82,7 @@ class ArenaWriter:
             for number, (name, size) in enumerate(self.files):
                 extents = [extent for extent in self.extents if extent.file == number]
                 if extents and _read_back(folder / name, extents, size).crcs != checksums[name].crcs:
-                    raise OSError(
-                        errno.EIO, "the disk returns other bytes than were written", str(folder / name)
-                    )
+                    raise written_otherwise(folder / name)
         fault_point("save.before_part")
         write_json(part_file, part_content(attempt, checksums), durable=True)
 
@@ -110,8 +108,8 @@ class ArenaWriter:
                         aligned = (
                             nbytes >= DIRECT_BYTES and offset % ALIGNMENT == 0 and nbytes % ALIGNMENT == 0
                         )
-                        use = direct if direct is not None and aligned else fd
-                        pending.append(pool.submit(_write_all, use, data, offset))
+                        to = (fd, direct if aligned else None)
+                        pending.append(pool.submit(_write_all, *to, data, offset))
                         checksum.add_crc(offset, nbytes, crc64nvme(data))
                         if len(pending) > 2 * WRITERS:
                             pending.pop(0).result()
@@ -162,9 +160,16 @@ def _allocate(fd: int, extent: Extent) -> None:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
+def _write_all(fd: int, direct: int | None, data: memoryview, offset: int) -> None:
+    """Write `data`, past the page cache if there is `direct` and the file system takes it."""
     while data:
-        written = os.pwrite(fd, data, offset)
+        try:
+            written = os.pwrite(fd if direct is None else direct, data, offset)
+        except OSError as error:
+            if direct is None or error.errno != errno.EINVAL:
+                raise
+            direct = None  # it lets files be opened for direct writing and refuses the write
+            continue
         data = data[written:]
         offset += written
 
@@ -173,7 +178,7 @@ def _read_back(path: Path, extents: list[Extent], size: int) -> FileChecksum:
     """The checksum of what the disk, not the page cache, holds."""
     checksum = FileChecksum(size)
     with open(path, "rb", buffering=0) as file:
-        os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+        forget_cached(file.fileno())
         for extent in extents:
             for offset, nbytes in _blocks(extent.offset, extent.nbytes):
                 checksum.add(offset, os.pread(file.fileno(), nbytes, offset))

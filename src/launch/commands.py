@@ -10,7 +10,7 @@ from cairn.config.cli import UsageError
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import DATA_FILES, SFTConfig, TrainerConfig
+from cairn.config.trainer import DATA_FILES, SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.model import resolve_model
@@ -20,6 +20,7 @@ from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.environments import BadEnvironment, make_environment
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.run.directory import RunDirectory
+from cairn.run.files import read_json
 from cairn.run.logs import start_logging
 from cairn.run.waiting import wait_for
 
@@ -27,12 +28,11 @@ from cairn.run.waiting import wait_for
 def train(config: SFTConfig | TrainerConfig) -> int:
     """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
     sft = isinstance(config, SFTConfig)
-    if sft and (data := Path(config.data.name)).suffix in DATA_FILES:
-        if not data.is_file():
-            raise UsageError(f"--data.name {data}: there is no such file")
-        if not data.stat().st_size:
-            raise UsageError(f"--data.name {data}: the file is empty")
+    if sft:
+        _check_data_file(Path(config.data.name))
     start = choose_start(config, needs=["trainer"] if sft else ["trainer", "orchestrator"])
+    if sft:
+        _check_data(config.data, start.folder)
     config.model = ModelConfig(
         name=str(start.folder / "model") if start.folder else resolve_model(config.model)
     )
@@ -94,6 +94,35 @@ def orchestrate(config: OrchestratorConfig) -> int:
             return run_orchestrator(config.model_copy(update=shared), attempt, run)
         except AttemptOver as over:
             print(over, flush=True)
+
+
+def _check_data_file(data: Path) -> None:
+    if data.suffix in DATA_FILES:
+        if not data.is_file():
+            raise UsageError(f"--data.name {data}: there is no such file")
+        if not data.stat().st_size:
+            raise UsageError(f"--data.name {data}: the file is empty")
+
+
+def _check_data(config: SFTDataConfig, checkpoint: Path | None) -> None:
+    """Fetch what lies on the hub, before all ranks want it; compare with what a checkpoint was trained on."""
+    if checkpoint is None and Path(config.name).suffix in DATA_FILES:
+        return
+    from cairn.trainer.sft_data import BadRecord, check_identity, load_records
+
+    try:
+        records = load_records(config)
+    except (OSError, ValueError, BadRecord) as error:
+        raise UsageError(
+            f"--data.name {config.name}: {error}; give a file ({', '.join(DATA_FILES)}), a folder, or a data "
+            f"set on the hub with --data.split (now {config.split}), which is cached if there is no network"
+        ) from None
+    if checkpoint is not None:
+        saved = read_json(checkpoint / "trainer" / "state.json") or {}
+        try:
+            check_identity(config.name, records, saved.get("data"))
+        except BadRecord as error:
+            raise UsageError(f"--data.name {error}") from None
 
 
 def _check_environment(config: EnvironmentConfig) -> None:

@@ -260,7 +260,8 @@ class Orchestrator:
         def write() -> None:
             self.store.begin(step, ["orchestrator"])
             fault_point("orchestrator.before_part")
-            self.store.write_part(step, "orchestrator", files, self.attempt.id)
+            read_back = self.config.ckpt.verify == "save"
+            self.store.write_part(step, "orchestrator", files, self.attempt.id, read_back=read_back)
 
         await self._on_disk(write)
 

@@ -1,5 +1,6 @@
 """Files that other processes read while we write them."""
 
+import errno
 import json
 import os
 from pathlib import Path
@@ -42,3 +43,25 @@ def sync(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+def forget_cached(fd: int) -> None:
+    """Have the kernel read the file from the disk the next time; what is not yet durable stays."""
+    os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+
+
+def check_written(path: Path, data: bytes) -> None:
+    """Compare what the disk, not the page cache, holds with what was made durable there.
+
+    Raises:
+        OSError: it is something else.
+    """
+    with open(path, "rb") as file:
+        forget_cached(file.fileno())
+        if file.read() != data:
+            raise written_otherwise(path)
+
+
+def written_otherwise(path: Path) -> OSError:
+    """What is wrong with a disk that keeps other bytes than it was given."""
+    return OSError(errno.EIO, "the disk returns other bytes than were written", str(path))

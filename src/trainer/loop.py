@@ -30,7 +30,7 @@ from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import Work, make_work
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import RLData, VersionPublisher
-from cairn.trainer.sft_data import SFTData
+from cairn.trainer.sft_data import SFTData, check_identity, identity_of
 from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
 from cairn.trainer.tracking import Tracker
 
@@ -68,7 +68,7 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
     if isinstance(config, SFTConfig):
         loss_function = sft_loss
         data = SFTData(config.data, AutoTokenizer.from_pretrained(model_folder), config.seed, position)
-        data.check_identity(state.data_identity)
+        check_identity(config.data.name, data.records, state.data_identity)
     else:
         loss_function = PolicyLoss(config.loss)
         data = RLData(config, run, attempt, position)
@@ -76,7 +76,7 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
     checkpoints = None
     if config.ckpt:
         store = CheckpointStore(run.checkpoints)
-        identity = data.identity() if isinstance(data, SFTData) else None
+        identity = identity_of(data.records) if isinstance(data, SFTData) else None
         checkpoints = TrainerCheckpoints(
             state, store, attempt, model_folder, parent, identity, run.forget_batches
         )

@@ -34,26 +34,6 @@ class SFTData:
         self._epoch = -1
         self._order: list[int] = []
 
-    def identity(self) -> dict[str, Any]:
-        """What tells this data set from another: a position in one means nothing in the other."""
-        first = json.dumps(self.records[0], sort_keys=True, default=str)
-        last = json.dumps(self.records[-1], sort_keys=True, default=str)
-        digest = hashlib.blake2b(f"{first}\n{last}".encode(), digest_size=8).hexdigest()
-        return {"records": len(self.records), "first_and_last": digest}
-
-    def check_identity(self, saved: dict[str, Any] | None) -> None:
-        """Refuse to go on in another data set than the checkpoint's.
-
-        Raises:
-            BadRecord: naming both.
-        """
-        if saved is not None and saved != self.identity():
-            raise BadRecord(
-                f"{self.config.name} is not the checkpoint's data set: that has {saved['records']} records, "
-                f"this has {len(self.records)}, or they begin or end otherwise; start a new run from the "
-                "checkpoint's weights with --model.name"
-            )
-
     def next_batch(self, step: int) -> Batch:
         """The next `batch_size` records; a batch may span two epochs."""
         indices = [self._index(self.position + i) for i in range(self.config.batch_size)]
@@ -87,6 +67,28 @@ def load_records(config: SFTDataConfig) -> Any:
     if not len(records):
         raise BadRecord(f"{config.name} holds no records")
     return records
+
+
+def identity_of(records: Any) -> dict[str, Any]:
+    """What tells this data set from another: a position in one means nothing in the other."""
+    first = json.dumps(records[0], sort_keys=True, default=str)
+    last = json.dumps(records[-1], sort_keys=True, default=str)
+    digest = hashlib.blake2b(f"{first}\n{last}".encode(), digest_size=8).hexdigest()
+    return {"records": len(records), "first_and_last": digest}
+
+
+def check_identity(name: str, records: Any, saved: dict[str, Any] | None) -> None:
+    """Refuse to go on in another data set than the checkpoint's, whose identity is `saved`.
+
+    Raises:
+        BadRecord: naming both.
+    """
+    if saved is not None and saved != identity_of(records):
+        raise BadRecord(
+            f"{name} is not the checkpoint's data set: that has {saved['records']} records, "
+            f"this has {len(records)}, or they begin or end otherwise; start a new run from the "
+            "checkpoint's weights with --model.name"
+        )
 
 
 def encode(

@@ -59,7 +59,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
         resume = (*sft, "--output-dir", run, "--ckpt.resume", "auto")
         with shell.start(*resume, "--max-steps", 100_000) as command:
             command.wait_until(lambda: len(rows(run)) >= 8)
-            command.process.send_signal(signal.SIGTERM)
+            (worker,) = command.workers()
+            os.kill(worker, signal.SIGTERM)
             preempted = command.finish()
             command.assert_nothing_survives()
         stopped_at = len(rows(run))
@@ -76,8 +77,8 @@ def test_a_kill_in_a_commit_is_a_failure_that_costs_no_step(story: Story):
     assert [entry["ok"] for entry in story.verified_then] == [True]
 
 
-def test_sigterm_saves_at_the_next_step_boundary(story: Story):
-    """Exit code 75, and the step that was done last exists."""
+def test_sigterm_to_a_worker_saves_at_the_next_step_boundary(story: Story):
+    """The launcher's exit code is 75, and the step that was done last exists."""
     assert story.preempted.code == 75, story.preempted.output
     assert f"stopped at step {story.stopped_at}" in story.preempted.output
     assert "--ckpt.resume auto" in story.preempted.output

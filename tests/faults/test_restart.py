@@ -77,25 +77,10 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
         pid = kill(run, "trainer")
         wait_for_successor(command, run, "trainer", pid)
         command.wait_until(lambda: len(rows(run)) >= 41)
-        kill_worker(command)
+        (worker,) = command.workers()
+        os.kill(worker, signal.SIGKILL)
         finished = command.finish()
     assert finished.code == 0, finished.output
     assert finished.output.count("is started again") == 2, finished.output
     assert untimed(whole_rows(run, 60)) == untimed(rows(trained)[:60])
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
-
-
-def kill_worker(command: Command) -> None:
-    """SIGKILL the Ray actor that trains, one of the command's descendants."""
-    command.family()
-    workers = [pid for pid, _ in command.survivors() if "ray::Worker" in cmdline(pid)]
-    assert len(workers) == 1, workers
-    os.kill(workers[0], signal.SIGKILL)
-
-
-def cmdline(pid: int) -> str:
-    """What a process calls itself."""
-    try:
-        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-    except OSError:
-        return ""

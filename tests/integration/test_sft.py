@@ -77,8 +77,9 @@ def parts(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) ->
         command.assert_nothing_survives()
     parts = Parts(run, interrupted, len(rows(run)), read(run / "roles.json"))
     assert parts.stopped_at < 20, "too late to go on from there to 20"
-    shell.succeed(*sft, "--max-steps", 20, "--ckpt.resume", "auto", "--output-dir", run)
-    shell.succeed(*sft, "--max-steps", 40, "--ckpt.resume-step", 20, "--output-dir", run)
+    tracked = (*sft, "--wandb.mode", "offline", "--output-dir", run)
+    shell.succeed(*tracked, "--max-steps", 20, "--ckpt.resume", "auto")
+    shell.succeed(*tracked, "--max-steps", 40, "--ckpt.resume-step", 20)
     return parts
 
 
@@ -133,6 +134,13 @@ def test_an_audit_finds_nothing(shell: Shell, straight: Path, parts: Parts, rewo
         assert (report["first_step"], report["last_step"]) == (1, 30 if run == rewound.run else 40)
         assert sum(epoch["trained"] for epoch in report["epochs"]) == report["last_step"] * BATCH
         assert {epoch["problems"] for epoch in report["epochs"]} == {RECORDS}
+
+
+def test_parts_are_one_run_to_weights_and_biases(parts: Parts):
+    """Those that were tracked carry the run's own id, so the second goes on with the first one's curves."""
+    run_id = read(step_folder(parts.run, 40) / "manifest.json")["run_id"]
+    tracked = list((parts.run / "wandb").glob("offline-run-*"))
+    assert [path.name.rpartition("-")[2] for path in tracked] == [run_id] * 2
 
 
 def test_a_checkpoint_opens_in_transformers(straight: Path, data: Path):
@@ -256,6 +264,31 @@ def test_a_stop_without_checkpoints_says_what_is_lost(shell: Shell, sft: tuple, 
         assert "--ckpt" in finished.output
         assert not (run / "checkpoints").exists()
         command.assert_nothing_survives()
+
+
+def test_weights_alone_after_each_step(shell: Shell, sft: tuple, straight: Path, tmp_path: Path):
+    """A run that goes on from another one's step, saves by time, and is stopped by a second signal."""
+    run, source = tmp_path / "run", step_folder(straight, 20)
+    often = ("--ckpt.interval-minutes", 1e-6, "--ckpt.save-async", "false", "--ckpt.training-state", "false")
+    flags = (*often, "--ckpt.resume", source, "--output-dir", run)
+    with shell.start(*sft, *flags, "--max-steps", 100_000) as command:
+        command.wait_until(lambda: len(steps(run)) >= 3)
+        command.process.send_signal(signal.SIGINT)
+        command.process.send_signal(signal.SIGTERM)
+        finished = command.finish()
+        command.assert_nothing_survives()
+    assert (finished.code, "interrupted" in finished.output) == (1, True), finished.output
+    assert steps(run)[:3] == [21, 22, 23]
+    manifest = read(step_folder(run, 21) / "manifest.json")
+    origin = read(source / "manifest.json")["run_id"]
+    assert manifest["parent"] == {"run_id": origin, "step": 20}
+    assert manifest["run_id"] != origin
+    assert manifest["parts"] == ["model"]
+    assert {Path(name).parts[0] for name in manifest["files"]} == {"model"}
+    refused = shell.run(*sft, "--ckpt.resume-step", 22, "--max-steps", 40, "--output-dir", run)
+    assert refused.code == 2
+    assert "holds weights only, so this run can't go on from it" in refused.output
+    assert f"--model.name {step_folder(run, 22)}" in refused.output
 
 
 def test_no_process_outlives_a_killed_launcher(shell: Shell, sft: tuple, tmp_path: Path):

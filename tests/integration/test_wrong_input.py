@@ -233,6 +233,14 @@ def test_data_that_is_not_there(refused: Refused, tmp_path: Path):
     assert f"--data.name {tmp_path / 'nowhere.jsonl'}: there is no such file" in message
 
 
+def test_data_that_the_hub_has_not(refused: Refused, tmp_path: Path):
+    """Neither a file nor a folder, and not to be fetched."""
+    data = ("--data.name", "nowhere/data-that-is-not-there")
+    message = refused("sft", *SFT, *data, "--output-dir", tmp_path / "run")
+    assert "--data.name nowhere/data-that-is-not-there: " in message
+    assert "--data.split (now train)" in message
+
+
 def test_an_empty_data_file(refused: Refused, tmp_path: Path):
     """Found before Ray is started."""
     data = write(tmp_path / "empty.jsonl", "")
@@ -434,6 +442,31 @@ def test_another_model_than_before(refused: Refused, trained: Path, tmp_path: Pa
     message = refused("sft", *SFT, *run, "--model.name", model)
     assert f"--model.name {model}" in message
     assert "num_hidden_layers 3 there, 5 here" in message
+
+
+def test_another_data_set_than_before(refused: Refused, trained: Path, tmp_path: Path):
+    """A position in one means nothing in another."""
+    records = (REPOSITORY / CONFIGS / "sft.jsonl").read_text().splitlines()
+    data = write(tmp_path / "other.jsonl", "\n".join(records[:-1]) + "\n")
+    run = ("--output-dir", copy(trained, tmp_path / "run"), "--max-steps", 300, "--ckpt.resume-step", 100)
+    message = refused("sft", *SFT, *run, "--data.name", data)
+    assert f"--data.name {data} is not the checkpoint's data set" in message
+    assert f"that has {len(records)} records, this has {len(records) - 1}" in message
+
+
+def test_other_versions_of_packages_are_a_warning(
+    call: Callable[..., Finished], trained: Path, tmp_path: Path
+):
+    """It names both."""
+    run = copy(trained, tmp_path / "run")
+    path = step_folder(run, 200) / "manifest.json"
+    manifest = read(path)
+    versions = {**manifest["versions"], "torch": "1.2.3"}
+    path.write_text(json.dumps({**manifest, "versions": versions}))
+    finished = call("sft", *SFT, "--output-dir", run, "--max-steps", 200, "--ckpt.resume", "latest")
+    assert (
+        f"warning: torch is {manifest['versions']['torch']} now and was 1.2.3 at step 200" in finished.output
+    )
 
 
 def test_a_model_of_a_step_that_was_never_committed(refused: Refused, trained: Path, tmp_path: Path):

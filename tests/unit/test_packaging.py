@@ -46,6 +46,15 @@ def test_one_of_the_two_builds_of_vllm():
     assert groups["cpu"][0].split("==")[1] == groups["gpu"][0].split("==")[1]
 
 
+def test_what_benchmarks_compare_with_is_not_installed_unasked():
+    groups, lock = PROJECT["dependency-groups"], (ROOT / "requirements.lock").read_text()
+    assert "bench" not in PROJECT["tool"]["uv"]["default-groups"]
+    for requirement in groups["bench"]:
+        name, exact = requirement.replace("_", "-").split("==")
+        assert exact
+        assert f"\n{name}==" not in lock
+
+
 class TestRequirementsLock:
     """That it is what a fresh lock gives is for CI to prove (scripts/lock --check), which needs an index."""
 

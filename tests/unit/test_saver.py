@@ -2,6 +2,7 @@
 
 import contextlib
 import logging
+import mmap
 import os
 import re
 import resource
@@ -18,10 +19,12 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cairn.checkpoint.layout import Extent
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.saver import SaveFailed, Saver
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step, write_tensors
+from cairn.checkpoint.writer import ArenaWriter
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run import faults
@@ -525,6 +528,18 @@ def test_reading_back_finds_what_changed_on_the_way(make_saver, store, read_back
             verify(store.folder(1))
 
 
+def test_reading_back_finds_what_changed_in_small_files(make_saver, store):
+    """Those that are not tensors are read back, too, when all of them are written."""
+    saver = make_saver(read_back=True)
+    name, content = next(iter(FILES.items()))
+    files = {**FILES, **{f"trainer/{i}.json": b"{}" for i in range(100)}}
+    with Scribbler(store.folder(1) / name, 0, bytes([content[0] ^ 0xFF])):
+        saver.save(1, state(), files, ABOUT)
+        with pytest.raises(SaveFailed, match=f"other bytes.*{name}"):
+            saver.finish()
+    assert store.steps() == []
+
+
 ON_RAMFS = """
 import os, sys
 from pathlib import Path
@@ -563,6 +578,16 @@ def test_file_systems_without_direct_writes(tmp_path: Path):
     arguments = [sys.executable, "-c", ON_RAMFS, str(tmp_path)]
     result = subprocess.run([*mount, *arguments], capture_output=True, text=True, check=False)
     assert result.stdout.splitlines() == ["Invalid argument", "good"], result.stdout + result.stderr
+
+
+def test_a_file_system_that_refuses_a_direct_write(tmp_path: Path):
+    """Where opening for direct writes is allowed and writing is not, as from memory that is not aligned."""
+    data = os.urandom(1 << 20)
+    arena = memoryview(mmap.mmap(-1, 1 + len(data)))
+    arena[1:] = data
+    writer = ArenaWriter(arena, [("refused", len(data))], [Extent(0, 0, len(data), 1)])
+    writer.save(tmp_path, tmp_path / "part.json", "run:1", lambda position: None)
+    assert (tmp_path / "refused").read_bytes() == data
 
 
 # Models and optimisers
@@ -684,3 +709,14 @@ def test_a_state_with_more_than_the_run_is_refused(saver, store, group):
     write_json(store.folder(1) / "trainer" / "state.json", {"progress": {"step": 1}})
     with pytest.raises(CheckpointError, match="does not have"):
         toy("adamw", 1, group, "frozen").load(store.folder(1))
+
+
+def test_the_state_of_another_optimizer_is_refused(saver, store, group):
+    """With the names of both."""
+    before = toy("adamw", 1, group, "untied")
+    train(before, 1)
+    save(saver, 1, before.tensors())
+    saved = {"progress": {"step": 1}, "optimizer": type(before.optimizer).__name__}
+    write_json(store.folder(1) / "trainer" / "state.json", saved)
+    with pytest.raises(CheckpointError, match="state of AdamW, and this run uses SGD"):
+        toy("sgd, momentum", 1, group, "untied").load(store.folder(1))
