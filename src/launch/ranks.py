@@ -84,6 +84,8 @@ class Ranks:
         self.config = config
         self.run = run
         self.spares = Spares(config, run)
+        self.standbys = Spares(config, run, "trainer_standby")
+        """Started ahead of the ranks, for a driver that is a standby itself."""
         self._ranks = [_Rank(number, run) for number in range(config.workers)]
         self._placement: Placement | None = None
         self._rule = RestartRule(config.max_restarts)
@@ -159,7 +161,8 @@ class Ranks:
         """A spare on the rank's node, with the rank's GPU in reach."""
         if rank.process is None and (self.config.ray.address or self._placement.gpus):
             return None  # nobody has had the place, so where it is is not known
-        return self.spares.take(rank.process and rank.process.node)
+        node = rank.process and rank.process.node
+        return self.standbys.take(node) or self.spares.take(node)
 
     def _train(self, attempt: Attempt) -> Outcome:
         """Train from `attempt` on, with all places filled.

@@ -69,7 +69,7 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
     state = "failed"
     try:
         with Ranks(config, run) as ranks:
-            ranks.spares.start(config.workers if turn.standby else 0)
+            ranks.standbys.start(config.workers if turn.standby else 0)
             turn.wait()
             with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
                 outcome = ranks.train(lambda: newest_start(attempt, CheckpointStore(run.checkpoints)))

@@ -21,11 +21,12 @@ class _Spare:
 
 
 class Spares:
-    """Keeps up to `config.spare_workers` of them; in roles.json they are trainer_spare0, trainer_spare1, ..."""
+    """Keeps up to `config.spare_workers` of them; in roles.json they are `name`0, `name`1, ..."""
 
-    def __init__(self, config: SFTConfig | TrainerConfig, run: RunDirectory):
+    def __init__(self, config: SFTConfig | TrainerConfig, run: RunDirectory, name: str = "trainer_spare"):
         self.config = config
         self.run = run
+        self.name = name
         self._all: list[_Spare] = []
         self._started = 0
         self._failed = 0
@@ -33,16 +34,20 @@ class Spares:
     def start(self, count: int) -> None:
         """Start so many now; they get ready in the background."""
         for _ in range(count):
-            name = f"trainer_spare{self._started}"
+            name = f"{self.name}{self._started}"
             self._started += 1
             worker = start_spare(self.run.logs / f"{name}.log")
             self._all.append(_Spare(name, worker, worker.prepare.remote(self.config)))
 
     def tend(self) -> None:
-        """Note which have become ready, and start those that are missing; call it now and then.
+        """Start those that are missing, and note which have become ready; call it now and then.
 
         One that fails to get ready is not tried again: a fresh worker is then all there is.
         """
+        self.start(self.config.spare_workers - len(self._all) - self._failed)
+        self._note_ready()
+
+    def _note_ready(self) -> None:
         for spare in [spare for spare in self._all if spare.preparing]:
             if not ray.wait([spare.preparing], timeout=0)[0]:
                 continue
@@ -56,10 +61,10 @@ class Spares:
                 continue
             spare.preparing = None
             self.run.set_role(spare.name, "waiting", spare.process.pid, spare.process.host)
-        self.start(self.config.spare_workers - len(self._all) - self._failed)
 
     def take(self, node: str | None) -> "tuple[ray.actor.ActorHandle, Process] | None":
         """One that is ready and alive on `node` (None: on any), if there is one; it is no spare any more."""
+        self._note_ready()
         for spare in list(self._all):
             if spare.process is None or node not in (None, spare.process.node):
                 continue
