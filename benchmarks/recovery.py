@@ -155,9 +155,12 @@ class Job:
 
     def ready(self) -> bool:
         """Whether what was asked to be kept ready is."""
+        waiting = [name for name, role in self.roles().items() if role["state"] == "waiting"]
+        wanted = [role for role in ("trainer", "orchestrator") if "--standby" in self.arguments]
+        wanted = [f"{role}_standby" for role in wanted if role == "trainer" or self.arguments[0] == "rl"]
         if "--spare-workers" in self.arguments or "--trainer.spare-workers" in self.arguments:
-            return any(role["state"] == "waiting" for role in self.roles().values())
-        return True
+            wanted.append("trainer_spare")
+        return all(any(name.startswith(want) for name in waiting) for want in wanted)
 
     def wait_until(self, condition: Callable[[], bool], what: str) -> None:
         """Wait for something while the command runs."""
@@ -177,8 +180,6 @@ def measure(run: Path, command: tuple[str, ...], victim: str | None, repeats: in
         for _ in range(repeats):
             before = job.step()
             job.wait_until(lambda before=before: job.step() >= before + 12 and job.ready(), "steps")
-            if "--standby" in command:
-                time.sleep(15)  # for the standby's start, of which nothing tells
             killed = time.monotonic()
             target = job.kill(victim) + 1
             job.wait_until(lambda target=target: job.step() >= target, f"step {target}")

@@ -47,8 +47,10 @@ class Turn:
     def wait(self) -> None:
         """Return when it is this process's turn; call it when all is prepared."""
         if self.standby:
+            self.run.set_role(f"{self.role}_standby", "waiting")
             if not sys.stdin.readline():
                 os._exit(0)  # it never came
+            self.run.set_role(f"{self.role}_standby", "done")
             self._begin()
 
     def end(self, state: str) -> None:
@@ -69,7 +71,9 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
     state = "failed"
     try:
         with Ranks(config, run) as ranks:
-            ranks.standbys.start(config.workers if turn.standby else 0)
+            if turn.standby:
+                ranks.standbys.start(config.workers)
+                ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
             with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
                 outcome = ranks.train(lambda: newest_start(attempt, CheckpointStore(run.checkpoints)))

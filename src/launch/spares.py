@@ -47,6 +47,12 @@ class Spares:
         self.start(self.config.spare_workers - len(self._all) - self._failed)
         self._note_ready()
 
+    def wait_ready(self, seconds: float) -> None:
+        """Wait until those that were started are ready, but no longer than that."""
+        preparing = [spare.preparing for spare in self._all]
+        ray.wait(preparing, num_returns=len(preparing), timeout=seconds)
+        self._note_ready()
+
     def _note_ready(self) -> None:
         for spare in [spare for spare in self._all if spare.preparing]:
             if not ray.wait([spare.preparing], timeout=0)[0]:

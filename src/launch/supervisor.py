@@ -15,6 +15,8 @@ from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.heartbeat import Watch
 
 STOP_SECONDS = 20
+OWN_WORKERS = ("trainer_rank", "trainer_spare")
+"""How the workers in roles.json are named that die with the trainer's driver."""
 LOOK_SECONDS = 0.5
 """Between two looks at a role's heartbeat."""
 
@@ -38,6 +40,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         finally:
             for role in reversed(watched):
                 role.stop()
+            run.end_roles("stopped", "")
         codes = {role.name: role.process.returncode for role in watched}
     code = _conclude(run, codes["trainer"], display.step)
     print(display.account(), flush=True)
@@ -101,6 +104,8 @@ class _Role:
             RoleFailed: there is none.
         """
         self.run.set_role(self.name, "failed", self.process.pid)
+        if self.name == "trainer":
+            self.run.end_roles("failed", *OWN_WORKERS)
         wait = None if for_good else self._rule.wait_after_death(step)
         if wait is None:
             raise RoleFailed(f"{self.name} {reason}; the end of {self.log}:\n{log_end(self.log)}")

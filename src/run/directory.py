@@ -117,6 +117,12 @@ class RunDirectory:
         finally:
             os.close(folder)
 
+    def end_roles(self, state: str, *prefixes: str) -> None:
+        """Set those that roles.json says are running or waiting to `state`: the names that begin so."""
+        for name, entry in (read_json(self.roles) or {}).get("roles", {}).items():
+            if name.startswith(prefixes) and entry["state"] in ("running", "waiting"):
+                self.set_role(name, state, entry["pid"], entry["host"])
+
     def lock(self) -> bool:
         """Keep other launchers out while this process lives; False if one is at work already."""
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # closes with the process
