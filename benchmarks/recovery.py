@@ -1,8 +1,8 @@
-"""How long a run stands still after a death, and what that costs: restart by role against restarting everything.
+"""How long a run stands still after a death, and what that costs: restart by role against restarting all.
 
 A run of the reverse-text task is started as a user starts it. Then a process is killed with SIGKILL, and the
-time is taken from the kill to the next new step in metrics.jsonl, one that the run had not come to before. For
-`whole job` it is the launcher that is killed, and the same command is run again at once with
+time is taken from the kill to the next new step in metrics.jsonl, one that the run had not come to before.
+For `whole job` it is the launcher that is killed, and the same command is run again at once with
 `--ckpt.resume auto`: what a scheduler does at best.
 
 Goodput is the time that the steps would have taken undisturbed over the time that they took, from the first
@@ -28,8 +28,9 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TASK = "configs/reverse_text"
 DEADLINE = 300.0
 
-SFT = ("sft", "@", f"{TASK}/sft.toml", "--max-steps", "1000000", "--ckpt.interval", "5", "--ckpt.keep-last", "2")
-RL = ("rl", "@", f"{TASK}/rl.toml", "--max-steps", "1000000", "--ckpt.interval", "5", "--ckpt.keep-last", "2")
+ENDLESS = ("--max-steps", "1000000", "--ckpt.interval", "5", "--ckpt.keep-last", "2")
+SFT = ("sft", "@", f"{TASK}/sft.toml", *ENDLESS)
+RL = ("rl", "@", f"{TASK}/rl.toml", *ENDLESS)
 
 SCENARIOS: dict[str, tuple[tuple[str, ...], str | None]] = {
     "sft: whole job": (SFT, None),
@@ -53,7 +54,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3, help="kills per scenario; medians are reported")
-    parser.add_argument("--goodput-steps", type=int, default=100, help="length of the disturbed runs; 0: none")
+    parser.add_argument("--goodput-steps", type=int, default=100, help="length of disturbed runs; 0: none")
     parser.add_argument("--seed", type=int, default=0, help="of the moments and victims of the kills")
     parser.add_argument("--quick", action="store_true", help="two scenarios, one kill, no goodput")
     parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
@@ -191,11 +192,12 @@ def measure(run: Path, command: tuple[str, ...], victim: str | None, repeats: in
 
 
 def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> dict[str, Any]:
-    """Of a run with steps of a second or two, disturbed as a whole and by role, at the same random moments."""
+    """Of a run with steps of a second or two, disturbed by role and as a whole, at random moments."""
     config = larger_task(folder)
-    command = ("sft", "@", str(config), "--max-steps", str(steps), "--ckpt.interval", "1", "--ckpt.keep-last", "2")
-    by_role = (*command, "--spare-workers", "1", "--standby")
-    with Job(folder / "calm", (*command[:4], "15", *command[5:])) as job:
+    command = ("sft", "@", str(config), "--ckpt.interval", "1", "--ckpt.keep-last", "2")
+    whole = (*command, "--max-steps", str(steps))
+    by_role = (*whole, "--spare-workers", "1", "--standby")
+    with Job(folder / "calm", (*command, "--max-steps", "15")) as job:
         job.process.wait(DEADLINE)
         step_seconds = statistics.median(
             row["time/wait"] + row["time/step"] for row in job.rows() if row["step"] > 3
@@ -204,9 +206,10 @@ def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> di
     result: dict[str, Any] = {"step_seconds": step_seconds, "steps": steps}
     for name, arguments, victims in (
         ("restart by role", by_role, ["trainer_rank0", "trainer_rank0", "trainer"]),
-        ("restart of the whole job", command, [None]),
+        ("restart of the whole job", whole, [None]),
     ):
-        result[name] = disturbed(folder / name.replace(" ", "_"), arguments, victims, steps, step_seconds, seed)
+        run = folder / name.replace(" ", "_")
+        result[name] = disturbed(run, arguments, victims, steps, step_seconds, seed)
         say(f"{name}: {result[name]}")
     return result
 

@@ -1,7 +1,7 @@
 """The trainer's ranks, kept going: one that dies is replaced while the driver and the others stay.
 
-Whoever survives leaves the process group, the dead one's place is taken by a spare or by a new worker, and all
-ranks meet anew, load the newest good checkpoint and go on from there.
+Whoever survives leaves the process group, the dead one's place is taken by a spare or by a new worker, and
+all ranks meet anew, load the newest good checkpoint and go on from there.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from typing import Self
 import ray
 
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.process import RoleFailed, RayFailed, log_end
+from cairn.launch.process import RayFailed, RoleFailed, log_end
 from cairn.launch.ray_group import Placement, Process, kill, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
@@ -216,9 +216,7 @@ class Ranks:
             "MASTER_ADDR": meeting[0],
             "MASTER_PORT": str(meeting[1]),
         }
-        return rank.worker.train.remote(
-            environment, rank.gpu, str(rank.log), rank.name, self.config, attempt
-        )
+        return rank.worker.train.remote(environment, rank.gpu, str(rank.log), rank.name, self.config, attempt)
 
     def _watch(self, ranks: Collection[_Rank]) -> None:
         """Kill the ranks that hang; Ray tells of their death soon after."""
@@ -258,7 +256,7 @@ class Ranks:
 
 
 def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
-    """Note how a rank's work ended: well, with an error, perhaps because another has died, or in its death."""
+    """Note how a rank's work ended: well, with an error (perhaps because another died), or in its death."""
     try:
         ended.outcomes[rank.number] = ray.get(future)
     except ray.exceptions.RayTaskError as error:

@@ -108,7 +108,7 @@ class Worker:
 
 
 class Placement:
-    """Places in the Ray cluster for `config.workers` ranks, one CPU and, where there are any, one GPU each."""
+    """Places in the Ray cluster for `config.workers` ranks: one CPU and, where there are any, one GPU."""
 
     def __init__(self, config: TrainerBase):
         """Reserve them.

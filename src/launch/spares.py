@@ -76,7 +76,8 @@ class Spares:
                 continue
             self._all.remove(spare)
             alive = answers(spare.worker)
-            self.run.set_role(spare.name, "done" if alive else "failed", spare.process.pid, spare.process.host)
+            state = "done" if alive else "failed"
+            self.run.set_role(spare.name, state, spare.process.pid, spare.process.host)
             if alive:
                 return spare.worker, spare.process
             logger.warning("%s does not answer", spare.name)

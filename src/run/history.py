@@ -7,15 +7,15 @@ from typing import Any
 from cairn.run.jsonlines import JsonLines
 
 PREFIX = "run/"
-"""Of the metrics that say how the run fares; unlike all others they differ between runs with the same seed."""
+"""Of the metrics that say how the run fares; like times they differ between runs with the same seed."""
 
 
 class History(JsonLines):
     """One event a line; each holds `time` (seconds since 1970) and `event`.
 
     - attempt: the launcher began attempt `number`; for `idle` seconds before it nobody was at work.
-    - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how` says
-      what took its place.
+    - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
+      says what took its place.
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
     """
 
