@@ -260,7 +260,12 @@ def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
     try:
         ended.outcomes[rank.number] = ray.get(future)
     except ray.exceptions.RayTaskError as error:
+        from cairn.checkpoint.saver import WriterDied  # which imports torch
+
         cause = error.cause
+        if isinstance(cause, WriterDied):
+            ended.dead[rank.number] = f"lost its writer of checkpoints ({cause})"
+            return
         message = f"trainer rank {rank.number}: {type(cause).__name__}: {cause}\n(log: {rank.log})"
         ended.errors.append(RoleFailed(message))
     except ray.exceptions.RayError as error:

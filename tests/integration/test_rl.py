@@ -41,6 +41,9 @@ def rise(run: Path) -> float:
     return statistics.fmean(rewards[-3:]) - statistics.fmean(rewards[:3])
 
 
+ALL_DONE = {"trainer": "done", "trainer_rank0": "done", "orchestrator": "done"}
+
+
 def states(roles: dict) -> dict[str, str]:
     """Each role's state, as roles.json has it."""
     return {role: entry["state"] for role, entry in roles["roles"].items()}
@@ -256,7 +259,7 @@ def test_an_interrupted_run_goes_on(interrupted: Interrupted):
     found = whole_rows(interrupted.run, 20)
     assert found[: interrupted.stopped_at] == interrupted.rows_then
     assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
-    assert states(read(interrupted.run / "roles.json")) == {"trainer": "done", "orchestrator": "done"}
+    assert states(read(interrupted.run / "roles.json")) == ALL_DONE
     assert rise(interrupted.run) > 0.1, [row["reward/mean"] for row in found]
 
 
@@ -393,7 +396,7 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
         )
         command.assert_nothing_survives()
     whole_rows(tmp_path / "run", 2)
-    expected = {"inference": "stopped", "trainer": "done", "orchestrator": "done"}
+    expected = {"inference": "stopped", **ALL_DONE}
     assert states(read(tmp_path / "run" / "roles.json")) == expected
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
