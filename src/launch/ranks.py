@@ -197,9 +197,11 @@ class Ranks:
             raise _RanksDied(ended.dead, [r.number for r in (self._ranks if on_gpu else pending.values())])
         if ended.errors:
             raise ended.errors[0]
+        outcome = ended.outcomes[0]
         for rank in self._ranks:
-            self.run.set_role(rank.name, "done", rank.process.pid, rank.process.host)
-        return ended.outcomes[0]
+            state = "stopped" if outcome.stopped else "done"
+            self.run.set_role(rank.name, state, rank.process.pid, rank.process.host)
+        return outcome
 
     def _start(self, rank: _Rank, meeting: tuple[str, int], attempt: Attempt) -> "ray.ObjectRef":
         """Have one rank train, and watch over it."""
