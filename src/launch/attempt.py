@@ -107,11 +107,12 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     if aside:
         print(f"the checkpoints after step {own_step} are now in {aside}", flush=True)
     run.set_batches_aside(start.store.root / "abandoned" / name, attempt)
-    if earlier and earlier.run_id != run_id:
+    goes_on = earlier is not None and earlier.run_id == run_id
+    if not goes_on:
         run.history.path.unlink(missing_ok=True)
-    run.history.begin_attempt(number, run.last_sign())
+    run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
-    run.history.recompute(0 if rewinds else dropped)
+    run.history.recompute(dropped if goes_on and not rewinds else 0)
     run.clear_weights()
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
     run.begin(attempt)

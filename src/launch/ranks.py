@@ -39,9 +39,9 @@ class _Rank:
         self.log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
         self.worker: ray.actor.ActorHandle | None = None
         self.process: Process | None = None
-        """The newest one, even after its death."""
+        self.node: str | None = None
         self.gpu: str | None = None
-        """The GPU that belongs to the place."""
+        """Node and GPU belong to the place: they stay when a process dies."""
         self.how = ""
         """What the newest process is, for the history."""
         self.watch: Watch | None = None
@@ -141,6 +141,7 @@ class Ranks:
         for rank in empty:
             if spare := self._spare_for(rank):
                 rank.worker, rank.process = spare
+                rank.node = rank.process.node
                 rank.how = "is replaced by a spare"
             else:
                 rank.worker = self._placement.start(rank.number, rank.log)
@@ -151,7 +152,7 @@ class Ranks:
                 rank.process = ray.get(rank.worker.process.remote(), timeout=self.config.ray.start_timeout)
             except ray.exceptions.ActorDiedError:
                 raise _RanksDied({rank.number: "died while it started"}) from None
-            rank.gpu = rank.process.gpu
+            rank.node, rank.gpu = rank.process.node, rank.process.gpu
         for rank in empty:
             self.run.set_role(rank.name, "running", rank.process.pid, rank.process.host)
             if reason := self._buried.pop(rank.number, None):
@@ -159,10 +160,9 @@ class Ranks:
 
     def _spare_for(self, rank: _Rank) -> "tuple[ray.actor.ActorHandle, Process] | None":
         """A spare on the rank's node, with the rank's GPU in reach."""
-        if rank.process is None and (self.config.ray.address or self._placement.gpus):
+        if rank.node is None and (self.config.ray.address or self._placement.gpus):
             return None  # nobody has had the place, so where it is is not known
-        node = rank.process and rank.process.node
-        return self.standbys.take(node) or self.spares.take(node)
+        return self.standbys.take(rank.node) or self.spares.take(rank.node)
 
     def _train(self, attempt: Attempt) -> Outcome:
         """Train from `attempt` on, with all places filled.
@@ -237,9 +237,9 @@ class Ranks:
         for rank in [self._ranks[number] for number in {*died.dead, *died.stuck}]:
             with contextlib.suppress(ray.exceptions.RayError):
                 kill(rank.worker, rank.process)
-            rank.worker = None
             if rank.process:
                 self.run.set_role(rank.name, "failed", rank.process.pid, rank.process.host)
+            rank.worker = rank.process = None
         wait = self._rule.wait_after_death(self._newest_step())
         self._buried |= died.dead
         for number, reason in died.dead.items():

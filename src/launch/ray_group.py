@@ -16,7 +16,7 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
 from cairn.launch.process import RoleFailed, stop_on_signals
@@ -150,11 +150,18 @@ def answers(worker: "ray.actor.ActorHandle") -> bool:
 
 
 def kill(worker: "ray.actor.ActorHandle", process: Process | None) -> None:
-    """Kill a worker, even one that is stopped or hangs."""
+    """Kill a worker, even one that is stopped, and so deaf to Ray."""
     if process and process.node == ray.get_runtime_context().get_node_id():
-        with contextlib.suppress(ProcessLookupError):
-            os.kill(process.pid, signal.SIGKILL)
+        _kill_process(process.pid)
+    elif process:
+        there = NodeAffinitySchedulingStrategy(process.node, soft=False)
+        ray.remote(num_cpus=0, scheduling_strategy=there)(_kill_process).remote(process.pid)
     ray.kill(worker)
+
+
+def _kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
 
 
 def start_ray(config: TrainerBase) -> None:

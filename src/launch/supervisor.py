@@ -125,14 +125,10 @@ class _Role:
         self._had_standby = not (self.config.standby and self.name in STANDBY)
         self._begun_at_step = step
         self._look_at = 0.0
-        # A server that does not answer is as good as a stopped one.
-        progresses = self.name in WORKING
-        self._watch = Watch(
-            self.run.heartbeat(self.name),
-            self.process.pid,
-            silence=self.config.heartbeat_timeout,
-            standstill=self.config.hang_timeout if progresses else self.config.heartbeat_timeout,
-        )
+        limits = {"silence": self.config.heartbeat_timeout, "standstill": self.config.hang_timeout}
+        if self.name not in WORKING:  # a server that does not answer is as good as a stopped one
+            limits |= {"standstill": self.config.heartbeat_timeout, "setting": "--heartbeat-timeout"}
+        self._watch = Watch(self.run.heartbeat(self.name), self.process.pid, **limits)
 
     def _standby_lives(self) -> bool:
         return self._standby is not None and self._standby.poll() is None

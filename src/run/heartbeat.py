@@ -86,11 +86,15 @@ class Watch:
     Args:
         path: the file that it writes.
         pid: the process; what others have left in the file is not taken for its own.
-        silence: seconds without a sign of life that are too many.
+        silence: seconds without a sign of life that are too many (--heartbeat-timeout).
         standstill: seconds with the same thing that are too many.
+        setting: what allows a longer standstill.
     """
 
-    def __init__(self, path: Path, pid: int, *, silence: float, standstill: float):
+    def __init__(
+        self, path: Path, pid: int, *, silence: float, standstill: float, setting: str = "--hang-timeout"
+    ):
+        self.setting = setting
         self.path = path
         self.pid = pid
         self.limits = {"silent": silence, "still": standstill}
@@ -117,5 +121,5 @@ class Watch:
                 "--heartbeat-timeout allows more"
             )
         if self._ages["still"] > self.limits["still"]:
-            return f"no progress for {self.limits['still']:g} s ({beat['doing']}); --hang-timeout allows more"
+            return f"no progress for {self.limits['still']:g} s ({beat['doing']}); {self.setting} allows more"
         return None

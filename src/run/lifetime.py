@@ -21,11 +21,13 @@ def die_with(parent: int) -> None:
 
 
 def die_after(process: int) -> None:
-    """Have this process killed as soon as `process`, any other one of this machine, has died."""
+    """Have this process killed as soon as `process`, any other one of this machine, has died (Linux 5.3)."""
     try:
         fd = os.pidfd_open(process)
     except ProcessLookupError:
         os.kill(os.getpid(), signal.SIGKILL)
+    except OSError:  # the system can't
+        return
 
     def watch() -> None:
         select.select([fd], [], [])
