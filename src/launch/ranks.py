@@ -114,6 +114,7 @@ class Ranks:
         try:
             self._placement = Placement(self.config)
             while True:
+                heartbeat.doing("looking for the newest good checkpoint")
                 attempt = newest()
                 self.run.history.recompute(self.run.metrics.keep_through(attempt.start_step))
                 try:

@@ -63,7 +63,7 @@ class Account:
     def metrics(self) -> dict[str, float]:
         """How the run fares until now."""
         self._catch_up()
-        wall = time.time() - (self._began or time.time()) - self._idle
+        wall = time.time() - self._began - self._idle if self._began else 0.0
         values = {
             "restarts": sum(self._restarts.values()),
             **{f"restarts/{role}": count for role, count in sorted(self._restarts.items())},
