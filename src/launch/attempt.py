@@ -84,6 +84,7 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     _make_folder(run.path, f"--output-dir {config.output_dir}")
     if not run.lock():
         raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
+    run.end_roles("failed", "")  # those of an attempt that was killed, before anybody takes them for ours
     earlier = run.attempt()
     own_step = 0 if start.is_fork else start.step
     number = (earlier.number if earlier else 0) + 1
