@@ -103,6 +103,7 @@ class Saver:
         self._error: BaseException | None = None
         self._stall = 0.0
         self._done: list[Saved] = []
+        self._given_up = threading.Event()
 
     def prepare(self, tensors: Tensors) -> None:
         """Allocate the arena for state of this shape, in the background; else `save` does it."""
@@ -179,6 +180,23 @@ class Saver:
             self._arena.close()
             self._arena = None
 
+    def abandon(self) -> None:
+        """Give up the save under way, if there is one, and close.
+
+        When this returns nothing writes into its folder any more, so that other ranks may save the same step.
+        """
+        self._given_up.set()
+        if self._arena is not None:
+            self._arena.kill_writer()
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        self.close()
+
+    def _check_wanted(self) -> None:
+        if self._given_up.is_set():
+            raise SaveFailed("the save was given up")
+
     def _run(
         self,
         step: int,
@@ -195,7 +213,9 @@ class Saver:
                 if self.rank == 0:
                     fault_point("save.begin")
                     self.store.begin(step, folders, self.session)
-                self.store.wait_for_begin(step, self.session, timeout=self.part_timeout)
+                self.store.wait_for_begin(
+                    step, self.session, timeout=self.part_timeout, on_poll=self._check_wanted
+                )
                 arena.begin(self.store.folder(step), part_file, self.session, self.read_back)
                 fault_point("save.copy")
                 arena.copy()
@@ -207,7 +227,12 @@ class Saver:
             arena.end()
             if self.rank == 0:
                 self.store.commit(
-                    step, self.parts, timeout=self.part_timeout, about=about, read_back=self.read_back
+                    step,
+                    self.parts,
+                    timeout=self.part_timeout,
+                    about=about,
+                    read_back=self.read_back,
+                    on_poll=self._check_wanted,
                 )
             self._done.append(Saved(step, self._stall, time.monotonic() - started))
             if self.rank == 0:
@@ -336,6 +361,10 @@ class _Arena:
         answer = json.loads(line)
         if "error" in answer:
             raise SaveFailed(answer["error"])
+
+    def kill_writer(self) -> None:
+        """End the writer at once; whoever waits for it gets an error."""
+        self._writer.kill()
 
     def close(self) -> None:
         """End the writer."""

@@ -103,14 +103,18 @@ class CheckpointStore:
         if attempt is not None:
             write_json(folder / BEGUN, {"attempt": attempt})
 
-    def wait_for_begin(self, step: int, attempt: str, *, timeout: float) -> None:
+    def wait_for_begin(
+        self, step: int, attempt: str, *, timeout: float, on_poll: Callable[[], None] = lambda: None
+    ) -> None:
         """Wait until the folders of step `step` are there to be written into.
+
+        `on_poll` is called again and again meanwhile, and ends the wait by raising an error.
 
         Raises:
             DeadlinePassed: rank 0 did not make them within `timeout` seconds.
         """
         wait_for(
-            lambda: _note_of(attempt, self.folder(step) / BEGUN),
+            lambda: on_poll() or _note_of(attempt, self.folder(step) / BEGUN),
             seconds=timeout,
             whom=f"rank 0 to begin checkpoint {step}",
             setting="--ckpt.part-timeout",
@@ -148,6 +152,7 @@ class CheckpointStore:
         timeout: float,
         about: dict[str, Any],
         read_back: bool = False,
+        on_poll: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Wait for all parts, then make the step exist.
 
@@ -156,6 +161,7 @@ class CheckpointStore:
             timeout: seconds to wait for a part.
             about: the manifest's fields other than step, files and created.
             read_back: read the manifest again from the disk, and compare, before it counts.
+            on_poll: called again and again while waiting, which it ends by raising an error.
 
         Raises:
             DeadlinePassed: a part did not arrive.
@@ -163,7 +169,7 @@ class CheckpointStore:
         checksums: dict[str, FileChecksum] = {}
         for part, writer in parts.items():
             content = wait_for(
-                lambda part=part, writer=writer: self._arrived(step, part, writer),
+                lambda part=part, writer=writer: on_poll() or self._arrived(step, part, writer),
                 seconds=timeout,
                 whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",

@@ -3,23 +3,23 @@
 from typing import Any
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerConfig
 
 # Which of the run's shared values each role has a field for.
 SHARED = {
-    "trainer": ("model", "seed", "max_steps", "output_dir", "ckpt"),
+    "trainer": ("model", "seed", "max_steps", "output_dir", "ckpt", *SupervisionConfig.model_fields),
     "orchestrator": ("model", "seed", "max_steps", "output_dir", "ckpt"),
     "inference": ("model",),
 }
 
 
-class RLConfig(BaseConfig):
+class RLConfig(SupervisionConfig):
     """Reinforcement learning: trainer, orchestrator and, unless one runs already, a server."""
 
     model: ModelConfig = ModelConfig()
@@ -30,8 +30,6 @@ class RLConfig(BaseConfig):
     output_dir: str = "outputs/rl"
     """Folder that holds everything the run writes."""
     ckpt: CkptConfig | None = None
-    max_restarts: int = Field(3, ge=0)
-    """How often a role that dies is started again without a step finished in between."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()

@@ -7,6 +7,7 @@ from pydantic_config import BaseConfig
 
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
+from cairn.config.supervision import SupervisionConfig
 
 # The kinds of data files, and the builder of `datasets` that reads each.
 DATA_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
@@ -69,7 +70,7 @@ class WandbConfig(BaseConfig):
     """offline writes to the output folder, to be synced later."""
 
 
-class TrainerBase(BaseConfig):
+class TrainerBase(SupervisionConfig):
     """What every trainer has."""
 
     model: ModelConfig = ModelConfig()
@@ -82,6 +83,8 @@ class TrainerBase(BaseConfig):
     ckpt: CkptConfig | None = None
     workers: int = Field(1, ge=1)
     """Trainer ranks: one process each, one GPU each where there are GPUs."""
+    spare_workers: int = Field(0, ge=0)
+    """Workers kept imported and idle, to take the place of one that dies within a second or two."""
     threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
     seq_len: int = Field(2048, ge=2)
@@ -95,8 +98,6 @@ class TrainerBase(BaseConfig):
     """Recompute each layer's activations in the backward pass instead of keeping them."""
     compile: bool = False
     """Compile each layer with torch.compile."""
-    max_restarts: int = Field(3, ge=0)
-    """How often a role that dies is started again without a step finished in between."""
     deterministic: bool = False
     """Only deterministic kernels, slower on GPU; CPU runs are deterministic anyway."""
     ray: RayConfig = RayConfig()

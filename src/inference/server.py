@@ -23,9 +23,14 @@ from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import TOKEN_VARIABLE, token_file
+from cairn.run import heartbeat
 
 GRACE = 5.0
 """Seconds that a server has for stopping by itself before it is killed."""
+
+
+ANSWER_SECONDS = 10.0
+"""Seconds that a busy server may take for answering whether it is well."""
 
 
 class AddressUnusable(RuntimeError):
@@ -183,6 +188,13 @@ class Server:
         if not self.alive or not self._listening():
             raise ServerFailed(f"the inference server died; {self._log_tail()}")
 
+    def answers(self) -> bool:
+        """Whether it comes on: its engine, not only its front, answers within a few seconds."""
+        try:
+            return self._call("GET", "/cairn/status", timeout=ANSWER_SECONDS).status_code == 200
+        except httpx.HTTPError:
+            return False
+
     def stop(self) -> None:
         """Stop the server with all its processes within about `GRACE` seconds; aborts requests in flight."""
         if self._process is None:
@@ -239,9 +251,10 @@ class Server:
         except httpx.HTTPError:
             return True  # busy
 
-    def _call(self, method: str, path: str) -> httpx.Response:
+    def _call(self, method: str, path: str, timeout: float = 2.0) -> httpx.Response:
         headers = {"Authorization": f"Bearer {self.token}"}
-        return httpx.request(method, self._local_url + path, headers=headers, timeout=2.0, trust_env=False)
+        url = self._local_url + path
+        return httpx.request(method, url, headers=headers, timeout=timeout, trust_env=False)
 
     def _log_tail(self, lines: int = 20) -> str:
         tail = self.log.read_text(errors="replace").splitlines()[-lines:]
@@ -280,6 +293,7 @@ def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
         began = time.monotonic()
         server.start()
         print(f"starting the inference server; its log: {server.log}", flush=True)
+        heartbeat.doing("starting the inference server", waiting=True)  # for startup_timeout at most
         columns = SpinnerColumn(), TextColumn("loading vLLM and the model"), TimeElapsedColumn()
         with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
             progress.add_task("", total=None)
@@ -289,6 +303,8 @@ def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
         while True:
             time.sleep(1)
             server.check()
+            if server.answers():
+                heartbeat.doing("serving")
     except KeyboardInterrupt:
         print("stopping the inference server", flush=True)
         return 0

@@ -1,7 +1,9 @@
 """Starting a run, or going on with one: decided once, here, before any role runs."""
 
+import dataclasses
 import importlib.metadata
 import json
+import logging
 import platform
 import secrets
 import tempfile
@@ -16,6 +18,8 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import read_json, write_atomic
+
+logger = logging.getLogger(__name__)
 
 # What config.json says beside the architecture.
 NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
@@ -80,6 +84,7 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     _make_folder(run.path, f"--output-dir {config.output_dir}")
     if not run.lock():
         raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
+    run.end_roles("failed", "")  # those of an attempt that was killed, before anybody takes them for ours
     earlier = run.attempt()
     own_step = 0 if start.is_fork else start.step
     number = (earlier.number if earlier else 0) + 1
@@ -103,10 +108,30 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     if aside:
         print(f"the checkpoints after step {own_step} are now in {aside}", flush=True)
     run.set_batches_aside(start.store.root / "abandoned" / name, attempt)
-    run.metrics.keep_through(own_step)
+    goes_on = earlier is not None and earlier.run_id == run_id
+    if not goes_on:
+        run.history.path.unlink(missing_ok=True)
+    run.history.begin_attempt(number, run.last_sign() if goes_on else None)
+    dropped = run.metrics.keep_through(own_step)
+    run.history.recompute(dropped if goes_on and not rewinds else 0)
     run.clear_weights()
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
     run.begin(attempt)
+    return attempt
+
+
+def newest_start(attempt: Attempt, store: CheckpointStore) -> Attempt:
+    """The attempt as a role that is started in the middle of it sees it: from its newest good checkpoint."""
+    for step in reversed(store.steps()):
+        if step <= attempt.start_step:
+            break
+        try:
+            manifest = verify(store.folder(step))
+        except CheckpointError as error:
+            logger.warning("passing over a damaged checkpoint: %s", error)
+            continue
+        if (manifest.run_id, manifest.branch) == (attempt.run_id, attempt.branch):
+            return dataclasses.replace(attempt, start_step=step, resume_from=str(store.folder(step)))
     return attempt
 
 

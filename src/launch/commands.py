@@ -15,7 +15,7 @@ from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
-from cairn.launch.roles import CONFIGS, run_orchestrator
+from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.environments import BadEnvironment, make_environment
 from cairn.orchestrator.rollouts import AttemptOver
@@ -90,8 +90,10 @@ def orchestrate(config: OrchestratorConfig) -> int:
                 f"{run.path} is a run of {attempt.command}, which needs no orchestrator of its own"
             )
         shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
+        of_trainer = RunDirectory(run.path, trainer.ckpt and trainer.ckpt.dir)
+        turn = Turn("orchestrator", run)
         try:
-            return run_orchestrator(config.model_copy(update=shared), attempt, run)
+            return run_orchestrator(config.model_copy(update=shared), attempt, of_trainer, turn)
         except AttemptOver as over:
             print(over, flush=True)
 

@@ -5,14 +5,17 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from cairn.run.metrics import MetricsLog
+from cairn.run.directory import RunDirectory
+from cairn.run.history import PREFIX, Account, History
 
 
 class StepDisplay:
-    """Follows metrics.jsonl; call `update` now and then."""
+    """Follows metrics.jsonl and history.jsonl; call `update` now and then."""
 
-    def __init__(self, metrics: MetricsLog, start_step: int, max_steps: int):
-        self.metrics = metrics
+    def __init__(self, run: RunDirectory, start_step: int, max_steps: int):
+        self.metrics = run.metrics
+        self._history = History(run.history.path)
+        self._history.new_rows()  # those of earlier attempts
         self.max_steps = max_steps
         self.step = start_step
         """The newest step that was shown."""
@@ -40,7 +43,12 @@ class StepDisplay:
         self._progress.stop()
 
     def update(self, *, final: bool = False) -> None:
-        """Show the newest step, if there is a new one."""
+        """Show the newest step, if there is a new one, and who was started again."""
+        for event in self._history.new_rows():
+            if event["event"] == "restart":
+                self.console.print(
+                    f"{event['role']} {event['reason']} and {event['how']}", markup=False, soft_wrap=True
+                )
         rows = [row for row in self.metrics.new_rows() if row["step"] > self.start_step]
         if rows:
             row = self._unprinted = rows[-1]
@@ -53,6 +61,15 @@ class StepDisplay:
             print(f"step {row['step']}/{self.max_steps}  {_values(row)}", flush=True)
             self._printed_at = time.monotonic()
             self._unprinted = None
+
+    def account(self) -> str:
+        """What the run's restarts have cost, in a line."""
+        rows = self.metrics.rows()
+        account = Account(self._history.path, rows[-1] if rows else None).metrics()
+        goodput, restarts, recomputed = (
+            account[PREFIX + name] for name in ("goodput", "restarts", "recomputed_steps")
+        )
+        return f"goodput {goodput:.2f}, {restarts} restarts, {recomputed} steps recomputed"
 
 
 def _values(row: dict) -> str:

@@ -16,17 +16,21 @@ class RoleFailed(Exception):
     """A role of the run died; the message shows the end of its log."""
 
 
-class WorkerDied(RoleFailed):
-    """A worker of the trainer was killed or crashed; another start may well succeed."""
+class RayFailed(RoleFailed):
+    """The trainer's Ray cluster broke down; another start may well succeed."""
 
 
-def start_role(role: str, output_dir: Path, log: Path) -> subprocess.Popen:
-    """Start `role` of the run in `output_dir`, in a session of its own; its output goes to `log`."""
+def start_role(role: str, output_dir: Path, log: Path, *, standby: bool = False) -> subprocess.Popen:
+    """Start `role` of the run in `output_dir`, in a session of its own; its output goes to `log`.
+
+    A standby does not begin before a line comes to its standard input.
+    """
     log.parent.mkdir(parents=True, exist_ok=True)
+    argv = [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir), str(os.getpid())]
     with open(log, "ab") as out:
         return subprocess.Popen(
-            [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir), str(os.getpid())],
-            stdin=subprocess.DEVNULL,
+            [*argv, "standby"] if standby else argv,
+            stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
             start_new_session=True,

@@ -1,7 +1,11 @@
-"""The trainer's ranks as Ray actors: one process each, placed together."""
+"""The trainer's processes as Ray actors: what one of them does, and how they are placed."""
 
+import contextlib
+import gc
 import os
+import signal
 import socket
+from dataclasses import dataclass
 from pathlib import Path
 
 # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
@@ -12,25 +16,52 @@ os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
 
 import ray
 from ray.util.placement_group import placement_group
-from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
-from cairn.launch.process import RoleFailed, WorkerDied, log_end, stop_on_signals
+from cairn.launch.process import RoleFailed, stop_on_signals
+from cairn.run import heartbeat
 from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.lifetime import die_after
 
 LOOPBACK = "127.0.0.1"
+PING_SECONDS = 2.0
+
+
+@dataclass(frozen=True)
+class Process:
+    """Where a worker runs: its process id, its Ray node, that node's name, and its GPU, if it holds one."""
+
+    pid: int
+    node: str
+    host: str
+    gpu: str | None
 
 
 @ray.remote(max_restarts=0)
 class Worker:
-    """One rank of the trainer."""
+    """One rank of the trainer, or a spare for one."""
 
-    def __init__(self, log: str):
-        """Send everything that this process prints to `log`."""
-        os.makedirs(os.path.dirname(log), exist_ok=True)
-        fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
-        os.dup2(fd, 1)
-        os.dup2(fd, 2)
+    def __init__(self, log: str, driver: int, host: str):
+        """Send everything that this process prints to `log`; end with process `driver` if `host` is ours.
+
+        Ray ends it as well, but later, when others may be at work in the same run already.
+        """
+        _log_to(log)
+        if host == socket.gethostname():
+            die_after(driver)
+
+    def process(self) -> Process:
+        """What process this is; answers at once unless it is busy."""
+        gpus = ray.get_gpu_ids()
+        node = ray.get_runtime_context().get_node_id()
+        return Process(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
+
+    def prepare(self, config: SFTConfig | TrainerConfig) -> None:
+        """Import what training needs, so that it can begin at once."""
+        from cairn.trainer.warm import warm_up
+
+        warm_up(config)
 
     def address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it, for the ranks to meet at."""
@@ -40,71 +71,100 @@ class Worker:
             return address, probe.getsockname()[1]
 
     def train(
-        self, environment: dict[str, str], config: SFTConfig | TrainerConfig, attempt: Attempt
+        self,
+        environment: dict[str, str],
+        gpu: str | None,
+        log: str,
+        role: str,
+        config: SFTConfig | TrainerConfig,
+        attempt: Attempt,
     ) -> Outcome:
-        """Join the other ranks and train."""
+        """Join the other ranks as `role` and train; afterwards it can be called again.
+
+        `gpu` is the one to use, which Ray has given to this process or to one whose place it takes.
+        """
+        _log_to(log)
         os.environ.update(environment)
+        os.environ["LOCAL_RANK"] = str(_index_of(gpu))
+        run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+        heartbeat.start(run.heartbeat(role))
+        heartbeat.doing("importing torch")
         from cairn.run.logs import start_logging
         from cairn.trainer.group import Group
         from cairn.trainer.loop import train
 
         start_logging()
-        run = RunDirectory(config.output_dir)
-        with stop_on_signals(run, at_once=lambda: os._exit(1)):
-            group = Group.join(threads=config.threads, deterministic=config.deterministic)
-            outcome = train(config, attempt, group)
-            group.leave()
-        return outcome
+        try:
+            with stop_on_signals(run, at_once=lambda: os._exit(1)):
+                heartbeat.doing("meeting the other ranks")
+                group = Group.join(threads=config.threads, deterministic=config.deterministic)
+                try:
+                    return train(config, attempt, group)
+                finally:
+                    group.leave()
+        finally:
+            gc.collect()  # of a model that was given up, before the next one is loaded
+            heartbeat.doing("waiting for the trainer's driver", waiting=True)
 
 
-def train_on_ray(config: SFTConfig | TrainerConfig, attempt: Attempt) -> Outcome:
-    """Run the training loop on `config.workers` Ray actors; returns what rank 0 says of it.
+class Placement:
+    """Places in the Ray cluster for `config.workers` ranks: one CPU and, where there are any, one GPU."""
 
-    Raises:
-        RoleFailed: a worker could not be placed, raised an error, or died.
-    """
-    run = RunDirectory(config.output_dir)
-    _start_ray(config)
+    def __init__(self, config: TrainerBase):
+        """Reserve them.
+
+        Raises:
+            RoleFailed: there is no room.
+        """
+        self.gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.workers, strategy="PACK")
+        if not self._group.wait(config.ray.start_timeout):
+            raise RoleFailed(
+                f"Ray has no room for {config.workers} workers with 1 CPU and {self.gpus} GPU each "
+                f"({ray.cluster_resources()}); lower the number of workers, or raise ray.start_timeout"
+            )
+
+    def start(self, rank: int, log: Path) -> "ray.actor.ActorHandle":
+        """Start a worker in the place of `rank`."""
+        strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
+        options = {"num_cpus": 1, "num_gpus": self.gpus, "scheduling_strategy": strategy}
+        return _start(log, **options)
+
+
+def start_spare(log: Path) -> "ray.actor.ActorHandle":
+    """Start a worker that has no place, and so no CPU or GPU, of its own."""
+    return _start(log, num_cpus=0)
+
+
+def _start(log: Path, **options: object) -> "ray.actor.ActorHandle":
+    return Worker.options(**options).remote(str(log), os.getpid(), socket.gethostname())
+
+
+def answers(worker: "ray.actor.ActorHandle") -> bool:
+    """Whether an idle worker is alive and not stopped."""
     try:
-        with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
-            return _train(config, attempt, run)
-    finally:
-        ray.shutdown()
+        ray.get(worker.process.remote(), timeout=PING_SECONDS)
+    except ray.exceptions.RayError:
+        return False
+    return True
 
 
-def _train(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory) -> Outcome:
-    logs = [_log(run, rank) for rank in range(config.workers)]
-    gpus = 1 if ray.cluster_resources().get("GPU") else 0
-    group = placement_group([{"CPU": 1, "GPU": gpus}] * config.workers, strategy="PACK")
-    if not group.wait(config.ray.start_timeout):
-        raise RoleFailed(
-            f"Ray has no room for {config.workers} workers with 1 CPU and {gpus} GPU each "
-            f"({ray.cluster_resources()}); lower the number of workers, or raise ray.start_timeout"
-        )
-    workers = [
-        Worker.options(
-            num_cpus=1,
-            num_gpus=gpus,
-            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=rank),
-        ).remote(str(log))
-        for rank, log in enumerate(logs)
-    ]
-    address, port = ray.get(workers[0].address.remote(), timeout=config.ray.start_timeout)
-    pending = {
-        worker.train.remote(_rendezvous(rank, config, address, port), config, attempt): rank
-        for rank, worker in enumerate(workers)
-    }
-    outcomes = {}
-    while pending:
-        # Not for ever at once, so that a signal is seen in between.
-        done, _ = ray.wait(list(pending), num_returns=1, timeout=0.5)
-        for future in done:
-            rank = pending.pop(future)
-            outcomes[rank] = _result(future, rank, logs[rank])
-    return outcomes[0]
+def kill(worker: "ray.actor.ActorHandle", process: Process | None) -> None:
+    """Kill a worker, even one that is stopped, and so deaf to Ray."""
+    if process and process.node == ray.get_runtime_context().get_node_id():
+        _kill_process(process.pid)
+    elif process:
+        there = NodeAffinitySchedulingStrategy(process.node, soft=False)
+        ray.remote(num_cpus=0, scheduling_strategy=there)(_kill_process).remote(process.pid)
+    ray.kill(worker)
 
 
-def _start_ray(config: TrainerBase) -> None:
+def _kill_process(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
+
+
+def start_ray(config: TrainerBase) -> None:
     """Join the cluster at `ray.address`, or start one on this machine.
 
     Raises:
@@ -141,34 +201,18 @@ def _check_address(config: RayConfig) -> None:
         socket.create_connection((host, int(port)), timeout=config.start_timeout).close()
 
 
-def _log(run: RunDirectory, rank: int) -> Path:
-    return run.logs / ("trainer.log" if rank == 0 else f"trainer_rank{rank}.log")
+def _index_of(gpu: str | None) -> int:
+    """Under which number this process sees a GPU of this node."""
+    if gpu is None or ray.get_gpu_ids():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(gpu) if visible else int(gpu)
 
 
-def _rendezvous(rank: int, config: TrainerBase, address: str, port: int) -> dict[str, str]:
-    return {
-        "RANK": str(rank),
-        "WORLD_SIZE": str(config.workers),
-        "MASTER_ADDR": address,
-        "MASTER_PORT": str(port),
-    }
-
-
-def _result(future: ray.ObjectRef, rank: int, log: Path) -> Outcome:
-    """What a worker returned.
-
-    Raises:
-        WorkerDied: it died, or the process that writes its checkpoints did.
-        RoleFailed: it raised an error.
-    """
-    try:
-        return ray.get(future)
-    except ray.exceptions.RayTaskError as error:
-        from cairn.checkpoint.saver import WriterDied  # which imports torch
-
-        cause = error.cause
-        kind = WorkerDied if isinstance(cause, WriterDied) else RoleFailed
-        raise kind(f"trainer rank {rank}: {type(cause).__name__}: {cause}\n(log: {log})") from None
-    except ray.exceptions.RayError as error:
-        reason = "" if isinstance(error, ray.exceptions.ActorDiedError) else f" ({type(error).__name__})"
-        raise WorkerDied(f"trainer rank {rank} died{reason}; the end of {log}:\n{log_end(log)}") from None
+def _log_to(log: str) -> None:
+    """Send everything that this process prints to `log`."""
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

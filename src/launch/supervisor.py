@@ -4,14 +4,21 @@ import subprocess
 import time
 
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.supervision import SupervisionConfig
 from cairn.launch.attempt import RunConfig
 from cairn.launch.display import StepDisplay
 from cairn.launch.main import EXIT_STOPPED
 from cairn.launch.process import RoleFailed, kill_session, log_end, start_role, stop_on_signals
-from cairn.launch.roles import EXIT_CRASHED, EXIT_LOST, WORKING
+from cairn.launch.restarts import RestartRule
+from cairn.launch.roles import EXIT_CRASHED, EXIT_LOST, STANDBY, WORKING
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.heartbeat import Watch
 
 STOP_SECONDS = 20
+OWN_WORKERS = ("trainer_rank", "trainer_spare")
+"""How the workers in roles.json are named that die with the trainer's driver."""
+LOOK_SECONDS = 0.5
+"""Between two looks at a role's heartbeat."""
 
 
 def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: RunConfig) -> int:
@@ -20,8 +27,8 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     Raises:
         RoleFailed: a role failed for good.
     """
-    with stop_on_signals(run), StepDisplay(run.metrics, attempt.start_step, config.max_steps) as display:
-        watched = [_Role(name, run, config.max_restarts) for name in roles]
+    with stop_on_signals(run), StepDisplay(run, attempt.start_step, config.max_steps) as display:
+        watched = [_Role(name, run, config) for name in roles]
         try:
             working = True
             while working:
@@ -33,26 +40,29 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         finally:
             for role in reversed(watched):
                 role.stop()
-    codes = {role.name: role.process.returncode for role in watched}
-    return _conclude(run, codes["trainer"], display.step)
+            run.end_roles("stopped", "")
+        codes = {role.name: role.process.returncode for role in watched}
+    code = _conclude(run, codes["trainer"], display.step)
+    print(display.account(), flush=True)
+    return code
 
 
 class _Role:
-    """One role's process: the current one, if it was started again."""
+    """One role's process: the current one, if it was started again; and its standby, if it has one."""
 
-    def __init__(self, name: str, run: RunDirectory, max_restarts: int):
+    def __init__(self, name: str, run: RunDirectory, config: SupervisionConfig):
         self.name = name
         self.run = run
         self.log = run.logs / f"{name}.log"
-        self.max_restarts = max_restarts
+        self.config = config
         self.ended = False
-        self._fruitless = 0  # restarts since a step was finished
-        self._step = -1
+        self._rule = RestartRule(config.max_restarts)
         self._start_at: float | None = None
-        self.process = start_role(name, run.path, self.log)
+        self._standby: subprocess.Popen | None = None
+        self._begin(0)
 
     def look_after(self, step: int) -> None:
-        """Notice its end, and start it again if that was not to be; `step` is the run's newest.
+        """Notice its end, or that it hangs, and start it again; `step` is the run's newest.
 
         Raises:
             RoleFailed: it reported an error that would only come again, or died too often.
@@ -60,29 +70,80 @@ class _Role:
         if self._start_at is not None:
             if time.monotonic() >= self._start_at:
                 self._start_at = None
-                self.process = start_role(self.name, self.run.path, self.log)
+                self._begin(step)
+            return
+        if self.ended:
             return
         code = self.process.poll()
-        if code is None or self.ended:
-            return
-        if self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
+        if code is None:
+            hang = self._hang()
+            if hang is None:
+                self._keep_standby(step)
+                return
+            kill_session(self.process.pid)
+            self.process.wait()
+            self._replace(f"hung ({hang})", step)
+        elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
-            return
-        kill_session(self.process.pid)  # or its workers go on for a while, beside the new ones
+        else:
+            kill_session(self.process.pid)  # or its workers go on for a while, beside the new ones
+            crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
+            self._replace(f"died (exit code {code})", step, for_good=not crashed)
+
+    def _hang(self) -> str | None:
+        """What is wrong with the living process, if anything is."""
+        if time.monotonic() < self._look_at:
+            return None
+        self._look_at = time.monotonic() + LOOK_SECONDS
+        return self._watch.problem()
+
+    def _replace(self, reason: str, step: int, *, for_good: bool = False) -> None:
+        """Have a successor started at the time that the rule says.
+
+        Raises:
+            RoleFailed: there is none.
+        """
         self.run.set_role(self.name, "failed", self.process.pid)
-        self._fruitless = self._fruitless + 1 if step == self._step else 1
-        self._step = step
-        crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
-        if not crashed or self._fruitless > self.max_restarts:
-            raise RoleFailed(
-                f"{self.name} died (exit code {code}); the end of {self.log}:\n{log_end(self.log)}"
-            )
-        wait = 0.0 if self._fruitless == 1 else min(2.0**self._fruitless, 30.0)
-        print(f"{self.name} died (exit code {code}) and is started again", flush=True)
+        if self.name == "trainer":
+            self.run.end_roles("failed", *OWN_WORKERS)
+        wait = None if for_good else self._rule.wait_after_death(step)
+        if wait is None:
+            raise RoleFailed(f"{self.name} {reason}; the end of {self.log}:\n{log_end(self.log)}")
+        how = "is replaced by its standby" if self._standby_lives() else "is started again"
+        self.run.history.restart(self.name, step=step, reason=reason, how=how)
         self._start_at = time.monotonic() + wait
+
+    def _begin(self, step: int) -> None:
+        """Have a process take the role: the standby, or a new one."""
+        if self._standby_lives():
+            self.process = self._standby
+            self.process.stdin.write(b"begin\n")
+            self.process.stdin.close()
+        else:
+            self.process = start_role(self.name, self.run.path, self.log)
+        self._standby = None
+        self._had_standby = not (self.config.standby and self.name in STANDBY)
+        self._begun_at_step = step
+        self._look_at = 0.0
+        limits = {"silence": self.config.heartbeat_timeout, "standstill": self.config.hang_timeout}
+        if self.name not in WORKING:  # a server that does not answer is as good as a stopped one
+            limits |= {"standstill": self.config.heartbeat_timeout, "setting": "--heartbeat-timeout"}
+        self._watch = Watch(self.run.heartbeat(self.name), self.process.pid, **limits)
+
+    def _standby_lives(self) -> bool:
+        return self._standby is not None and self._standby.poll() is None
+
+    def _keep_standby(self, step: int) -> None:
+        """Start a standby once the role's process has come so far that it does not disturb; one each."""
+        if not self._had_standby and step > self._begun_at_step:
+            self._had_standby = True
+            self._standby = start_role(self.name, self.run.path, self.log, standby=True)
 
     def stop(self) -> None:
         """End its process: a server is asked first; then, with its whole session, it is killed."""
+        if self._standby is not None:
+            kill_session(self._standby.pid)
+            self._standby.wait()
         if self.process.poll() is not None:
             kill_session(self.process.pid)
             return

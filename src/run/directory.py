@@ -11,6 +11,7 @@ from typing import Any
 
 from cairn.run.batches import Batch, batch_path, read_batch
 from cairn.run.files import read_json, write_json
+from cairn.run.history import History
 from cairn.run.metrics import MetricsLog
 
 
@@ -63,7 +64,9 @@ class RunDirectory:
         self.checkpoints = Path(checkpoints).absolute() if checkpoints else self.path / "checkpoints"
         self.config = self.path / "config.json"
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
+        self.history = History(self.path / "history.jsonl")
         self.logs = self.path / "logs"
+        self.heartbeats = self.path / "heartbeats"
         self.roles = self.path / "roles.json"
         self.batches = self.path / "batches"
         self.ledger = self.path / "ledger.sqlite"
@@ -85,8 +88,20 @@ class RunDirectory:
             return None
         return Attempt(**{key: content[key] for key in Attempt.__dataclass_fields__})
 
-    def set_role(self, role: str, state: str, pid: int | None = None) -> None:
-        """Record in roles.json that `role` is now in `state`: running, done, stopped or failed."""
+    def heartbeat(self, role: str) -> Path:
+        """Where the process that has `role` gives its signs of life."""
+        return self.heartbeats / f"{role}.json"
+
+    def last_sign(self) -> float | None:
+        """When anybody was last seen at work here, in seconds since 1970."""
+        signs = [*self.heartbeats.glob("*.json"), self.metrics.path, self.roles]
+        return max((path.stat().st_mtime for path in signs if path.exists()), default=None)
+
+    def set_role(self, role: str, state: str, pid: int | None = None, host: str | None = None) -> None:
+        """Record in roles.json that `role` is now in `state`: running, waiting, done, stopped or failed.
+
+        `pid` and `host` are this process's own unless given.
+        """
         folder = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)  # roles that were started one by one write it themselves
@@ -94,13 +109,19 @@ class RunDirectory:
             content["roles"][role] = {
                 "role": role,
                 "pid": pid or os.getpid(),
-                "host": socket.gethostname(),
+                "host": host or socket.gethostname(),
                 "attempt": content["number"],
                 "state": state,
             }
             write_json(self.roles, content)
         finally:
             os.close(folder)
+
+    def end_roles(self, state: str, *prefixes: str) -> None:
+        """Set those that roles.json says are running or waiting to `state`: the names that begin so."""
+        for name, entry in (read_json(self.roles) or {}).get("roles", {}).items():
+            if name.startswith(prefixes) and entry["state"] in ("running", "waiting"):
+                self.set_role(name, state, entry["pid"], entry["host"])
 
     def lock(self) -> bool:
         """Keep other launchers out while this process lives; False if one is at work already."""

@@ -2,7 +2,9 @@
 
 import ctypes
 import os
+import select
 import signal
+import threading
 
 PR_SET_PDEATHSIG = 1
 
@@ -16,3 +18,19 @@ def die_with(parent: int) -> None:
     ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     if os.getppid() != parent:  # it was too late
         os.kill(os.getpid(), signal.SIGKILL)
+
+
+def die_after(process: int) -> None:
+    """Have this process killed as soon as `process`, any other one of this machine, has died (Linux 5.3)."""
+    try:
+        fd = os.pidfd_open(process)
+    except ProcessLookupError:
+        os.kill(os.getpid(), signal.SIGKILL)
+    except OSError:  # the system can't
+        return
+
+    def watch() -> None:
+        select.select([fd], [], [])
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    threading.Thread(target=watch, name="lifetime", daemon=True).start()

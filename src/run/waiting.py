@@ -4,6 +4,8 @@ import time
 from collections.abc import Callable
 from typing import TypeVar
 
+from cairn.run import heartbeat
+
 T = TypeVar("T")
 
 POLL_SECONDS = 0.005
@@ -22,8 +24,9 @@ def wait_for(
         DeadlinePassed: after `seconds`, naming `whom` we waited for and the `setting` to raise.
     """
     deadline = time.monotonic() + seconds
-    while (value := check()) is None:
-        if time.monotonic() > deadline:
-            raise DeadlinePassed(f"waited {seconds:g} s for {whom}; {setting} allows more")
-        time.sleep(poll)
+    with heartbeat.waiting_for(whom):
+        while (value := check()) is None:
+            if time.monotonic() > deadline:
+                raise DeadlinePassed(f"waited {seconds:g} s for {whom}; {setting} allows more")
+            time.sleep(poll)
     return value

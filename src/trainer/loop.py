@@ -5,6 +5,7 @@ number, and sums run over micro-batches in their order, so going on from a check
 having stopped.
 """
 
+import contextlib
 import logging
 import time
 from collections.abc import Callable
@@ -21,6 +22,7 @@ from cairn.checkpoint.saver import Saved
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
+from cairn.run import heartbeat
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
@@ -51,6 +53,14 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         DeadlinePassed: another role did not answer in time.
         CheckpointError: the checkpoint to go on from can't be used.
     """
+    with contextlib.ExitStack() as closing:
+        return _train(config, attempt, group, closing)
+
+
+def _train(
+    config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group, closing: contextlib.ExitStack
+) -> Outcome:
+    heartbeat.doing(f"loading what step {attempt.start_step} left")
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
     resume_from = Path(attempt.resume_from) if attempt.resume_from else None
     model_folder = resume_from / "model" if resume_from else Path(config.model.name)
@@ -80,8 +90,11 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         checkpoints = TrainerCheckpoints(
             state, store, attempt, model_folder, parent, identity, run.forget_batches
         )
+        closing.callback(checkpoints.abandon)
 
     tracker = Tracker(config, run, attempt) if group.rank == 0 else None
+    if tracker:
+        closing.callback(tracker.close)
 
     def next_work(step: int) -> Work:
         return make_work(data.next_batch(step), config, rank=group.rank, world_size=group.world_size)
@@ -89,8 +102,10 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
     prefetch = None
     if isinstance(data, SFTData):  # an RL batch may need what this step publishes
         prefetch = Prefetch(next_work, state.progress.step + 1, config.max_steps)
+        closing.callback(prefetch.close)
     stopped, save, saved_at = None, False, time.monotonic()
     for step in range(state.progress.step + 1, config.max_steps + 1):
+        heartbeat.doing(f"getting the batch of step {step}")
         waited_from = time.monotonic()
         work = prefetch.get(step) if prefetch else next_work(step)
         started = time.monotonic()
@@ -99,13 +114,16 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         row = train_step(state, work, step, loss_function, before_update, meanwhile)
         row |= work.metrics
         replay = publisher is not None and publisher.is_replay(step)
-        asked_to_stop, overdue, replay = group.any_of(
-            run.stop_requested() is not None, _overdue(config, time.monotonic() - saved_at), replay
+        asked_to_stop, overdue, replay, others_save = group.any_of(
+            run.stop_requested() is not None,
+            _overdue(config, time.monotonic() - saved_at),
+            replay,
+            replay and publisher.announced_save(step),
         )
         last = step == config.max_steps or (asked_to_stop and not replay)
         save = checkpoints is not None and (last or overdue or _due(config, step))
-        if replay:  # the orchestrator is beyond this step: only if it has saved its part can it be saved
-            save = save and checkpoints.others_saved(step)
+        if replay:  # the orchestrator knows this step: it can be saved only if that one saves its part
+            save = save and (others_save or checkpoints.others_saved(step))
         if publisher and not replay:
             publisher.publish(step, model, save=save and config.ckpt.training_state, last=last)
         if tracker:
@@ -123,13 +141,10 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
             if asked_to_stop and step < config.max_steps:
                 stopped = f"asked to stop at step {step}"
             break
+    heartbeat.doing(f"finishing after step {state.progress.step}")
     if checkpoints:
         _report(checkpoints.finish())
-    if prefetch:
-        prefetch.close()
     group.barrier()
-    if tracker:
-        tracker.close()
     return Outcome(state.progress.step, stopped, save)
 
 
@@ -173,6 +188,7 @@ def train_step(
     tokens = max(work.learned, 1)
     all_sums = []
     for micro in work.micros:
+        heartbeat.doing(f"step {step}, micro-batch {micro.index}")
         torch.manual_seed(derive(config.seed, "dropout", step, micro.index))
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(micro is work.micros[-1])

@@ -20,6 +20,7 @@ from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver, Tensors
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import DTYPE_NAMES, load_step
+from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerBase, TrainerConfig
 from cairn.run.directory import Attempt
 from cairn.run.files import read_json
@@ -34,8 +35,9 @@ NOT_RECIPE = {
     "output_dir",
     "ckpt",
     "workers",
+    "spare_workers",
     "threads",
-    "max_restarts",
+    *SupervisionConfig.model_fields,
     "ray",
     "wandb",
 }
@@ -217,6 +219,10 @@ class TrainerCheckpoints:
         saved = self._saver.check()
         self._saver.close()
         return saved
+
+    def abandon(self) -> None:
+        """End, and give up a save that is under way."""
+        self._saver.abandon()
 
     def _about(self, metrics: dict[str, float], tensors: Tensors) -> dict[str, Any]:
         config = self.state.config.model_dump_json(exclude=NOT_RECIPE)

@@ -4,6 +4,7 @@ from typing import Any
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.history import Account
 
 
 class Tracker:
@@ -11,6 +12,8 @@ class Tracker:
 
     def __init__(self, config: TrainerBase, run: RunDirectory, attempt: Attempt):
         self.log_file = run.metrics
+        rows = run.metrics.rows()
+        self.account = Account(run.history.path, rows[-1] if rows else None)
         self.wandb = None
         if config.wandb:
             import wandb
@@ -26,7 +29,8 @@ class Tracker:
             )
 
     def log(self, row: dict[str, Any]) -> None:
-        """Record the metrics of one step, which the row names."""
+        """Record the metrics of one step, which the row names, and how the run fares."""
+        row = {**row, **self.account.after_step(row["time/wait"], row["time/step"])}
         self.log_file.append(row)
         if self.wandb:
             self.wandb.log({key: value for key, value in row.items() if key != "step"}, step=row["step"])
@@ -35,3 +39,4 @@ class Tracker:
         """Finish what is still on its way."""
         if self.wandb:
             self.wandb.finish()
+            self.wandb = None

@@ -1,4 +1,4 @@
-"""A role that dies is started again alone, and the run ends as if nothing had happened."""
+"""A role that dies or hangs is started again alone, and the run ends as if nothing had happened."""
 
 import os
 import signal
@@ -11,6 +11,7 @@ from runs import (
     Server,
     Shell,
     assert_same_bits,
+    free_port,
     read,
     rows,
     step_folder,
@@ -22,11 +23,13 @@ from runs import (
 
 pytestmark = pytest.mark.timeout(900)
 
+HANG = ("--heartbeat-timeout", 8)
 
-def kill(run: Path, role: str) -> int:
-    """SIGKILL the process that roles.json names, which this test's command has started."""
+
+def send(run: Path, role: str, number: signal.Signals) -> int:
+    """Signal the process that roles.json names, which this test's command has started."""
     pid = read(run / "roles.json")["roles"][role]["pid"]
-    os.kill(pid, signal.SIGKILL)
+    os.kill(pid, number)
     return pid
 
 
@@ -40,47 +43,152 @@ def wait_for_successor(command: Command, run: Path, role: str, pid: int) -> None
     command.wait_until(taken)
 
 
-def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
-    shell: Shell, server: Server, trained: Path, tmp_path: Path
-):
-    """Both are killed in the middle; metrics, batches and weights come out to the bit, no step twice."""
-    arguments = (
-        *("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml"),
-        *("--model.name", step_folder(trained, 100), "--orchestrator.inference-url", server.url),
+def wait_for_spare(command: Command, run: Path) -> None:
+    """Wait until a spare worker is ready."""
+    command.wait_until(
+        lambda: any(
+            name.startswith("trainer_spare") and entry["state"] == "waiting"
+            for name, entry in read(run / "roles.json")["roles"].items()
+        )
+    )
+
+
+@pytest.fixture(scope="module")
+def rl(trained: Path) -> tuple[object, ...]:
+    """A short RL run's command line, but for the server and the output."""
+    configs = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
+    return (
+        *("rl", *configs, "--model.name", step_folder(trained, 100)),
         *("--max-steps", 12, "--seed", 3, "--ckpt.interval", 4),
     )
-    calm, stormy = tmp_path / "calm", tmp_path / "stormy"
-    shell.succeed(*arguments, "--output-dir", calm)
-    with shell.start(*arguments, "--output-dir", stormy) as command:
-        command.wait_until(lambda: len(rows(stormy)) >= 5)
-        pid = kill(stormy, "trainer")
-        wait_for_successor(command, stormy, "trainer", pid)
-        command.wait_until(lambda: len(rows(stormy)) >= 7)
-        pid = kill(stormy, "orchestrator")
-        finished = command.finish()
-    assert finished.code == 0, finished.output
-    assert "trainer died (exit code -9) and is started again" in finished.output
-    assert "orchestrator died (exit code -9) and is started again" in finished.output
+
+
+@pytest.fixture(scope="module")
+def calm(
+    shell: Shell, server: Server, rl: tuple[object, ...], tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """That run, undisturbed."""
+    run = tmp_path_factory.mktemp("calm") / "run"
+    shell.succeed(*rl, "--orchestrator.inference-url", server.url, "--output-dir", run)
+    return run
+
+
+def assert_same_run(stormy: Path, calm: Path) -> None:
+    """The same metrics of every step and the same checkpoints, bit for bit."""
     assert untimed(whole_rows(stormy, 12)) == untimed(whole_rows(calm, 12))
     assert steps(stormy) == steps(calm) == [4, 8, 12]
-    assert '"ok": true' in shell.succeed("ckpt", "audit", stormy, "--json")
     for step in steps(calm):
         assert_same_bits(tensors(step_folder(stormy, step)), tensors(step_folder(calm, step)))
 
 
-def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Path, tmp_path: Path):
-    """The driver is killed, then a Ray worker; what they did since then is done again, to the bit."""
+def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
+    shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
+):
+    """One is killed and one stopped in the middle; all comes out to the bit, no step twice."""
     run = tmp_path / "run"
-    arguments = ("--ckpt.interval", 10, "--max-steps", 60, "--output-dir", run)
-    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
-        command.wait_until(lambda: len(rows(run)) >= 23)
-        pid = kill(run, "trainer")
+    url = ("--orchestrator.inference-url", server.url)
+    with shell.start(*rl, *url, *HANG, "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) >= 5)
+        pid = send(run, "trainer", signal.SIGKILL)
         wait_for_successor(command, run, "trainer", pid)
-        command.wait_until(lambda: len(rows(run)) >= 41)
-        (worker,) = command.workers()
-        os.kill(worker, signal.SIGKILL)
+        command.wait_until(lambda: len(rows(run)) >= 7)
+        pid = send(run, "orchestrator", signal.SIGSTOP)
+        wait_for_successor(command, run, "orchestrator", pid)
         finished = command.finish()
     assert finished.code == 0, finished.output
-    assert finished.output.count("is started again") == 2, finished.output
-    assert untimed(whole_rows(run, 60)) == untimed(rows(trained)[:60])
+    assert "trainer died (exit code -9) and is started again" in finished.output
+    assert "orchestrator hung (no sign of life for 8 s" in finished.output
+    assert "--heartbeat-timeout allows more) and is started again" in finished.output
+    assert_same_run(run, calm)
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+    last = rows(run)[-1]
+    assert [last[f"run/restarts{name}"] for name in ("/trainer", "/orchestrator", "")] == [1, 1, 2]
+    assert 0 < last["run/useful_seconds"] < last["run/wall_seconds"]
+    assert f"2 restarts, {last['run/recomputed_steps']} steps recomputed" in finished.output
+
+
+def test_reinforcement_learning_survives_the_server_that_it_started(
+    shell: Shell, rl: tuple[object, ...], calm: Path, tmp_path: Path
+):
+    """vLLM is killed in the middle; the next server gets the weights of that moment."""
+    run = tmp_path / "run"
+    own = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", free_port())
+    without_url = tmp_path / "orch.toml"
+    lines = (Path(CONFIGS) / "orch.toml").read_text().splitlines(keepends=True)
+    without_url.write_text("".join(line for line in lines if not line.startswith("inference_url")))
+    arguments = [f"@{without_url}" if argument == f"@{CONFIGS}/orch.toml" else argument for argument in rl]
+    with shell.start(*arguments, *own, "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) >= 6)
+        before = read(run / "roles.json")["roles"]
+        command.family()
+        for pid in (pid for pid, _ in command.survivors() if "vllm.entrypoints" in cmdline(pid)):
+            os.kill(pid, signal.SIGKILL)
+        wait_for_successor(command, run, "inference", before["inference"]["pid"])
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert "inference died (exit code 1) and is started again" in finished.output
+    assert_same_run(run, calm)
+    after = read(run / "roles.json")["roles"]
+    assert {role for role in before if before[role]["pid"] != after[role]["pid"]} == {"inference"}
+
+
+def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Path, tmp_path: Path):
+    """The driver is killed, then a worker; what they did since then is done again, to the bit.
+
+    The worker's place is taken by a spare under the same driver.
+    """
+    run = tmp_path / "run"
+    arguments = ("--ckpt.interval", 10, "--max-steps", 120, "--spare-workers", 1, "--output-dir", run)
+    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
+        command.wait_until(lambda: len(rows(run)) >= 23)
+        pid = send(run, "trainer", signal.SIGKILL)
+        wait_for_successor(command, run, "trainer", pid)
+        wait_for_spare(command, run)
+        before = read(run / "roles.json")["roles"]
+        spare = next(entry["pid"] for entry in before.values() if entry["state"] == "waiting")
+        send(run, "trainer_rank0", signal.SIGKILL)
+        wait_for_successor(command, run, "trainer_rank0", before["trainer_rank0"]["pid"])
+        after = read(run / "roles.json")["roles"]
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert "trainer died (exit code -9) and is started again" in finished.output
+    assert "trainer_rank0 died and is replaced by a spare" in finished.output
+    assert (after["trainer"]["pid"], after["trainer_rank0"]["pid"]) == (before["trainer"]["pid"], spare)
+    assert untimed(whole_rows(run, 120)) == untimed(rows(trained)[:120])
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+
+
+def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
+    shell: Shell, trained: Path, tmp_path: Path
+):
+    """Rank 1 is killed, then rank 0 stopped, while every step is saved; the other one stays each time."""
+    run = tmp_path / "run"
+    arguments = ("--workers", 2, "--ckpt.interval", 1, "--max-steps", 40, *HANG, "--output-dir", run)
+    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
+        command.wait_until(lambda: len(rows(run)) >= 10)
+        first = read(run / "roles.json")["roles"]
+        send(run, "trainer_rank1", signal.SIGKILL)
+        wait_for_successor(command, run, "trainer_rank1", first["trainer_rank1"]["pid"])
+        command.wait_until(lambda: len(rows(run)) >= 20)
+        second = read(run / "roles.json")["roles"]
+        send(run, "trainer_rank0", signal.SIGSTOP)
+        wait_for_successor(command, run, "trainer_rank0", second["trainer_rank0"]["pid"])
+        third = read(run / "roles.json")["roles"]
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert first["trainer_rank0"]["pid"] == second["trainer_rank0"]["pid"]
+    assert second["trainer_rank1"]["pid"] == third["trainer_rank1"]["pid"]
+    assert first["trainer"]["pid"] == third["trainer"]["pid"]
+    assert "trainer_rank1 died and is started again" in finished.output
+    assert "trainer_rank0 hung (no sign of life for 8 s" in finished.output
+    assert steps(run) == list(range(1, 41))
+    losses = [row["loss"] for row in whole_rows(run, 40)]
+    assert losses == pytest.approx([row["loss"] for row in rows(trained)[:40]], rel=1e-4)
+
+
+def cmdline(pid: int) -> str:
+    """What a process calls itself."""
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+    except OSError:
+        return ""

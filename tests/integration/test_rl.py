@@ -41,6 +41,9 @@ def rise(run: Path) -> float:
     return statistics.fmean(rewards[-3:]) - statistics.fmean(rewards[:3])
 
 
+ROLES = ("trainer", "trainer_rank0", "orchestrator")
+
+
 def states(roles: dict) -> dict[str, str]:
     """Each role's state, as roles.json has it."""
     return {role: entry["state"] for role, entry in roles["roles"].items()}
@@ -248,7 +251,7 @@ def test_an_interrupt_saves_both_parts_at_the_next_step_boundary(interrupted: In
     assert "--ckpt.resume auto" in interrupted.finished.output
     assert interrupted.stopped_at < 20
     assert steps(interrupted.run) == [interrupted.stopped_at, 20]
-    assert states(interrupted.roles_then) == {"trainer": "stopped", "orchestrator": "stopped"}
+    assert states(interrupted.roles_then) == dict.fromkeys(ROLES, "stopped")
 
 
 def test_an_interrupted_run_goes_on(interrupted: Interrupted):
@@ -256,7 +259,7 @@ def test_an_interrupted_run_goes_on(interrupted: Interrupted):
     found = whole_rows(interrupted.run, 20)
     assert found[: interrupted.stopped_at] == interrupted.rows_then
     assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
-    assert states(read(interrupted.run / "roles.json")) == {"trainer": "done", "orchestrator": "done"}
+    assert states(read(interrupted.run / "roles.json")) == dict.fromkeys(ROLES, "done")
     assert rise(interrupted.run) > 0.1, [row["reward/mean"] for row in found]
 
 
@@ -306,7 +309,7 @@ def killed(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest
 
 def test_no_role_outlives_a_killed_launcher(killed: Killed):
     """SIGKILL of `rl`: its roles die with it (see the fixture), and the server, which is not its, lives."""
-    assert states(killed.roles_then) == {"trainer": "running", "orchestrator": "running"}
+    assert states(killed.roles_then) == dict.fromkeys(ROLES, "running")
     for role in killed.roles_then["roles"].values():
         assert not Path(f"/proc/{role['pid']}").exists()
 
@@ -395,7 +398,7 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
     (step,) = steps(run)
     whole_rows(run, step)
     assert read(step_folder(run, step) / "manifest.json")["parts"] == ["trainer", "orchestrator"]
-    expected = {"inference": "stopped", "trainer": "stopped", "orchestrator": "stopped"}
+    expected = dict.fromkeys(("inference", *ROLES), "stopped")
     assert states(read(run / "roles.json")) == expected
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)

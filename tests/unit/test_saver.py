@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -463,6 +464,27 @@ def test_a_killed_writer_is_an_error_and_then_replaced(saver, store, when):
     assert store.steps() == [1]
     goes_on(saver, 2)
     assert len(writers()) == 1
+
+
+@pytest.mark.parametrize("waits_for", ["its writer", "another rank's part", "rank 0"])
+def test_a_save_that_is_given_up_leaves_nothing_at_work(make_saver, store, waits_for):
+    """Ranks that outlive another one give up their saves, and soon others save the same step."""
+    rank = 1 if waits_for == "rank 0" else 0
+    saver = make_saver(rank=rank, world_size=2 if waits_for != "its writer" else 1)
+    saver.prepare(small())
+    (writer,) = writers()
+    if waits_for == "its writer":
+        os.kill(writer, signal.SIGSTOP)
+    saver.save(1, small(1), FILES, ABOUT)
+    if waits_for == "another rank's part":
+        while not store.part_file(1, "trainer0").exists():
+            time.sleep(0.01)
+    begun = time.monotonic()
+    saver.abandon()
+    assert time.monotonic() - begun < 10
+    assert not writers()
+    assert store.steps() == []
+    goes_on(make_saver(), 1)
 
 
 def test_a_writer_that_dies_is_no_reason_for_a_bad_end(make_saver, store):

@@ -1,0 +1,298 @@
+"""How long a run stands still after a death, and what that costs: restart by role against restarting all.
+
+A run of the reverse-text task is started as a user starts it. Then a process is killed with SIGKILL, and the
+time is taken from the kill to the next new step in metrics.jsonl, one that the run had not come to before.
+For `whole job` it is the launcher that is killed, and the same command is run again at once with
+`--ckpt.resume auto`: what a scheduler does at best.
+
+Goodput is the time that the steps would have taken undisturbed over the time that they took, from the first
+step's end to the last one's, while about one in ten steps sees a kill at a random moment.
+"""
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+TASK = "configs/reverse_text"
+DEADLINE = 300.0
+
+ENDLESS = ("--max-steps", "1000000", "--ckpt.interval", "5", "--ckpt.keep-last", "2")
+SFT = ("sft", "@", f"{TASK}/sft.toml", *ENDLESS)
+RL = ("rl", "@", f"{TASK}/rl.toml", *ENDLESS)
+
+SCENARIOS: dict[str, tuple[tuple[str, ...], str | None]] = {
+    "sft: whole job": (SFT, None),
+    "sft: trainer worker": (SFT, "trainer_rank0"),
+    "sft: trainer worker, spare": ((*SFT, "--spare-workers", "1"), "trainer_rank0"),
+    "sft: trainer driver": (SFT, "trainer"),
+    "sft: trainer driver, standby": ((*SFT, "--standby"), "trainer"),
+    "rl: whole job": (RL, None),
+    "rl: trainer worker": (RL, "trainer_rank0"),
+    "rl: trainer worker, spare": ((*RL, "--trainer.spare-workers", "1"), "trainer_rank0"),
+    "rl: trainer driver": (RL, "trainer"),
+    "rl: orchestrator": (RL, "orchestrator"),
+    "rl: orchestrator, standby": ((*RL, "--standby"), "orchestrator"),
+    "rl: own server": (RL, "inference"),
+}
+QUICK = ("sft: whole job", "sft: trainer worker, spare")
+
+
+def main() -> None:
+    """Measure what was asked for and print one object."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS, metavar="NAME")
+    parser.add_argument("--repeats", type=int, default=3, help="kills per scenario; medians are reported")
+    parser.add_argument("--goodput-steps", type=int, default=100, help="length of disturbed runs; 0: none")
+    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims of the kills")
+    parser.add_argument("--quick", action="store_true", help="two scenarios, one kill, no goodput")
+    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    arguments = parser.parse_args()
+    if arguments.quick:
+        arguments.scenarios, arguments.repeats, arguments.goodput_steps = QUICK, 1, 0
+    say = (lambda *_: None) if arguments.json else (lambda *text: print(*text, flush=True))
+    result: dict[str, Any] = {"cpus": os.cpu_count(), "repeats": arguments.repeats}
+    with tempfile.TemporaryDirectory() as folder:
+        seconds = {}
+        for name in arguments.scenarios:
+            command, victim = SCENARIOS[name]
+            times = measure(Path(folder) / name.replace(" ", "_"), command, victim, arguments.repeats)
+            seconds[name] = statistics.median(times)
+            say(f"{name:32} {seconds[name]:6.2f} s  of {', '.join(f'{t:.2f}' for t in times)}")
+        result["seconds_to_next_step"] = seconds
+        result["times_faster_than_whole_job"] = ratios(seconds)
+        if arguments.goodput_steps:
+            result["goodput"] = goodput(Path(folder), arguments.goodput_steps, arguments.seed, say)
+    for name, ratio in result["times_faster_than_whole_job"].items():
+        say(f"{name:32} {ratio:6.1f} times faster than restarting the whole job")
+    print(json.dumps(result))
+
+
+def ratios(seconds: dict[str, float]) -> dict[str, float]:
+    """How many times faster each is than restarting the whole job of its kind."""
+    whole = {name.partition(":")[0]: value for name, value in seconds.items() if name.endswith("whole job")}
+    return {
+        name: whole[name.partition(":")[0]] / value
+        for name, value in seconds.items()
+        if name.partition(":")[0] in whole and not name.endswith("whole job")
+    }
+
+
+class Job:
+    """A run's command, which can be killed and run again."""
+
+    def __init__(self, run: Path, command: tuple[str, ...]):
+        self.run = run
+        self.arguments = [*command, "--output-dir", str(run)]
+        if command[0] == "rl":
+            self.arguments += ["--inference.port", str(free_port())]
+        self.log = run.with_suffix(".log")
+        self.process = self._start([])
+
+    def __enter__(self) -> "Job":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.process.kill()  # its roles die with it
+        self.process.wait()
+        wait_for_end(role["pid"] for role in self.roles().values())
+
+    def _start(self, more: list[str]) -> subprocess.Popen:
+        program = Path(sys.executable).parent / self.arguments[0]
+        with open(self.log, "ab") as log:
+            return subprocess.Popen(
+                [str(program), *self.arguments[1:], *more],
+                cwd=REPOSITORY,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+            )
+
+    def kill(self, role: str | None) -> int:
+        """Kill the process that has `role`, or the launcher, which is then run again.
+
+        Returns the newest step that the dead have finished, or have left to others to finish.
+        """
+        roles = {name: entry["pid"] for name, entry in self.roles().items() if entry["state"] == "running"}
+        if role is None:
+            self.process.kill()
+            self.process.wait()
+            wait_for_end(roles.values())
+        else:
+            os.kill(roles[role], signal.SIGKILL)
+            wait_for_end(pid for name, pid in roles.items() if name.startswith(role))
+        batches = (path.stem.rpartition("_")[2] for path in (self.run / "batches").glob("step_*.safetensors"))
+        newest = max([self.step(), *map(int, batches)])
+        if role is None:
+            self.process = self._start(["--ckpt.resume", "auto"])
+        return newest
+
+    def roles(self) -> dict[str, dict[str, Any]]:
+        """What roles.json says."""
+        path = self.run / "roles.json"
+        return json.loads(path.read_text())["roles"] if path.exists() else {}
+
+    def rows(self) -> list[dict[str, Any]]:
+        """The rows of metrics.jsonl."""
+        path = self.run / "metrics.jsonl"
+        text = path.read_text() if path.exists() else ""
+        return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
+
+    def step(self) -> int:
+        """The newest step that is finished."""
+        rows = self.rows()
+        return rows[-1]["step"] if rows else 0
+
+    def ready(self) -> bool:
+        """Whether what was asked to be kept ready is."""
+        waiting = [name for name, role in self.roles().items() if role["state"] == "waiting"]
+        wanted = [role for role in ("trainer", "orchestrator") if "--standby" in self.arguments]
+        wanted = [f"{role}_standby" for role in wanted if role == "trainer" or self.arguments[0] == "rl"]
+        if "--spare-workers" in self.arguments or "--trainer.spare-workers" in self.arguments:
+            wanted.append("trainer_spare")
+        return all(any(name.startswith(want) for name in waiting) for want in wanted)
+
+    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
+        """Wait for something while the command runs."""
+
+        def check() -> bool:
+            if self.process.poll() is not None:
+                raise RuntimeError(f"the command ended:\n{self.log.read_text()[-3000:]}")
+            return condition()
+
+        wait_until(check, what)
+
+
+def measure(run: Path, command: tuple[str, ...], victim: str | None, repeats: int) -> list[float]:
+    """Seconds from each kill to the next new step."""
+    times = []
+    with Job(run, command) as job:
+        for _ in range(repeats):
+            before = job.step()
+            job.wait_until(lambda before=before: job.step() >= before + 12 and job.ready(), "steps")
+            killed = time.monotonic()
+            target = job.kill(victim) + 1
+            job.wait_until(lambda target=target: job.step() >= target, f"step {target}")
+            times.append(time.monotonic() - killed)
+    return times
+
+
+# Goodput
+
+
+def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> dict[str, Any]:
+    """Of a run with steps of a second or two, disturbed by role and as a whole, at random moments."""
+    config = larger_task(folder)
+    command = ("sft", "@", str(config), "--ckpt.interval", "1", "--ckpt.keep-last", "2")
+    whole = (*command, "--max-steps", str(steps))
+    by_role = (*whole, "--spare-workers", "1", "--standby")
+    with Job(folder / "calm", (*command, "--max-steps", "15")) as job:
+        job.process.wait(DEADLINE)
+        step_seconds = statistics.median(
+            row["time/wait"] + row["time/step"] for row in job.rows() if row["step"] > 3
+        )
+    say(f"a calm step takes {step_seconds:.2f} s")
+    result: dict[str, Any] = {"step_seconds": step_seconds, "steps": steps}
+    for name, arguments, victims in (
+        ("restart by role", by_role, ["trainer_rank0", "trainer_rank0", "trainer"]),
+        ("restart of the whole job", whole, [None]),
+    ):
+        run = folder / name.replace(" ", "_")
+        result[name] = disturbed(run, arguments, victims, steps, step_seconds, seed)
+        say(f"{name}: {result[name]}")
+    return result
+
+
+def disturbed(
+    run: Path, command: tuple[str, ...], victims: list[str | None], steps: int, step_seconds: float, seed: int
+) -> dict[str, Any]:
+    """Goodput of a run in which some step of every ten sees a kill, at a random moment."""
+    draw = random.Random(seed)
+    with Job(run, command) as job:
+        job.wait_until(lambda: job.step() >= 1, "the first step")
+        began, first = time.monotonic(), job.step()
+        kills = 0
+        for ten in range(0, steps - 10, 10):
+            at, moment, victim = ten + draw.randint(2, 10), draw.random(), draw.choice(victims)
+            job.wait_until(lambda at=at: job.step() >= at, f"step {at}")
+            time.sleep(moment * step_seconds)
+            job.kill(victim)
+            kills += 1
+        wait_until(lambda: job.process.poll() is not None, "the end")
+        if job.step() != steps:
+            raise RuntimeError(f"the command ended:\n{job.log.read_text()[-3000:]}")
+        wall = time.monotonic() - began
+        last = job.rows()[-1]
+    return {
+        "kills": kills,
+        "seconds": wall,
+        "goodput": (steps - first) * step_seconds / wall,
+        "recomputed_steps": last["run/recomputed_steps"],
+        "goodput_by_own_account": last["run/goodput"],
+    }
+
+
+def larger_task(folder: Path) -> Path:
+    """The SFT task with a model of its own, large enough for steps of a second or two."""
+    source = REPOSITORY / TASK
+    model = folder / "model"
+    model.mkdir()
+    for path in (source / "model").iterdir():
+        (model / path.name).write_bytes(path.read_bytes())
+    shape = json.loads((model / "config.json").read_text())
+    shape |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
+    shape |= {"num_attention_heads": 8, "num_key_value_heads": 4}
+    if "layer_types" in shape:
+        shape["layer_types"] = ["full_attention"] * shape["num_hidden_layers"]
+    (model / "config.json").write_text(json.dumps(shape))
+    text = (source / "sft.toml").read_text().replace(f"{TASK}/model", str(model))
+    config = folder / "sft.toml"
+    config.write_text(text)
+    return config
+
+
+def wait_until(condition: Callable[[], bool], what: str) -> None:
+    """Wait for something.
+
+    Raises:
+        TimeoutError: naming it.
+    """
+    end = time.monotonic() + DEADLINE
+    while not condition():
+        if time.monotonic() > end:
+            raise TimeoutError(f"waited {DEADLINE:g} s for {what}")
+        time.sleep(0.005)
+
+
+def wait_for_end(pids: Iterable[int]) -> None:
+    """Wait until none of the processes runs."""
+
+    def runs(pid: int) -> bool:
+        try:
+            return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+        except OSError:
+            return False
+
+    pids = list(pids)
+    wait_until(lambda: not any(map(runs, pids)), "processes to end")
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
+
+
+if __name__ == "__main__":
+    main()

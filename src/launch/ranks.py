@@ -1,0 +1,277 @@
+"""The trainer's ranks, kept going: one that dies is replaced while the driver and the others stay.
+
+Whoever survives leaves the process group, the dead one's place is taken by a spare or by a new worker, and
+all ranks meet anew, load the newest good checkpoint and go on from there.
+"""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from typing import Self
+
+import ray
+
+from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.launch.process import RayFailed, RoleFailed, log_end
+from cairn.launch.ray_group import Placement, Process, kill, start_ray
+from cairn.launch.restarts import RestartRule
+from cairn.launch.spares import Spares
+from cairn.run import heartbeat
+from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.heartbeat import Watch
+from cairn.run.metrics import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+SETTLE_SECONDS = 5.0
+"""How long the others have, once a rank has failed, for noticing it and leaving."""
+
+
+class _Rank:
+    """One rank's place, and the process that has it; between a death and its successor there is none."""
+
+    def __init__(self, number: int, run: RunDirectory):
+        self.number = number
+        self.name = f"trainer_rank{number}"
+        self.log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
+        self.worker: ray.actor.ActorHandle | None = None
+        self.process: Process | None = None
+        self.node: str | None = None
+        self.gpu: str | None = None
+        """Node and GPU belong to the place: they stay when a process dies."""
+        self.how = ""
+        """What the newest process is, for the history."""
+        self.watch: Watch | None = None
+        self.hang: str | None = None
+        """Why it was killed, if it hung."""
+
+
+@dataclass
+class _Ended:
+    """How the ranks' work ended so far."""
+
+    outcomes: dict[int, Outcome]
+    dead: dict[int, str]
+    errors: list[RoleFailed]
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks can't come to a good end any more."""
+        return bool(self.dead or self.errors)
+
+
+class _RanksDied(Exception):
+    """Some ranks died, by number and for what reason; others can't be woken."""
+
+    def __init__(self, dead: dict[int, str], stuck: Collection[int] = ()):
+        super().__init__(dead)
+        self.dead = dead
+        self.stuck = stuck
+
+
+class Ranks:
+    """The trainer's ranks and their spares. Use as a context manager, in which Ray runs.
+
+    Args:
+        config: of the trainer; its model is resolved.
+        run: the run's directory.
+    """
+
+    def __init__(self, config: SFTConfig | TrainerConfig, run: RunDirectory):
+        self.config = config
+        self.run = run
+        self.spares = Spares(config, run)
+        self.standbys = Spares(config, run, "trainer_standby")
+        """Started ahead of the ranks, for a driver that is a standby itself."""
+        self._ranks = [_Rank(number, run) for number in range(config.workers)]
+        self._placement: Placement | None = None
+        self._rule = RestartRule(config.max_restarts)
+        self._metrics = MetricsLog(run.metrics.path)
+        self._step = -1
+        self._buried: dict[int, str] = {}
+
+    def __enter__(self) -> Self:
+        heartbeat.doing("starting Ray")
+        start_ray(self.config)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        ray.shutdown()
+
+    def train(self, newest: Callable[[], Attempt]) -> Outcome:
+        """Train to the end, through the deaths of workers; returns what rank 0 says of it.
+
+        Args:
+            newest: what to go on from, asked whenever the ranks start.
+
+        Raises:
+            RoleFailed: a worker could not be placed, raised an error, or workers died too often.
+            RayFailed: Ray itself failed.
+        """
+        try:
+            self._placement = Placement(self.config)
+            while True:
+                heartbeat.doing("looking for the newest good checkpoint")
+                attempt = newest()
+                self.run.history.recompute(self.run.metrics.keep_through(attempt.start_step))
+                try:
+                    self._fill()
+                    return self._train(attempt)
+                except _RanksDied as died:
+                    self._bury(died)
+        except ray.exceptions.GetTimeoutError:
+            raise RoleFailed(
+                f"waited {self.config.ray.start_timeout:g} s for the trainer's workers to start; "
+                "ray.start_timeout allows more"
+            ) from None
+        except ray.exceptions.RayError as error:
+            raise RayFailed(f"Ray failed: {type(error).__name__}: {error}") from None
+
+    def _fill(self) -> None:
+        """Have a process in every rank's place.
+
+        Raises:
+            _RanksDied: one died before it could begin.
+        """
+        heartbeat.doing("starting workers", waiting=True)
+        empty = [rank for rank in self._ranks if rank.worker is None]
+        fresh = []
+        for rank in empty:
+            if spare := self._spare_for(rank):
+                rank.worker, rank.process = spare
+                rank.node = rank.process.node
+                rank.how = "is replaced by a spare"
+            else:
+                rank.worker = self._placement.start(rank.number, rank.log)
+                rank.how = "is started again"
+                fresh.append(rank)
+        for rank in fresh:
+            try:
+                rank.process = ray.get(rank.worker.process.remote(), timeout=self.config.ray.start_timeout)
+            except ray.exceptions.ActorDiedError:
+                raise _RanksDied({rank.number: "died while it started"}) from None
+            rank.node, rank.gpu = rank.process.node, rank.process.gpu
+        for rank in empty:
+            self.run.set_role(rank.name, "running", rank.process.pid, rank.process.host)
+            if reason := self._buried.pop(rank.number, None):
+                self.run.history.restart(rank.name, step=self._step, reason=reason, how=rank.how)
+
+    def _spare_for(self, rank: _Rank) -> "tuple[ray.actor.ActorHandle, Process] | None":
+        """A spare on the rank's node, with the rank's GPU in reach."""
+        if rank.node is None and (self.config.ray.address or self._placement.gpus):
+            return None  # nobody has had the place, so where it is is not known
+        return self.standbys.take(rank.node) or self.spares.take(rank.node)
+
+    def _train(self, attempt: Attempt) -> Outcome:
+        """Train from `attempt` on, with all places filled.
+
+        Raises:
+            _RanksDied: some died.
+            RoleFailed: one raised an error.
+        """
+        heartbeat.doing("gathering the ranks", waiting=True)
+        first = self._ranks[0].worker
+        try:
+            meeting = ray.get(first.address.remote(), timeout=self.config.ray.start_timeout)
+        except ray.exceptions.ActorDiedError:
+            raise _RanksDied({0: "died while it started"}) from None
+        pending = {self._start(rank, meeting, attempt): rank for rank in self._ranks}
+        ended = _Ended({}, {}, [])
+        deadline = None
+        while pending and (deadline is None or time.monotonic() < deadline):
+            # Not for ever at once, so that a signal is seen in between.
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
+            for future in done:
+                _collect(future, pending.pop(future), ended)
+            if ended.broken and deadline is None:
+                deadline = time.monotonic() + SETTLE_SECONDS
+            if ended.dead and self._placement.gpus:
+                break  # nothing wakes a rank that waits in a collective on a GPU
+            self._watch(pending.values())
+            if not ended.broken and self._newest_step() > attempt.start_step:
+                self.spares.tend()
+        if ended.dead:
+            on_gpu = self._placement.gpus > 0
+            raise _RanksDied(ended.dead, [r.number for r in (self._ranks if on_gpu else pending.values())])
+        if ended.errors:
+            raise ended.errors[0]
+        outcome = ended.outcomes[0]
+        for rank in self._ranks:
+            state = "stopped" if outcome.stopped else "done"
+            self.run.set_role(rank.name, state, rank.process.pid, rank.process.host)
+        return outcome
+
+    def _start(self, rank: _Rank, meeting: tuple[str, int], attempt: Attempt) -> "ray.ObjectRef":
+        """Have one rank train, and watch over it."""
+        rank.hang = None
+        rank.watch = Watch(
+            self.run.heartbeat(rank.name),
+            rank.process.pid,
+            silence=self.config.heartbeat_timeout,
+            standstill=self.config.hang_timeout,
+        )
+        environment = {
+            "RANK": str(rank.number),
+            "WORLD_SIZE": str(len(self._ranks)),
+            "MASTER_ADDR": meeting[0],
+            "MASTER_PORT": str(meeting[1]),
+        }
+        return rank.worker.train.remote(environment, rank.gpu, str(rank.log), rank.name, self.config, attempt)
+
+    def _watch(self, ranks: Collection[_Rank]) -> None:
+        """Kill the ranks that hang; Ray tells of their death soon after."""
+        heartbeat.doing("watching the ranks")
+        for rank in ranks:
+            if rank.hang is None and (problem := rank.watch.problem()):
+                rank.hang = problem
+                kill(rank.worker, rank.process)
+
+    def _bury(self, died: _RanksDied) -> None:
+        """Make room for successors, and wait as long as the rule says.
+
+        Raises:
+            RoleFailed: workers died too often.
+        """
+        for rank in [self._ranks[number] for number in {*died.dead, *died.stuck}]:
+            with contextlib.suppress(ray.exceptions.RayError):
+                kill(rank.worker, rank.process)
+            if rank.process:
+                self.run.set_role(rank.name, "failed", rank.process.pid, rank.process.host)
+            rank.worker = rank.process = None
+        wait = self._rule.wait_after_death(self._newest_step())
+        self._buried |= died.dead
+        for number, reason in died.dead.items():
+            logger.warning("trainer rank %d %s", number, reason)
+        if wait is None:
+            number, reason = next(iter(died.dead.items()))
+            log = self._ranks[number].log
+            raise RoleFailed(f"trainer rank {number} {reason}; the end of {log}:\n{log_end(log)}")
+        heartbeat.doing("waiting before workers are started again", waiting=True)
+        time.sleep(wait)
+
+    def _newest_step(self) -> int:
+        rows = self._metrics.new_rows()
+        self._step = rows[-1]["step"] if rows else self._step
+        return self._step
+
+
+def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
+    """Note how a rank's work ended: well, with an error (perhaps because another died), or in its death."""
+    try:
+        ended.outcomes[rank.number] = ray.get(future)
+    except ray.exceptions.RayTaskError as error:
+        from cairn.checkpoint.saver import WriterDied  # which imports torch
+
+        cause = error.cause
+        if isinstance(cause, WriterDied):
+            ended.dead[rank.number] = f"lost its writer of checkpoints ({cause})"
+            return
+        message = f"trainer rank {rank.number}: {type(cause).__name__}: {cause}\n(log: {rank.log})"
+        ended.errors.append(RoleFailed(message))
+    except ray.exceptions.RayError as error:
+        known = isinstance(error, ray.exceptions.ActorDiedError)
+        died = "died" if known else f"died ({type(error).__name__})"
+        ended.dead[rank.number] = f"hung ({rank.hang})" if rank.hang else died

@@ -1,0 +1,27 @@
+"""The one rule for how often, and when, something that died is started again."""
+
+LONGEST_WAIT = 30.0
+
+
+class RestartRule:
+    """At once, then after 4, 8, ... seconds, and at most so many times without the run coming further.
+
+    Args:
+        max_restarts: how often without a new step finished in between.
+    """
+
+    def __init__(self, max_restarts: int):
+        self.max_restarts = max_restarts
+        self._fruitless = 0
+        self._step = -1
+
+    def wait_after_death(self, step: int) -> float | None:
+        """Seconds to wait before the next start, with `step` the newest one that is finished; None: give up.
+
+        A step that is merely done again is no progress.
+        """
+        self._fruitless = 1 if step > self._step else self._fruitless + 1
+        self._step = max(self._step, step)
+        if self._fruitless > self.max_restarts:
+            return None
+        return 0.0 if self._fruitless == 1 else min(2.0**self._fruitless, LONGEST_WAIT)

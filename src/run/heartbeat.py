@@ -1,0 +1,125 @@
+"""Signs of life: what a process is doing, in a file that whoever supervises it reads.
+
+A thread writes the file every second, so a process that is stopped falls silent. The main thread says what it
+is doing whenever it begins something new, so one that hangs is seen not to come on. A wait for somebody else
+is no hang: it has a deadline of its own.
+"""
+
+import contextlib
+import os
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from cairn.run.files import read_json, write_json
+
+INTERVAL = 1.0
+"""Seconds between two signs of life."""
+LONGEST_LOOK = 2.0
+"""A watcher that was itself held up longer than this counts only so many seconds."""
+
+
+class _Heart:
+    """This process's own sign of life."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.doing = "starting"
+        self.waiting = False
+        self.marks = 0
+        self.since = time.time()
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self.beat(0)
+        threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
+
+    def _run(self) -> None:
+        beats = 0
+        while True:
+            time.sleep(INTERVAL)
+            beats += 1
+            with contextlib.suppress(OSError):  # a full disk is for others to report
+                self.beat(beats)
+
+    def beat(self, beats: int) -> None:
+        content = {"pid": os.getpid(), "beats": beats, "marks": self.marks, "doing": self.doing}
+        write_json(self.path, {**content, "waiting": self.waiting, "since": self.since})
+
+
+_heart: _Heart | None = None
+
+
+def start(path: Path) -> None:
+    """From now on write this process's signs of life to `path`; once more moves them there."""
+    global _heart
+    if _heart is None:
+        _heart = _Heart(path)
+    else:
+        _heart.path = path
+        _heart.beat(-1)
+
+
+def doing(what: str, *, waiting: bool = False) -> None:
+    """Say that the main thread comes on, and with what; nothing happens unless `start` was called."""
+    if _heart is not None:
+        _heart.doing, _heart.waiting, _heart.since = what, waiting, time.time()
+        _heart.marks += 1
+
+
+@contextlib.contextmanager
+def waiting_for(whom: str) -> Iterator[None]:
+    """While this lasts the main thread waits for somebody else; waits of other threads don't matter."""
+    if _heart is None or threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = _heart.doing
+    doing(f"waiting for {whom}", waiting=True)
+    try:
+        yield
+    finally:
+        doing(before)
+
+
+class Watch:
+    """Follows another process's signs of life.
+
+    Args:
+        path: the file that it writes.
+        pid: the process; what others have left in the file is not taken for its own.
+        silence: seconds without a sign of life that are too many (--heartbeat-timeout).
+        standstill: seconds with the same thing that are too many.
+        setting: what allows a longer standstill.
+    """
+
+    def __init__(
+        self, path: Path, pid: int, *, silence: float, standstill: float, setting: str = "--hang-timeout"
+    ):
+        self.setting = setting
+        self.path = path
+        self.pid = pid
+        self.limits = {"silent": silence, "still": standstill}
+        self._seen = {"silent": -1, "still": -1}
+        self._ages = {"silent": 0.0, "still": 0.0}
+        self._looked = time.monotonic()
+
+    def problem(self) -> str | None:
+        """What is wrong with the process, if anything is; call it every second or so."""
+        now = time.monotonic()
+        passed, self._looked = min(now - self._looked, LONGEST_LOOK), now
+        beat = read_json(self.path)
+        if beat is None or beat["pid"] != self.pid:
+            beat = {"beats": -1, "marks": -1, "doing": "starting", "waiting": False}
+        for kind, value in (("silent", beat["beats"]), ("still", beat["marks"])):
+            moved = value != self._seen[kind]
+            self._seen[kind] = value
+            self._ages[kind] = 0.0 if moved else self._ages[kind] + passed
+        if beat["waiting"]:
+            self._ages["still"] = 0.0
+        if self._ages["silent"] > self.limits["silent"]:
+            return (
+                f"no sign of life for {self.limits['silent']:g} s (last: {beat['doing']}); "
+                "--heartbeat-timeout allows more"
+            )
+        if self._ages["still"] > self.limits["still"]:
+            return f"no progress for {self.limits['still']:g} s ({beat['doing']}); {self.setting} allows more"
+        return None

@@ -1,0 +1,86 @@
+"""`history.jsonl`: what befell a run, over all its attempts; and what that cost."""
+
+import time
+from pathlib import Path
+from typing import Any
+
+from cairn.run.jsonlines import JsonLines
+
+PREFIX = "run/"
+"""Of the metrics that say how the run fares; like times they differ between runs with the same seed."""
+
+
+class History(JsonLines):
+    """One event a line; each holds `time` (seconds since 1970) and `event`.
+
+    - attempt: the launcher began attempt `number`; for `idle` seconds before it nobody was at work.
+    - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
+      says what took its place.
+    - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
+    """
+
+    def begin_attempt(self, number: int, last_sign: float | None) -> None:
+        """A launcher has begun; `last_sign` is when the attempt before it was last seen alive."""
+        now = time.time()
+        idle = max(now - last_sign, 0.0) if last_sign else 0.0
+        self.append({"time": now, "event": "attempt", "number": number, "idle": idle})
+
+    def restart(self, role: str, *, step: int, reason: str, how: str) -> None:
+        """`role` is started again."""
+        event = {"time": time.time(), "event": "restart", "role": role, "step": step}
+        self.append({**event, "reason": reason, "how": how})
+
+    def recompute(self, steps: int) -> None:
+        """Finished steps are done again."""
+        if steps:
+            self.append({"time": time.time(), "event": "recompute", "steps": steps})
+
+
+class Account:
+    """What restarts have cost, for one step's row after the other.
+
+    Useful time is that of the steps that count: each step's own, and its wait for the batch unless a role was
+    restarted meanwhile. Goodput is useful time over the time in which somebody was at work on the run.
+    """
+
+    def __init__(self, history: Path, last_row: dict[str, Any] | None):
+        """Go on after `last_row`, the newest one that is kept."""
+        self._history = History(history)
+        self._useful = (last_row or {}).get(f"{PREFIX}useful_seconds", 0.0)
+        self._began: float | None = None
+        self._idle = 0.0
+        self._restarts: dict[str, int] = {}
+        self._recomputed = 0
+        self._last_restart = 0.0
+
+    def after_step(self, wait: float, step: float) -> dict[str, float]:
+        """The metrics for the row of a step that took `step` seconds after waiting for its batch `wait`."""
+        self._catch_up()
+        disturbed = self._last_restart > time.time() - wait - step
+        self._useful += step + (0.0 if disturbed else wait)
+        return self.metrics()
+
+    def metrics(self) -> dict[str, float]:
+        """How the run fares until now."""
+        self._catch_up()
+        wall = time.time() - self._began - self._idle if self._began else 0.0
+        values = {
+            "restarts": sum(self._restarts.values()),
+            **{f"restarts/{role}": count for role, count in sorted(self._restarts.items())},
+            "recomputed_steps": self._recomputed,
+            "useful_seconds": self._useful,
+            "wall_seconds": wall,
+            "goodput": min(self._useful / wall, 1.0) if wall > 0 else 1.0,
+        }
+        return {PREFIX + name: value for name, value in values.items()}
+
+    def _catch_up(self) -> None:
+        for event in self._history.new_rows():
+            if event["event"] == "attempt":
+                self._began = self._began or event["time"]
+                self._idle += event["idle"]
+            elif event["event"] == "restart":
+                self._restarts[event["role"]] = self._restarts.get(event["role"], 0) + 1
+                self._last_restart = event["time"]
+            elif event["event"] == "recompute":
+                self._recomputed += event["steps"]

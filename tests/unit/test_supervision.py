@@ -1,0 +1,160 @@
+"""Signs of life, the rule for restarts, and what they are said to have cost."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from cairn.launch.restarts import RestartRule
+from cairn.run.heartbeat import INTERVAL, Watch
+from cairn.run.history import Account, History
+
+# Signs of life
+
+LIVES = """
+import sys, threading, time
+from pathlib import Path
+from cairn.run import heartbeat
+from cairn.run.waiting import wait_for
+heartbeat.start(Path(sys.argv[1]))
+heartbeat.doing("step 7")
+print("ready", flush=True)
+for line in sys.stdin:
+    if line == "wait\\n":
+        wait_for(lambda: None, seconds=600, whom="batch 8", setting="--x")
+    if line == "wait aside\\n":
+        threading.Thread(target=wait_for, args=(lambda: None,), daemon=True,
+                         kwargs=dict(seconds=600, whom="a part", setting="--x")).start()
+    heartbeat.doing("step 7")
+"""
+
+
+class Child:
+    """A process with a heartbeat, and who watches it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", LIVES, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+        )
+        assert self.process.stdout.readline() == "ready\n"
+
+    def tell(self, line: str) -> None:
+        self.process.stdin.write(line + "\n")
+        self.process.stdin.flush()
+
+    def watch(self, *, silence: float, standstill: float) -> Watch:
+        return Watch(self.path, self.process.pid, silence=silence, standstill=standstill)
+
+
+@pytest.fixture
+def child(tmp_path: Path) -> Iterator[Child]:
+    """In step 7."""
+    child = Child(tmp_path / "heartbeats" / "trainer.json")
+    yield child
+    child.process.kill()
+    child.process.wait()
+
+
+def look(watch: Watch, seconds: float) -> str | None:
+    """The first problem that is seen within so many seconds."""
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        if problem := watch.problem():
+            return problem
+        time.sleep(0.05)
+    return None
+
+
+def test_a_stopped_process_is_told_from_a_slow_one(child: Child):
+    """One that works on the same thing gives signs of life; one that is stopped does not."""
+    watch = child.watch(silence=2 * INTERVAL, standstill=600)
+    assert look(watch, 3 * INTERVAL) is None
+    child.process.send_signal(signal.SIGSTOP)
+    problem = look(watch, 30)
+    assert problem == "no sign of life for 2 s (last: step 7); --heartbeat-timeout allows more"
+
+
+def test_a_process_that_does_not_come_on_hangs(child: Child):
+    """Unless it waits for somebody, which has a deadline of its own; another thread's wait is none of its."""
+    assert look(child.watch(silence=600, standstill=1), 30) == (
+        "no progress for 1 s (step 7); --hang-timeout allows more"
+    )
+    child.tell("wait aside")
+    assert "(step 7)" in look(child.watch(silence=600, standstill=1), 30)
+    child.tell("wait")
+    watch = child.watch(silence=600, standstill=1)
+    time.sleep(2 * INTERVAL)
+    watch.problem()
+    assert look(watch, 2.5) is None
+
+
+def test_a_process_that_never_gives_a_sign(tmp_path: Path, child: Child):
+    """What another process has left in the file is not taken for its own."""
+    watch = Watch(child.path, os.getpid(), silence=0.5, standstill=600)
+    assert "no sign of life for 0.5 s (last: starting)" in look(watch, 30)
+    assert "no sign of life" in look(Watch(tmp_path / "none.json", 1, silence=0.2, standstill=600), 30)
+
+
+def test_a_watcher_that_was_held_up_does_not_blame_the_watched(child: Child):
+    """As on a machine that was suspended."""
+    watch = child.watch(silence=600, standstill=600)
+    watch.problem()
+    watch.limits["still"] = 2.5
+    watch._looked -= 3600
+    assert watch.problem() is None
+
+
+# Restarts
+
+
+def test_restarts_are_put_off_and_end():
+    """At once, then later and later; a step that is merely done again is no progress."""
+    rule = RestartRule(3)
+    assert [rule.wait_after_death(step) for step in (10, 10, 9, 10)] == [0.0, 4.0, 8.0, None]
+    rule = RestartRule(3)
+    assert [rule.wait_after_death(step) for step in (10, 10, 11, 11, 12)] == [0.0, 4.0, 0.0, 4.0, 0.0]
+    assert RestartRule(0).wait_after_death(5) is None
+    rule = RestartRule(10)
+    assert [rule.wait_after_death(1) for _ in range(11)][-2:] == [30.0, None]
+
+
+# What it cost
+
+
+def test_goodput_counts_kept_steps_over_the_time_at_work(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither the time in which nobody was at work counts, nor steps that are done again count twice."""
+    clock = [1000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    history = History(tmp_path / "history.jsonl")
+    history.begin_attempt(1, None)
+    account = Account(history.path, None)
+    clock[0] = 1010.0
+    assert account.after_step(wait=1.0, step=4.0) == {
+        **{"run/restarts": 0, "run/recomputed_steps": 0},
+        **{"run/useful_seconds": 5.0, "run/wall_seconds": 10.0, "run/goodput": 0.5},
+    }
+    kept = account.metrics()
+    clock[0] = 1012.0
+    account.after_step(wait=0.0, step=2.0)  # which is lost
+    history.restart("trainer", step=2, reason="died", how="is started again")
+    history.recompute(1)
+    account = Account(history.path, kept)
+    clock[0] = 1020.0
+    metrics = account.after_step(wait=10.0, step=2.0)  # the restart fell into the wait, which then is no use
+    assert metrics["run/useful_seconds"] == 7.0
+    assert (metrics["run/restarts"], metrics["run/restarts/trainer"]) == (1, 1)
+    assert metrics["run/recomputed_steps"] == 1
+    clock[0] = 9000.0
+    history.begin_attempt(2, last_sign=1030.0)
+    clock[0] = 9010.0
+    assert Account(history.path, metrics).metrics()["run/wall_seconds"] == 40.0
+
+
+def test_without_a_history_goodput_is_whole(tmp_path: Path):
+    assert Account(tmp_path / "history.jsonl", None).metrics()["run/goodput"] == 1.0
