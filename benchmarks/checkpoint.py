@@ -367,10 +367,9 @@ def measure_system(name: str, training: Training, root: Path, repeats: int) -> d
             dist.barrier()
     system.load()
     dist.barrier()
-    cold, warm = [], []
-    for _ in range(repeats):
-        cold.append(_together(system.load, lambda: drop_cache(root)))
-        warm.append(_together(system.load))
+    cold = [_together(system.load, lambda: drop_cache(root)) for _ in range(repeats)]
+    system.load()  # the kernel treats pages that were read once otherwise than those that are in use
+    warm = [_together(system.load) for _ in range(repeats)]
     system.close()
     return {
         "stall_s": statistics.median(stalls),
