@@ -251,7 +251,7 @@ def larger_task(folder: Path) -> Path:
     for path in (source / "model").iterdir():
         (model / path.name).write_bytes(path.read_bytes())
     shape = json.loads((model / "config.json").read_text())
-    shape |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 6, "head_dim": 64}
+    shape |= {"hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 12, "head_dim": 64}
     shape |= {"num_attention_heads": 8, "num_key_value_heads": 4}
     if "layer_types" in shape:
         shape["layer_types"] = ["full_attention"] * shape["num_hidden_layers"]
