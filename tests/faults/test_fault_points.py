@@ -67,7 +67,10 @@ def goes_on(run: Toy, straight: dict[str, bytes]) -> None:
     left = set(os.listdir(run.store.root)) - {f"step_{LAST}"}
     assert left <= ({f"step_{LAST - INTERVAL}"} if at_the_end else set()), "nothing else is left"
     expected = straight | ({"orchestrator/state.json": b'{"step": %d}' % LAST} if run.orchestrator else {})
-    assert toy.contents(run.store.folder(LAST)) == expected
+    found = toy.contents(run.store.folder(LAST))
+    if at_the_end:  # it may have died after the commit, before the notes of the parts were taken away
+        found = {name: content for name, content in found.items() if not name.startswith(".")}
+    assert found == expected
 
 
 @pytest.mark.parametrize("point", STRIKES)
