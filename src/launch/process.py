@@ -12,6 +12,16 @@ from pathlib import Path
 from cairn.run.directory import RunDirectory
 
 
+RAY_SETTINGS = {
+    # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
+    "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
+    # Its memory monitor kills the trainer when somebody else fills the machine.
+    "RAY_memory_monitor_refresh_ms": "0",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+}
+"""What Ray reads when it is imported, by whichever module of a role that is."""
+
+
 class RoleFailed(Exception):
     """A role of the run died; the message shows the end of its log."""
 
@@ -33,6 +43,7 @@ def start_role(role: str, output_dir: Path, log: Path, *, standby: bool = False)
             stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
+            env={**RAY_SETTINGS, **os.environ},
             start_new_session=True,
         )
 

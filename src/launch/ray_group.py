@@ -8,12 +8,6 @@ import socket
 from dataclasses import dataclass
 from pathlib import Path
 
-# Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
-os.environ.setdefault("RAY_ENABLE_UV_RUN_RUNTIME_ENV", "0")
-# Its memory monitor kills the trainer when somebody else fills the machine.
-os.environ.setdefault("RAY_memory_monitor_refresh_ms", "0")
-os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
-
 import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy

@@ -10,9 +10,27 @@ from pathlib import Path
 
 import pytest
 
+from cairn.launch.process import kill_session, start_role
 from cairn.launch.restarts import RestartRule
 from cairn.run.heartbeat import INTERVAL, Watch
 from cairn.run.history import Account, History
+
+# Starting
+
+
+def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path):
+    """Under `uv run` its workers would run in a copy of the folder, and write there, if nobody says no.
+
+    It reads that when it is imported, so it has to be in the environment of every role from its start.
+    """
+    role = start_role("trainer", tmp_path, tmp_path / "log")
+    try:
+        settings = Path(f"/proc/{role.pid}/environ").read_bytes().split(b"\0")
+    finally:
+        kill_session(role.pid)
+        role.wait()
+    assert b"RAY_ENABLE_UV_RUN_RUNTIME_ENV=0" in settings
+
 
 # Signs of life
 
