@@ -11,7 +11,6 @@ from pathlib import Path
 
 from cairn.run.directory import RunDirectory
 
-
 RAY_SETTINGS = {
     # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
