@@ -374,7 +374,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     assert staleness[0] == 0
     assert set(staleness) == {0, 1}
     assert statistics.fmean(staleness) > 0.5, "it was hardly ever ahead"
-    assert all(row["rollout/tokens"] > 4 * PROMPTS * SAMPLES for row in found[:3])  # several pieces each
+    assert all(row["rollout/tokens"] > 4 * PROMPTS * SAMPLES for row in found[-3:])  # several pieces each
     assert rise(run) > 0.05, [row["reward/mean"] for row in found]
     report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
     assert report["ok"], report
