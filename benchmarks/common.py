@@ -2,6 +2,7 @@
 
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -86,6 +87,12 @@ def ratios(values: dict[str, float]) -> dict[str, float]:
     """Cairn's value over that of each of the others."""
     others = [name for name in values if name != "cairn" and "cairn" in values]
     return {f"cairn / {name}": values["cairn"] / values[name] for name in others}
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]
 
 
 def environment(threads: int) -> dict[str, str]:

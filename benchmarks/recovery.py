@@ -14,7 +14,6 @@ import json
 import os
 import random
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -23,6 +22,8 @@ import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
+
+import common
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASK = "configs/reverse_text"
@@ -96,7 +97,7 @@ class Job:
         self.run = run
         self.arguments = [*command, "--output-dir", str(run)]
         if command[0] == "rl":
-            self.arguments += ["--inference.port", str(free_port())]
+            self.arguments += ["--inference.port", str(common.free_port())]
         self.log = run.with_suffix(".log")
         self.process = self._start([])
 
@@ -286,12 +287,6 @@ def wait_for_end(pids: Iterable[int]) -> None:
 
     pids = list(pids)
     wait_until(lambda: not any(map(runs, pids)), "processes to end")
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ import contextlib
 import json
 import os
 import shutil
-import socket
 import statistics
 import subprocess
 import sys
@@ -170,8 +169,7 @@ def no_end_of_text(folder: Path) -> None:
 @contextlib.contextmanager
 def server(task: RLTask, model: Path, log: Path) -> Iterator[str]:
     """The `inference` command; yields its address."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
+    port = common.free_port()
     flags = ("--model.name", model, "--port", port, "--dtype", "float32", "--kv-cache-memory", "1G")
     flags += ("--max-num-seqs", task.prompts * task.samples, "--max-model-len", 2 * task.seq_len)
     with open(log, "wb") as out:

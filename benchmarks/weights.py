@@ -18,7 +18,6 @@ import asyncio
 import contextlib
 import json
 import os
-import socket
 import statistics
 import sys
 import tempfile
@@ -26,6 +25,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
+import common
 import httpx
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
@@ -68,7 +68,7 @@ def main() -> None:
         "RANK": "0",
         "WORLD_SIZE": "1",
         "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(free_port()),
+        "MASTER_PORT": str(common.free_port()),
     }
     group = Group.join(threads=1, deterministic=False)
     runs = []
@@ -90,7 +90,7 @@ async def measure(arguments: argparse.Namespace, size: str, group: Group, folder
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     publisher = VersionPublisher(run, attempt, group)
     with contextlib.ExitStack() as stack:
-        configs = [InferenceConfig(port=free_port(), kv_cache_memory="64M", threads=arguments.threads,
+        configs = [InferenceConfig(port=common.free_port(), kv_cache_memory="64M", threads=arguments.threads,
                                    max_model_len=256) for _ in range(arguments.servers)]  # fmt: skip
         servers = [
             stack.enter_context(Server(config, str(folder / "model"), folder / f"{config.port}.log"))
@@ -220,12 +220,6 @@ def drop_from_page_cache(folder: Path) -> None:
         fd = os.open(file, os.O_RDONLY)
         os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
         os.close(fd)
-
-
-def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ import sqlite3
 from collections.abc import Iterable, Mapping
 from dataclasses import astuple, dataclass
 from pathlib import Path
-from typing import Self
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.rollouts import Group, Rollout
@@ -244,12 +243,6 @@ class Ledger:
     def close(self) -> None:
         """Close the file."""
         self._database.close()
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.close()
 
 
 def to_ranges(places: Iterable[int]) -> list[list[int]]:

@@ -73,15 +73,15 @@ def _train(
     else:
         read_tensors(model_folder, weights(model), "model")
 
-    position = state.progress.total_samples
     publisher = None
     if isinstance(config, SFTConfig):
         loss_function = sft_loss
-        data = SFTData(config.data, AutoTokenizer.from_pretrained(model_folder), config.seed, position)
+        tokenizer = AutoTokenizer.from_pretrained(model_folder)
+        data = SFTData(config.data, tokenizer, config.seed, state.progress.total_samples)
         check_identity(config.data.name, data.records, state.data_identity)
     else:
         loss_function = PolicyLoss(config.loss)
-        data = RLData(config, run, attempt, position)
+        data = RLData(config, run, attempt)
         publisher = VersionPublisher(run, attempt, group)
     checkpoints = None
     if config.ckpt:

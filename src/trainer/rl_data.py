@@ -18,11 +18,10 @@ from cairn.trainer.model import weights
 class RLData:
     """Reads the orchestrator's batch files in order of steps."""
 
-    def __init__(self, config: TrainerConfig, run: RunDirectory, attempt: Attempt, position: int):
+    def __init__(self, config: TrainerConfig, run: RunDirectory, attempt: Attempt):
         self.config = config
         self.run = run
         self.attempt = attempt
-        self.position = position
 
     def next_batch(self, step: int) -> Batch:
         """Wait for the batch of optimiser step `step`.
@@ -37,7 +36,6 @@ class RLData:
             setting="--trainer.batch-timeout",
         )
         fault_point("trainer.batch_read")
-        self.position += len(batch.samples)
         return batch
 
 

@@ -1,10 +1,10 @@
 """Tiny models, and one long-lived inference server that the tests share."""
 
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast, Qwen3Config, Qwen3ForCausalLM
@@ -75,12 +75,7 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 @pytest.fixture(scope="session")
 def free_port() -> Callable[[], int]:
     """Finds a TCP port of loopback on which nothing listens."""
-
-    def find() -> int:
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            return listening.getsockname()[1]
-
-    return find
+    return runs.free_port
 
 
 @pytest.fixture(scope="session")

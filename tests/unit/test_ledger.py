@@ -1,5 +1,6 @@
 """The ledger: every prompt's life survives any end of the process that writes it."""
 
+import contextlib
 import itertools
 import sqlite3
 from dataclasses import replace
@@ -144,7 +145,7 @@ def test_without_a_live_ledger_the_snapshot_is_the_truth(path: Path, snapshot: P
     """On the same branch, when the file was lost, as on a new one, which begins with what it says."""
     path.unlink()
     run = replace(RUN, branch=branch)
-    with reopened(path, snapshot, 2, run) as ledger:
+    with contextlib.closing(reopened(path, snapshot, 2, run)) as ledger:
         assert went_back(ledger)
     assert reopened(path, None, 0, run).waiting() == [answered(place) for place in (4, 5, 6)]
 
