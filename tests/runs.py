@@ -35,6 +35,21 @@ DEADLINE = 240.0
 """Seconds that anything may take before a test gives up on it."""
 
 
+ABOUT = {
+    "run_id": "0badcafe",
+    "attempt": 1,
+    "branch": "branch_1",
+    "parent": None,
+    "parts": ["trainer"],
+    "world_size": 1,
+    "dtypes": {},
+    "metrics": {},
+    "versions": {},
+    "config_digest": "",
+}
+"""What a manifest says beside its step and files, where that does not matter."""
+
+
 # Commands and processes
 
 

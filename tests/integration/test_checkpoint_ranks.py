@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from runs import ABOUT
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -29,17 +30,6 @@ from cairn.trainer.model import weights
 
 WORLDS = (1, 2, 3)
 FILE_BYTES = 2_000_000
-ABOUT = {
-    "run_id": "0badcafe",
-    "attempt": 1,
-    "branch": "branch_1",
-    "parent": None,
-    "parts": ["trainer"],
-    "dtypes": {},
-    "metrics": {},
-    "versions": {},
-    "config_digest": "",
-}
 
 Tensors = dict[str, dict[str, torch.Tensor]]
 

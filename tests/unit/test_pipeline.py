@@ -14,6 +14,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
+import runs
 from runs import CONFIGS, REPOSITORY
 
 from cairn.checkpoint.store import CheckpointStore
@@ -29,16 +30,7 @@ from cairn.run.seeds import permutation
 MODEL = REPOSITORY / CONFIGS / "model"
 PROMPTS, SAMPLES, PROBLEMS, LONGEST = 3, 2, 10, 9
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
-ABOUT = {
-    "attempt": 1,
-    "parent": None,
-    "parts": ["trainer", "orchestrator"],
-    "world_size": 1,
-    "dtypes": {},
-    "metrics": {},
-    "versions": {},
-    "config_digest": "",
-}
+ABOUT = {**runs.ABOUT, "parts": ["trainer", "orchestrator"]}
 
 
 @dataclass

@@ -11,25 +11,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from runs import ABOUT
 
 from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.retention import Step, apply_retention, pins, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults
-
-ABOUT = {
-    "run_id": "0badcafe",
-    "attempt": 1,
-    "branch": "branch_1",
-    "parent": None,
-    "parts": ["trainer"],
-    "world_size": 1,
-    "dtypes": {},
-    "versions": {},
-    "config_digest": "",
-}
-
 
 # The rule
 

@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from runs import ABOUT
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -33,18 +34,6 @@ from cairn.run.files import write_json
 from cairn.trainer.group import Group
 from cairn.trainer.state import Progress, TrainerState
 
-ABOUT = {
-    "run_id": "0badcafe",
-    "attempt": 1,
-    "branch": "branch_1",
-    "parent": None,
-    "parts": ["trainer"],
-    "world_size": 1,
-    "dtypes": {},
-    "metrics": {},
-    "versions": {},
-    "config_digest": "",
-}
 FILES = {"model/config.json": b"{}\n", "trainer/state.json": b"{}\n"}
 LONG = 5_000_003
 """Items of a tensor that is written past the page cache where that can be, in several blocks."""

@@ -11,6 +11,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import runs
 import torch
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
@@ -19,18 +20,7 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.run.waiting import DeadlinePassed
 
-ABOUT = {
-    "run_id": "0badcafe",
-    "attempt": 1,
-    "branch": "branch_1",
-    "parent": None,
-    "parts": ["trainer"],
-    "world_size": 1,
-    "dtypes": {"model/model": "F32"},
-    "metrics": {"loss": 1.0},
-    "versions": {},
-    "config_digest": "",
-}
+ABOUT = {**runs.ABOUT, "dtypes": {"model/model": "F32"}, "metrics": {"loss": 1.0}}
 SIZES = {"model/model": (130, 70, 70, 75, 1, 0), "trainer/optimizer": (130, 70, 5_000_000)}
 
 
