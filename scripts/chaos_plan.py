@@ -16,9 +16,9 @@ class Disaster:
     """One accident.
 
     kind: kill, pause, fault, stop (SIGTERM), power_cut (all processes at once), corrupt (a power cut that
-    damages the newest checkpoint), wrong_weights, or a mood of the proxy. `target`: the role, or the fault,
-    which strikes when its point is reached. Others strike `after` seconds after `step` stands in
-    metrics.jsonl; without a step, after the one before.
+    damages the newest checkpoint), rot (a worker's death that does), wrong_weights, or a mood of the proxy.
+    `target`: the role, or the fault, which strikes when its point is reached. Others strike `after` seconds
+    after `step` stands in metrics.jsonl; without a step, after the one before.
     """
 
     kind: str
@@ -63,7 +63,7 @@ def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
 
 
 def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
-    kinds = ["kill"] * 4 + ["fault"] * 4 + ["pause", "stop", "power_cut", "corrupt"]
+    kinds = ["kill"] * 4 + ["fault"] * 4 + ["pause", "stop", "power_cut", "corrupt", "rot"]
     if setting.rl:
         kinds += ["kill", "fault"]
     if setting.proxied:

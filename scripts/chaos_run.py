@@ -304,9 +304,12 @@ class ChaosRun:
             self.task.server.kill()
             self.task.server.launch()
             return True
-        victims = self._wait_for_victims(disaster.target)
+        victims = self._wait_for_victims("worker" if kind == "rot" else disaster.target)
         if not victims:
             return False
+        if kind == "rot":
+            send(signal.SIGSTOP, victims)  # or it saves another in between
+            self._corrupt_newest()
         if kind == "pause":
             send(signal.SIGSTOP, victims)
             again = time.monotonic() + disaster.seconds
@@ -329,11 +332,10 @@ class ChaosRun:
         """The processes of a role, as far as they are of this run's family."""
         if target == "server":
             return self.task.server.family.processes()
-        if target == "worker":
-            return self.family.named("ray::Worker")[:1]
         if target == "writer":
             return self.family.named("cairn.checkpoint.writer")[:1]
         pid = self.process.pid
+        target = "trainer_rank0" if target == "worker" else target
         if target != "launcher":
             with contextlib.suppress(ValueError):
                 entry = (read_json(self.run.roles) or {}).get("roles", {}).get(target, {})

@@ -68,7 +68,11 @@ def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
     return start
 
 
-def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
+class NewestDamaged(Exception):
+    """The newest checkpoint of an attempt is damaged: only another attempt can go back behind it."""
+
+
+def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -> Attempt:
     """Make the run directory ready for an attempt from `start`, and announce it to the roles.
 
     What lies beyond that step is set aside: later checkpoints under `abandoned/`, later rows of
@@ -78,7 +82,6 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
     Raises:
         UsageError: another run is at work in the directory.
     """
-    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
     if config.ckpt and config.ckpt.dir:
         _make_folder(run.checkpoints, f"--ckpt.dir {config.ckpt.dir}")
     _make_folder(run.path, f"--output-dir {config.output_dir}")
@@ -113,21 +116,32 @@ def begin(config: RunConfig, start: Start, *, command: str) -> Attempt:
         run.history.path.unlink(missing_ok=True)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
-    run.history.recompute(dropped if goes_on and not rewinds else 0)
+    wanted = rewinds and config.ckpt.resume not in ("auto", "latest")  # the user goes back on purpose
+    run.history.recompute(dropped if goes_on and not wanted else 0)
     run.clear_weights()
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
     run.begin(attempt)
     return attempt
 
 
-def newest_start(attempt: Attempt, store: CheckpointStore) -> Attempt:
-    """The attempt as a role that is started in the middle of it sees it: from its newest good checkpoint."""
+def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -> Attempt:
+    """The attempt as a role that is started in the middle of it sees it: from its newest good checkpoint.
+
+    Args:
+        pass_over: go back behind one that is damaged. The trainer can't: the step is there, and the batches
+            that led to it are not.
+
+    Raises:
+        NewestDamaged: it is damaged and not to be passed over.
+    """
     for step in reversed(store.steps()):
         if step <= attempt.start_step:
             break
         try:
             manifest = verify(store.folder(step))
         except CheckpointError as error:
+            if not pass_over:
+                raise NewestDamaged(str(error)) from None
             logger.warning("passing over a damaged checkpoint: %s", error)
             continue
         if (manifest.run_id, manifest.branch) == (attempt.run_id, attempt.branch):

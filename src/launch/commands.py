@@ -12,7 +12,7 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import DATA_FILES, SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient
-from cairn.launch.attempt import begin, choose_start
+from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
@@ -30,15 +30,10 @@ def train(config: SFTConfig | TrainerConfig) -> int:
     sft = isinstance(config, SFTConfig)
     if sft:
         _check_data_file(Path(config.data.name))
-    start = choose_start(config, needs=["trainer"] if sft else ["trainer", "orchestrator"])
+    start = choose_start(config, needs=_needed_parts(config))
     if sft:
         _check_data(config.data, start.folder)
-    config.model = ModelConfig(
-        name=str(start.folder / "model") if start.folder else resolve_model(config.model)
-    )
-    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
-    attempt = begin(config, start, command="sft" if sft else "trainer")
-    return run_roles(run, attempt, ["trainer"], config)
+    return _see_through(config, start, ["trainer"], command="sft" if sft else "trainer")
 
 
 def reinforce(config: RLConfig) -> int:
@@ -50,18 +45,40 @@ def reinforce(config: RLConfig) -> int:
         RoleFailed: a role died.
     """
     _check_environment(config.orchestrator.environment)
-    start = choose_start(config, needs=["trainer", "orchestrator"])
+    start = choose_start(config, needs=_needed_parts(config))
     roles = ["trainer", "orchestrator"]
     if config.orchestrator.inference_url:
         asyncio.run(_check_servers(config.orchestrator.inference_url))
     else:
         config.orchestrator.inference_url = [f"http://{config.inference.host}:{config.inference.port}"]
         roles.insert(0, "inference")
-    model = str(start.folder / "model") if start.folder else resolve_model(config.model)
-    for owner in (config, config.trainer, config.orchestrator, config.inference):
-        owner.model = ModelConfig(name=model)
+    return _see_through(config, start, roles, command="rl")
+
+
+def _needed_parts(config: RunConfig) -> list[str]:
+    """The parts that a checkpoint to go on from must have."""
+    return ["trainer"] if isinstance(config, SFTConfig) else ["trainer", "orchestrator"]
+
+
+def _see_through(config: RunConfig, start: Start, roles: list[str], *, command: str) -> int:
+    """Run the roles to the end; a checkpoint that is found damaged on the way costs another attempt."""
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
-    return run_roles(run, begin(config, start, command="rl"), roles, config)
+    model = config.model
+    of_roles = [config.trainer, config.orchestrator, config.inference] if command == "rl" else []
+    while True:
+        name = str(start.folder / "model") if start.folder else resolve_model(model)
+        for owner in (config, *of_roles):
+            owner.model = ModelConfig(name=name)
+        attempt = begin(run, config, start, command=command)
+        try:
+            return run_roles(run, attempt, roles, config)
+        except NewestDamaged as damaged:
+            print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
+        config.ckpt.resume_step, config.ckpt.resume = None, "auto"
+        try:
+            start = choose_start(config, needs=_needed_parts(config))
+        except UsageError as error:
+            raise RoleFailed(str(error)) from None
 
 
 def orchestrate(config: OrchestratorConfig) -> int:

@@ -15,6 +15,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
 from cairn.launch.process import RoleFailed, stop_on_signals
 from cairn.run import heartbeat
+from cairn.run.background import in_background
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.lifetime import die_after
 
@@ -52,10 +53,14 @@ class Worker:
         return Process(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
 
     def prepare(self, config: SFTConfig | TrainerConfig) -> None:
-        """Import what training needs, so that it can begin at once."""
-        from cairn.trainer.warm import warm_up
+        """Import what training needs, so that it can begin at once; those who train are not slowed down."""
 
-        warm_up(config)
+        def prepare() -> None:
+            from cairn.trainer.warm import warm_up
+
+            warm_up(config)
+
+        in_background(prepare)
 
     def address(self) -> tuple[str, int]:
         """This node's address and a port that is free on it, for the ranks to meet at."""

@@ -4,6 +4,7 @@ A role finds all that it needs in the run directory, where the command that star
 """
 
 import asyncio
+import importlib
 import os
 import sys
 from collections.abc import Callable
@@ -13,10 +14,11 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.attempt import newest_start
+from cairn.launch.attempt import NewestDamaged, newest_start
 from cairn.launch.main import EXIT_STOPPED, answer
 from cairn.launch.process import RayFailed, stop_on_signals
 from cairn.run import heartbeat
+from cairn.run.background import in_background
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.lifetime import die_with
 from cairn.run.logs import start_logging
@@ -29,6 +31,8 @@ EXIT_LOST = 3
 """The trainer's exit code where it was asked to stop and had nowhere to save."""
 EXIT_CRASHED = 4
 """The trainer's exit code where its Ray cluster broke down."""
+EXIT_DAMAGED = 5
+"""The trainer's exit code where the checkpoint that it has to go on from is damaged."""
 STANDBY = ("trainer", "orchestrator")
 """The roles that a standby can be kept for."""
 
@@ -43,6 +47,11 @@ class Turn:
         self._begun = False
         if not standby:
             self._begin()
+
+    def load(self, *modules: str) -> None:
+        """Import modules ahead: a standby at its leisure."""
+        for module in modules if self.standby else ():
+            in_background(lambda module=module: importlib.import_module(module))
 
     def wait(self) -> None:
         """Return when it is this process's turn; call it when all is prepared."""
@@ -66,6 +75,7 @@ class Turn:
 
 def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
     """Train on Ray workers; returns the exit code."""
+    turn.load("cairn.launch.ranks")
     from cairn.launch.ranks import Ranks
 
     state = "failed"
@@ -76,7 +86,8 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
                 ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
             with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
-                outcome = ranks.train(lambda: newest_start(attempt, CheckpointStore(run.checkpoints)))
+                store = CheckpointStore(run.checkpoints)
+                outcome = ranks.train(lambda: newest_start(attempt, store, pass_over=False))
         state = "stopped" if outcome.stopped else "done"
     finally:
         turn.end(state)
@@ -87,6 +98,7 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
 
 def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
     """Ship batches until the trainer says that the run ends; returns the exit code."""
+    turn.load("cairn.inference.pool", "cairn.orchestrator.loop")
     from cairn.inference.pool import ServerPool
     from cairn.orchestrator.loop import Orchestrator
 
@@ -110,7 +122,7 @@ def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirec
             progress.cancel()
 
     turn.wait()
-    attempt = newest_start(attempt, CheckpointStore(run.checkpoints))
+    attempt = newest_start(attempt, CheckpointStore(run.checkpoints), pass_over=True)
     state = "failed"
     try:
         with stop_on_signals(run):
@@ -150,6 +162,9 @@ def _main(role: str, folder: str, launcher: str, *standby: str) -> int:
     except RayFailed as error:
         print(f"error: {error}", flush=True)
         return EXIT_CRASHED
+    except NewestDamaged as error:
+        print(f"error: {error}", flush=True)
+        return EXIT_DAMAGED
 
 
 if __name__ == "__main__":

@@ -5,12 +5,12 @@ import time
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.supervision import SupervisionConfig
-from cairn.launch.attempt import RunConfig
+from cairn.launch.attempt import NewestDamaged, RunConfig
 from cairn.launch.display import StepDisplay
 from cairn.launch.main import EXIT_STOPPED
 from cairn.launch.process import RoleFailed, kill_session, log_end, start_role, stop_on_signals
 from cairn.launch.restarts import RestartRule
-from cairn.launch.roles import EXIT_CRASHED, EXIT_LOST, STANDBY, WORKING
+from cairn.launch.roles import EXIT_CRASHED, EXIT_DAMAGED, EXIT_LOST, STANDBY, WORKING
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.heartbeat import Watch
 
@@ -26,6 +26,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
 
     Raises:
         RoleFailed: a role failed for good.
+        NewestDamaged: the trainer died, and what it has to go on from is damaged.
     """
     with stop_on_signals(run), StepDisplay(run, attempt.start_step, config.max_steps) as display:
         watched = [_Role(name, run, config) for name in roles]
@@ -42,7 +43,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
                 role.stop()
             run.end_roles("stopped", "")
         codes = {role.name: role.process.returncode for role in watched}
-    code = _conclude(run, codes["trainer"], display.step)
+    code = _conclude(run, codes["trainer"], display.step, config)
     print(display.account(), flush=True)
     return code
 
@@ -66,6 +67,7 @@ class _Role:
 
         Raises:
             RoleFailed: it reported an error that would only come again, or died too often.
+            NewestDamaged: see `run_roles`.
         """
         if self._start_at is not None:
             if time.monotonic() >= self._start_at:
@@ -85,6 +87,8 @@ class _Role:
             self._replace(f"hung ({hang})", step)
         elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
+        elif self.name == "trainer" and code == EXIT_DAMAGED:
+            raise NewestDamaged(log_end(self.log).removeprefix("error: "))
         else:
             kill_session(self.process.pid)  # or its workers go on for a while, beside the new ones
             crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
@@ -157,8 +161,12 @@ class _Role:
         self.run.set_role(self.name, state, self.process.pid)
 
 
-def _conclude(run: RunDirectory, code: int, step: int) -> int:
-    """Say how the run ended; returns the launcher's exit code."""
+def _conclude(run: RunDirectory, code: int, step: int, config: RunConfig) -> int:
+    """Say how the run ended; returns the launcher's exit code.
+
+    Raises:
+        RoleFailed: it did not end as it should have.
+    """
     store = CheckpointStore(run.checkpoints)
     folder = store.folder(step)
     if code == EXIT_STOPPED:
@@ -166,6 +174,10 @@ def _conclude(run: RunDirectory, code: int, step: int) -> int:
         return EXIT_STOPPED
     if code == EXIT_LOST:
         raise RoleFailed(f"stopped at step {step}, which is lost: --ckpt would have saved it")
-    saved = f", saved in {folder}" if store.exists(step) else ""
+    if step < config.max_steps or (config.ckpt and not store.exists(step)):
+        what = f"metrics.jsonl ends with step {step} of {config.max_steps}"
+        what = what if step < config.max_steps else f"{folder} is not there"
+        raise RoleFailed(f"the trainer reported no error, but {what}; see {run.logs / 'trainer.log'}")
+    saved = f", saved in {folder}" if config.ckpt else ""
     print(f"done: step {step}{saved}", flush=True)
     return 0

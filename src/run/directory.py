@@ -73,6 +73,7 @@ class RunDirectory:
         self.weights = self.path / "weights"
         self.servers = self.path / "servers.json"
         self._stop = self.path / "stop.json"
+        self._lock: int | None = None
 
     # The attempt, written by whoever launches the run and read by its roles.
 
@@ -125,12 +126,15 @@ class RunDirectory:
 
     def lock(self) -> bool:
         """Keep other launchers out while this process lives; False if one is at work already."""
+        if self._lock is not None:
+            return True
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # closes with the process
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(fd)
             return False
+        self._lock = fd
         return True
 
     def live_attempt(self) -> Attempt | None:

@@ -107,6 +107,31 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     assert f"2 restarts, {last['run/recomputed_steps']} steps recomputed" in finished.output
 
 
+def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
+    shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
+):
+    """The batches since the one before it are gone: the command begins another attempt from there."""
+    run = tmp_path / "run"
+    url = ("--orchestrator.inference-url", server.url)
+    with shell.start(*rl, *url, "--output-dir", run) as command:
+        command.wait_until(lambda: steps(run)[-1:] == [8])
+        send(run, "trainer_rank0", signal.SIGSTOP)
+        tensor_file = step_folder(run, 8) / "model" / "model.safetensors"
+        content = bytearray(tensor_file.read_bytes())
+        content[-1] ^= 1
+        tensor_file.write_bytes(content)
+        send(run, "trainer_rank0", signal.SIGKILL)
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert "its newest checkpoint is damaged" in finished.output
+    assert "passing over a damaged checkpoint" in finished.output
+    assert_same_run(run, calm)
+    assert read(run / "roles.json")["number"] == 2
+    assert (run / "checkpoints" / "abandoned" / "before_attempt_2" / "step_8").is_dir()
+    assert rows(run)[-1]["run/recomputed_steps"] >= 4
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+
+
 def test_reinforcement_learning_survives_the_server_that_it_started(
     shell: Shell, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):

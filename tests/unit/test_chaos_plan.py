@@ -51,7 +51,7 @@ def test_every_fault_point_and_every_role_has_its_turn():
     roles = {"launcher", "trainer", "worker", "writer"}
     assert {d.target for d in of_sft if d.kind == "kill"} == roles
     assert {d.target for d in of_rl if d.kind == "kill"} == roles | {"orchestrator", "server"}
-    common = {"kill", "fault", "pause", "stop", "power_cut", "corrupt"}
+    common = {"kill", "fault", "pause", "stop", "power_cut", "corrupt", "rot"}
     assert {d.kind for d in of_sft} == common
     assert {d.kind for d in of_rl} == common | {"slow", "errors", "drops", "silent", "wrong_weights"}
 
