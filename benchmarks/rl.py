@@ -57,11 +57,11 @@ LARGE = {
     "hidden_size": 384,
     "intermediate_size": 1152,
     "num_hidden_layers": 5,
-    "max_position_embeddings": 512,
+    "max_position_embeddings": 1024,
 }
 TASKS = {
     "tiny": RLTask(16, 8, 12, 128, 8, {}),
-    "even": RLTask(16, 8, 64, 128, 8, LARGE, whole_answers=True),
+    "even": RLTask(2, 4, 256, 512, 2, LARGE, whole_answers=True),
     "long": RLTask(16, 8, 256, 512, 2, LARGE, whole_answers=True),
 }
 

@@ -17,6 +17,8 @@ RAY_SETTINGS = {
     # Its memory monitor kills the trainer when somebody else fills the machine.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    # Ray would give training less of the processor than everything else that runs.
+    "RAY_worker_niceness": "0",
 }
 """What Ray reads when it is imported, by whichever module of a role that is."""
 
