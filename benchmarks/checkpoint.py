@@ -125,6 +125,8 @@ def measure(arguments: argparse.Namespace, params: int) -> dict:
         for name in arguments.systems:
             with contextlib.suppress(ImportError):
                 systems[name] = measure_system(name, training, root / name, arguments.repeats)
+                if rank == 0:  # a run of hours that is cut short has not been for nothing
+                    print(json.dumps({"params": params, name: systems[name]}), file=sys.stderr, flush=True)
             dist.barrier()
             if rank == 0:
                 shutil.rmtree(root / name, ignore_errors=True)

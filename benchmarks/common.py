@@ -1,15 +1,18 @@
 """What the benchmarks of training share: one task for all systems, and how to follow their processes."""
 
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+
+from cairn.run.lifetime import die_with
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reverse_text"
 
@@ -95,6 +98,11 @@ def free_port() -> int:
         return listening.getsockname()[1]
 
 
+def bound_to_us() -> Callable[[], None]:
+    """For `preexec_fn`: the child dies with this process, however that dies."""
+    return functools.partial(die_with, os.getpid())
+
+
 def environment(threads: int) -> dict[str, str]:
     """Of every child: the same number of threads, no network."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
@@ -103,7 +111,9 @@ def environment(threads: int) -> dict[str, str]:
 def result_of(script: str, arguments: list[object], threads: int) -> dict:
     """Run a script of this folder in a process of its own; the object on its last line."""
     command = [sys.executable, str(Path(script)), *map(str, arguments)]
-    done = subprocess.run(command, capture_output=True, env=environment(threads), text=True)
+    done = subprocess.run(
+        command, capture_output=True, env=environment(threads), text=True, preexec_fn=bound_to_us()
+    )
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
@@ -115,7 +125,13 @@ def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[t
     metrics = run / "metrics.jsonl"
     log = run.with_suffix(".log")
     with open(log, "wb") as out:
-        child = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment(threads))
+        child = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=environment(threads),
+            preexec_fn=bound_to_us(),
+        )
 
     def rows() -> Iterator[tuple[float, dict]]:
         seen = len(metrics.read_text().splitlines()) if metrics.exists() else 0

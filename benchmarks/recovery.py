@@ -118,6 +118,7 @@ class Job:
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
+                preexec_fn=common.bound_to_us(),
             )
 
     def kill(self, role: str | None) -> int:

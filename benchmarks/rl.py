@@ -4,8 +4,8 @@ All train the same model on the same task with equal batches:
 
 - cairn_k0, cairn_k1, cairn_k2: the `rl` command as users run it, against one server that stays up, with
   `max_off_policy_steps` 0, 1 and 2
-- trl: TRL's `GRPOTrainer` as it comes, which generates in its own process, with as many threads as Cairn has
-  processes that compute
+- trl_1, trl_2: TRL's `GRPOTrainer` as it comes, which generates in its own process, with one thread, and with
+  as many as Cairn has processes that compute
 - bound: max(generate, train), where each is what it takes while the other does nothing: in cairn_k0 they take
   turns, so its steps tell both
 
@@ -35,7 +35,7 @@ from pathlib import Path
 
 import common
 
-SYSTEMS = ["cairn_k0", "cairn_k1", "cairn_k2", "trl"]
+SYSTEMS = ["cairn_k0", "cairn_k1", "cairn_k2", "trl_1", "trl_2"]
 
 
 @dataclass(frozen=True)
@@ -86,7 +86,7 @@ def main() -> None:
         print(json.dumps(measure_trl(TASKS[task], arguments.inside, arguments.warmup, arguments.steps)))
         return
     if not common.has_trl():
-        arguments.systems = [name for name in arguments.systems if name != "trl"]
+        arguments.systems = [name for name in arguments.systems if not name.startswith("trl")]
     report = {}
     for name in arguments.tasks:
         with tempfile.TemporaryDirectory() as folder:
@@ -104,21 +104,14 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
     for number in range(arguments.rounds):
         with server(task, model, folder / "server.log") as url:
             for system in arguments.systems:
-                if system != "trl":
+                if system.startswith("cairn"):
                     run = folder / f"{system}_{number}"
                     rounds[system].append(measure_cairn(task, model, int(system[-1]), url, run, arguments))
-        if "trl" in arguments.systems:
-            flags = [
-                "--inside",
-                model,
-                "--tasks",
-                name,
-                "--steps",
-                arguments.steps,
-                "--warmup",
-                arguments.warmup,
-            ]
-            rounds["trl"].append(common.result_of(__file__, flags, threads=2))
+        for system in arguments.systems:
+            if system.startswith("trl"):
+                flags = ["--inside", model, "--tasks", name, "--steps", arguments.steps]
+                flags += ["--warmup", arguments.warmup]
+                rounds[system].append(common.result_of(__file__, flags, threads=int(system[-1])))
     systems = {
         system: {key: statistics.median(found[key] for found in all_) for key in all_[0]}
         for system, all_ in rounds.items()
@@ -136,8 +129,8 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
             **{f"cairn_k0 / {s}": steps["cairn_k0"] / seconds for s, seconds in steps.items()},
             **{f"{s} / bound": seconds / bound for s, seconds in steps.items()},
         }
-        if "trl" in steps:
-            report["ratios"] |= {f"trl / {s}": steps["trl"] / seconds for s, seconds in steps.items()}
+        for trl in [system for system in steps if system.startswith("trl")]:
+            report["ratios"] |= {f"{trl} / {s}": steps[trl] / seconds for s, seconds in steps.items()}
     return report
 
 
@@ -174,7 +167,11 @@ def server(task: RLTask, model: Path, log: Path) -> Iterator[str]:
     flags += ("--max-num-seqs", task.prompts * task.samples, "--max-model-len", 2 * task.seq_len)
     with open(log, "wb") as out:
         child = subprocess.Popen(
-            command("inference", flags), stdout=out, stderr=subprocess.STDOUT, env=common.environment(1)
+            command("inference", flags),
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env=common.environment(1),
+            preexec_fn=common.bound_to_us(),
         )
     try:
         while "inference ready at" not in log.read_text():
@@ -228,7 +225,7 @@ def measure_cairn(
 def measure_trl(task: RLTask, model: Path, warmup: int, steps: int) -> dict[str, float]:
     """TRL's `GRPOTrainer`: one optimiser step for each generation, no KL, float32, like Cairn's."""
     import datasets
-    from transformers import TrainerCallback
+    from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
 
     from cairn.config.orchestrator import EnvironmentConfig
@@ -255,9 +252,16 @@ def measure_trl(task: RLTask, model: Path, warmup: int, steps: int) -> dict[str,
             **{"max_completion_length": task.max_tokens, "temperature": 1.0, "gradient_checkpointing": False},
             **{"optim": "adamw_torch_fused", "bf16": False, "report_to": "none", "save_strategy": "no"},
             **{"disable_tqdm": True, "logging_steps": 100, "use_cpu": True},
+            generation_kwargs={"min_new_tokens": task.max_tokens} if task.whole_answers else None,
         )
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        tokenizer.eos_token = "<eos>"  # TRL can't do without; where answers are whole it is never drawn
         trainer = GRPOTrainer(
-            str(model), reward, args=config, train_dataset=datasets.Dataset.from_list(prompts)
+            str(model),
+            reward,
+            args=config,
+            train_dataset=datasets.Dataset.from_list(prompts),
+            processing_class=tokenizer,
         )
         trainer.add_callback(Clock())
         trainer.train()

@@ -183,7 +183,7 @@ class Shell:
     def start(self, name: str, *arguments: object) -> Command:
         """Start a command, to be used as a context manager."""
         self._started += 1
-        log = self.folder / f"{self._started}_{name}.log"
+        log = self.folder / f"{self._started}_{Path(name).name}.log"
         return Command(log, self.environment, name, *arguments)
 
     def run(self, name: str, *arguments: object) -> Finished:

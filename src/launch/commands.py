@@ -4,6 +4,7 @@ Everything that can be wrong is looked at first; only then is anything started o
 """
 
 import asyncio
+import time
 from pathlib import Path
 
 from cairn.config.cli import UsageError
@@ -11,7 +12,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import DATA_FILES, SFTConfig, SFTDataConfig, TrainerConfig
-from cairn.inference.client import InferenceClient
+from cairn.inference.client import InferenceClient, ServerUnavailable
 from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
@@ -23,6 +24,9 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import read_json
 from cairn.run.logs import start_logging
 from cairn.run.waiting import wait_for
+
+ANSWER_SECONDS = 30.0
+"""How long a server may take to say how it is, before a run starts."""
 
 
 def train(config: SFTConfig | TrainerConfig) -> int:
@@ -48,7 +52,10 @@ def reinforce(config: RLConfig) -> int:
     start = choose_start(config, needs=_needed_parts(config))
     roles = ["trainer", "orchestrator"]
     if config.orchestrator.inference_url:
-        asyncio.run(_check_servers(config.orchestrator.inference_url))
+        resumes = config.ckpt is not None and config.ckpt.resumes
+        patience = config.orchestrator.server_timeout if resumes else 0.0
+        for url in config.orchestrator.inference_url:
+            asyncio.run(_check_server(url, patience))
     else:
         config.orchestrator.inference_url = [f"http://{config.inference.host}:{config.inference.port}"]
         roles.insert(0, "inference")
@@ -151,7 +158,27 @@ def _check_environment(config: EnvironmentConfig) -> None:
         raise UsageError(str(error)) from None
 
 
-async def _check_servers(urls: list[str]) -> None:
-    for url in urls:
-        async with InferenceClient(url, retry_for=0) as client:
-            await client.status()
+async def _check_server(url: str, patience: float) -> None:
+    """See that the server answers; a run that goes on may come back sooner than its server does.
+
+    Raises:
+        ServerUnavailable: it does not, not even within `patience` seconds.
+    """
+    end = time.monotonic() + patience
+    waiting = False
+    async with InferenceClient(url, timeout=ANSWER_SECONDS, retry_for=0) as client:
+        while True:
+            try:
+                await client.status()
+                return
+            except ServerUnavailable as error:
+                if time.monotonic() > end:
+                    raise
+                if not waiting:
+                    print(
+                        f"waiting for the inference server, at most {patience:g} s "
+                        f"(--orchestrator.server-timeout): {error}",
+                        flush=True,
+                    )
+                waiting = True
+            await asyncio.sleep(0.5)

@@ -19,9 +19,7 @@ def in_background(work: Callable[[], T]) -> T:
     failed: list[BaseException] = []
 
     def run() -> None:
-        with contextlib.suppress(
-            AttributeError, OSError
-        ):  # then as any other thread
+        with contextlib.suppress(AttributeError, OSError):  # then as any other thread
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
         try:
             done.append(work())

@@ -54,98 +54,127 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         CheckpointError: the checkpoint to go on from can't be used.
     """
     with contextlib.ExitStack() as closing:
-        return _train(config, attempt, group, closing)
+        return _Training(config, attempt, group, closing).run()
 
 
-def _train(
-    config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group, closing: contextlib.ExitStack
-) -> Outcome:
-    heartbeat.doing(f"loading what step {attempt.start_step} left")
-    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
-    resume_from = Path(attempt.resume_from) if attempt.resume_from else None
-    model_folder = resume_from / "model" if resume_from else Path(config.model.name)
-    model = build_model(model_folder, config, group.mesh)
-    optimizer = make_optimizer(model.parameters(), config.optimizer)
-    state = TrainerState(config, group, model, optimizer, Progress())
-    parent = None
-    if resume_from:
-        parent = state.load(resume_from)
-    else:
-        read_tensors(model_folder, weights(model), "model")
+class _Training:
+    """What the steps of one attempt work with, and what goes on around each of them."""
 
-    publisher = None
-    if isinstance(config, SFTConfig):
-        loss_function = sft_loss
-        tokenizer = AutoTokenizer.from_pretrained(model_folder)
-        data = SFTData(config.data, tokenizer, config.seed, state.progress.total_samples)
-        check_identity(config.data.name, data.records, state.data_identity)
-    else:
-        loss_function = PolicyLoss(config.loss)
-        data = RLData(config, run, attempt)
-        publisher = VersionPublisher(run, attempt, group)
-    checkpoints = None
-    if config.ckpt:
-        store = CheckpointStore(run.checkpoints)
-        identity = identity_of(data.records) if isinstance(data, SFTData) else None
-        checkpoints = TrainerCheckpoints(
-            state, store, attempt, model_folder, parent, identity, run.forget_batches
-        )
-        closing.callback(checkpoints.abandon)
+    def __init__(
+        self,
+        config: SFTConfig | TrainerConfig,
+        attempt: Attempt,
+        group: Group,
+        closing: contextlib.ExitStack,
+    ):
+        """Load what `attempt` goes on from; `closing` ends what this starts."""
+        heartbeat.doing(f"loading what step {attempt.start_step} left")
+        self.config, self.attempt, self.group = config, attempt, group
+        self.run_directory = run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+        resume_from = Path(attempt.resume_from) if attempt.resume_from else None
+        model_folder = resume_from / "model" if resume_from else Path(config.model.name)
+        model = build_model(model_folder, config, group.mesh)
+        optimizer = make_optimizer(model.parameters(), config.optimizer)
+        self.state = TrainerState(config, group, model, optimizer, Progress())
+        parent = None
+        if resume_from:
+            parent = self.state.load(resume_from)
+        else:
+            read_tensors(model_folder, weights(model), "model")
 
-    tracker = Tracker(config, run, attempt) if group.rank == 0 else None
-    if tracker:
-        closing.callback(tracker.close)
+        self._prefetch = self._publisher = self._checkpoints = self._tracker = None
+        identity = None
+        if isinstance(config, SFTConfig):
+            self._loss_function = sft_loss
+            tokenizer = AutoTokenizer.from_pretrained(model_folder)
+            self._data = SFTData(config.data, tokenizer, config.seed, self.state.progress.total_samples)
+            check_identity(config.data.name, self._data.records, self.state.data_identity)
+            identity = identity_of(self._data.records)
+            first = self.state.progress.step + 1
+            self._prefetch = Prefetch(self._next_work, first, config.max_steps)
+            closing.callback(self._prefetch.close)
+        else:  # a batch may need what the step before it publishes, so none is asked for ahead
+            self._loss_function = PolicyLoss(config.loss)
+            self._data = RLData(config, run, attempt)
+            self._publisher = VersionPublisher(run, attempt, group)
+        if config.ckpt:
+            store = CheckpointStore(run.checkpoints)
+            self._checkpoints = TrainerCheckpoints(
+                self.state, store, attempt, model_folder, parent, identity, run.forget_batches
+            )
+            closing.callback(self._checkpoints.abandon)
+        if group.rank == 0:
+            self._tracker = Tracker(config, run, attempt)
+            closing.callback(self._tracker.close)
+        self._saved_at = time.monotonic()
 
-    def next_work(step: int) -> Work:
-        return make_work(data.next_batch(step), config, rank=group.rank, world_size=group.world_size)
+    def _next_work(self, step: int) -> Work:
+        batch = self._data.next_batch(step)
+        return make_work(batch, self.config, rank=self.group.rank, world_size=self.group.world_size)
 
-    prefetch = None
-    if isinstance(data, SFTData):  # an RL batch may need what this step publishes
-        prefetch = Prefetch(next_work, state.progress.step + 1, config.max_steps)
-        closing.callback(prefetch.close)
-    stopped, save, saved_at = None, False, time.monotonic()
-    for step in range(state.progress.step + 1, config.max_steps + 1):
-        heartbeat.doing(f"getting the batch of step {step}")
-        waited_from = time.monotonic()
-        work = prefetch.get(step) if prefetch else next_work(step)
-        started = time.monotonic()
-        before_update = checkpoints.before_update if checkpoints else None
-        meanwhile = partial(prefetch.make_ready, step + 1) if prefetch else None
-        row = train_step(state, work, step, loss_function, before_update, meanwhile)
-        row |= work.metrics
+    def run(self) -> Outcome:
+        """All steps, or as many as there are before somebody asks to stop."""
+        config, progress = self.config, self.state.progress
+        save = asked_to_stop = False
+        for step in range(progress.step + 1, config.max_steps + 1):
+            heartbeat.doing(f"getting the batch of step {step}")
+            waited_from = time.monotonic()
+            work = self._prefetch.get(step) if self._prefetch else self._next_work(step)
+            started = time.monotonic()
+            row = self._train_on(work, step)
+            save, last, asked_to_stop = self._decide_and_publish(step)
+            if self._tracker:
+                times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
+                digest = {"batch/digest": work.digest}
+                self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times})
+            if self._checkpoints:
+                self._keep(step, row, save=save)
+            if last:
+                break
+        heartbeat.doing(f"finishing after step {progress.step}")
+        if self._checkpoints:
+            _report(self._checkpoints.finish())
+        self.group.barrier()
+        early = asked_to_stop and progress.step < config.max_steps
+        return Outcome(progress.step, f"asked to stop at step {progress.step}" if early else None, save)
+
+    def _train_on(self, work: Work, step: int) -> dict[str, float]:
+        """The step itself; returns its metrics."""
+        before_update = self._checkpoints.before_update if self._checkpoints else None
+        meanwhile = partial(self._prefetch.make_ready, step + 1) if self._prefetch else None
+        row = train_step(self.state, work, step, self._loss_function, before_update, meanwhile)
+        return row | work.metrics
+
+    def _decide_and_publish(self, step: int) -> tuple[bool, bool, bool]:
+        """Whether to save after `step`, whether it is the last, and whether somebody asked for that.
+
+        The same on all ranks. The new policy is announced with it.
+        """
+        config, publisher = self.config, self._publisher
         replay = publisher is not None and publisher.is_replay(step)
-        asked_to_stop, overdue, replay, others_save = group.any_of(
-            run.stop_requested() is not None,
-            _overdue(config, time.monotonic() - saved_at),
+        asked_to_stop, overdue, replay, others_save = self.group.any_of(
+            self.run_directory.stop_requested() is not None,
+            _overdue(config, time.monotonic() - self._saved_at),
             replay,
             replay and publisher.announced_save(step),
         )
         last = step == config.max_steps or (asked_to_stop and not replay)
-        save = checkpoints is not None and (last or overdue or _due(config, step))
+        save = self._checkpoints is not None and (last or overdue or _due(config, step))
         if replay:  # the orchestrator knows this step: it can be saved only if that one saves its part
-            save = save and (others_save or checkpoints.others_saved(step))
-        if publisher and not replay:
-            publisher.publish(step, model, save=save and config.ckpt.training_state, last=last)
-        if tracker:
-            times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
-            digest = {"batch/digest": work.digest}
-            tracker.log({"step": step, **row, **asdict(state.progress), **digest, **times})
-        if checkpoints:
-            if step == attempt.start_step + 1:
-                checkpoints.prepare()
-            if save:
-                checkpoints.save(row, wait=not config.ckpt.save_async)
-                saved_at = time.monotonic()
-            _report(checkpoints.check())
-        if last:
-            if asked_to_stop and step < config.max_steps:
-                stopped = f"asked to stop at step {step}"
-            break
-    heartbeat.doing(f"finishing after step {state.progress.step}")
-    if checkpoints:
-        _report(checkpoints.finish())
-    group.barrier()
-    return Outcome(state.progress.step, stopped, save)
+            save = save and (others_save or self._checkpoints.others_saved(step))
+        elif publisher:
+            with_orchestrator = save and config.ckpt.training_state
+            publisher.publish(step, self.state.model, save=with_orchestrator, last=last)
+        return save, last, asked_to_stop
+
+    def _keep(self, step: int, row: dict[str, float], *, save: bool) -> None:
+        """Save if it is time to, and see how earlier saves went."""
+        if step == self.attempt.start_step + 1:
+            self._checkpoints.prepare()
+        if save:
+            self._checkpoints.save(row, wait=not self.config.ckpt.save_async)
+            self._saved_at = time.monotonic()
+        _report(self._checkpoints.check())
 
 
 def _due(config: TrainerBase, step: int) -> bool:

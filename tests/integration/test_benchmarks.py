@@ -1,19 +1,21 @@
-"""The benchmarks that train: they run, and print what they say. How fast is not a test's business."""
+"""The benchmarks run, and print what they say. How fast anything is, is not a test's business.
+
+TRL's part is only there where it is installed (`uv sync --group bench`).
+"""
 
 import importlib.util
 import json
 import subprocess
 import sys
+from typing import Any
 
 import pytest
 from runs import REPOSITORY
 
-pytestmark = pytest.mark.skipif(
-    importlib.util.find_spec("trl") is None, reason="TRL is not installed: uv sync --group bench"
-)
+HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
-def report(name: str) -> dict:
+def report(name: str) -> dict[str, Any]:
     """The object on the last line of a quick run."""
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--json"]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
@@ -22,22 +24,50 @@ def report(name: str) -> dict:
     return json.loads(line)
 
 
+def with_trl(*names: str) -> list[str]:
+    """The systems that are there."""
+    return [name for name in names if HAS_TRL or not name.startswith("trl")]
+
+
 def test_sft():
     found = report("sft")
-    assert list(found["systems"]) == ["cairn", "bare", "trl_padded", "trl_packed"]
+    assert list(found["systems"]) == with_trl("cairn", "bare", "trl_padded", "trl_packed")
     rates = {name: values["tokens_per_s"] for name, values in found["systems"].items()}
     for name, values in found["systems"].items():
         assert values["rounds"] == [rates[name]]
         tokens = values["tokens_per_s"] * values["step_ms"] / 1000
         assert tokens == pytest.approx(64 * 11.5, rel=0.1), f"{name}: useful tokens of 64 records"
-    for name in ("bare", "trl_padded", "trl_packed"):
-        assert found["ratios"][f"cairn / {name}"] == pytest.approx(rates["cairn"] / rates[name])
+        if name != "cairn":
+            assert found["ratios"][f"cairn / {name}"] == pytest.approx(rates["cairn"] / rates[name])
 
 
 def test_startup():
     found = report("startup")
-    assert list(found["systems"]) == ["cairn", "trl", "bare"]
+    assert list(found["systems"]) == with_trl("cairn", "trl", "bare")
     times = {name: values["first_step_s"] for name, values in found["systems"].items()}
     assert min(times.values()) > 0
-    for name in ("trl", "bare"):
-        assert found["ratios"][f"cairn / {name}"] == pytest.approx(times["cairn"] / times[name])
+    assert found["ratios"]["cairn / bare"] == pytest.approx(times["cairn"] / times["bare"])
+
+
+def test_rl():
+    tiny = report("rl")["tasks"]["tiny"]
+    exact, overlapped = tiny["systems"]["cairn_k0"], tiny["systems"]["cairn_k1"]
+    assert exact["staleness"] == 0 <= overlapped["staleness"] <= 1
+    assert tiny["bound"]["step_s"] == max(tiny["bound"]["generate_s"], tiny["bound"]["train_s"])
+    assert tiny["ratios"]["cairn_k0 / cairn_k1"] == pytest.approx(exact["step_s"] / overlapped["step_s"])
+
+
+def test_weights():
+    (run,) = report("weights")["runs"]
+    assert run["bytes"] == 4 * run["parameters"]
+    assert all(len(times) == run["repeats"] for times in run["all"].values())
+    assert run["ratio"] == pytest.approx((run["publish_s"] - run["empty_s"]) / run["memcpy_s"])
+
+
+def test_checkpoint():
+    found = report("checkpoint")
+    keys = {"stall_s", "lost_s", "durable_s", "load_cold_s", "load_warm_s", "extra_bytes"}
+    assert {"cairn", "dcp_save", "dcp_thread", "torch_save", "safetensors"} <= found["systems"].keys()
+    assert all(values.keys() == keys for values in found["systems"].values())
+    assert found["limits"].keys() == {"memcpy_s", "write_fsync_s", "read_cold_s", "read_warm_s"}
+    assert found["state_bytes"] == pytest.approx(12 * found["runs"][0]["params"], rel=0.2)

@@ -1,6 +1,8 @@
 """Supervised fine-tuning from the outside: a run that is stopped and gone on with is as if it never was."""
 
 import json
+import os
+import shutil
 import signal
 from dataclasses import dataclass
 from pathlib import Path
@@ -50,9 +52,11 @@ def sft(data: Path) -> tuple:
 
 @pytest.fixture(scope="module")
 def straight(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """40 steps on one rank without a stop."""
+    """40 steps on one rank without a stop; through `uv run`, as users start it."""
     run = tmp_path_factory.mktemp("straight") / "run"
-    shell.succeed(*sft, "--max-steps", 40, "--ckpt.interval", 20, "--output-dir", run)
+    uv = os.environ.get("UV") or shutil.which("uv")
+    assert uv, "there is no uv: scripts/test fetches it"
+    shell.succeed(uv, "run", "--no-sync", *sft, "--max-steps", 40, "--ckpt.interval", 20, "--output-dir", run)
     return run
 
 

@@ -311,6 +311,19 @@ def test_a_server_that_does_not_run(refused: Refused, tmp_path: Path):
     assert "uv run inference" in message
 
 
+def test_a_server_that_does_not_come_back(call: Callable[..., Finished], tmp_path: Path):
+    """A run that goes on gives it time, and says so: whatever ended the run may have ended both."""
+    url = f"http://127.0.0.1:{free_port()}"
+    arguments = ("--orchestrator.inference-url", url, "--output-dir", tmp_path / "run")
+    patience = ("--ckpt.resume", "auto", "--orchestrator.server-timeout", 1)
+    finished = call("rl", *RL, *arguments, *patience)
+    assert finished.code == 1, finished.output
+    waiting, error = finished.output.splitlines()
+    assert waiting.startswith("waiting for the inference server, at most 1 s (--orchestrator.server-timeout)")
+    assert error.startswith("error: ")
+    assert "uv run inference" in error
+
+
 # Checkpoints to go on from
 
 
