@@ -37,7 +37,7 @@ def load(cls: type[Config], argv: list[str]) -> Config:
     except OSError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
     if config.dry_run:
-        print(config.model_dump_json(indent=2))
+        print(config.model_dump_json(indent=2), flush=True)
         sys.exit(0)
     return config
 

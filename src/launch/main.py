@@ -6,12 +6,15 @@ it again to go on. 1: anything else.
 Whatever is heavy is imported after the command line has been read, so that --help answers at once.
 """
 
+import os
+import signal
 import sys
 from collections.abc import Callable
 
 from cairn.config.cli import UsageError, load
 
 EXIT_STOPPED = 75
+EXIT_UNREAD = 128 + signal.SIGPIPE
 
 
 def sft() -> int:
@@ -90,7 +93,12 @@ def ckpt() -> int:
 def answer(run: Callable[[], int]) -> int:
     """Run a command; an error that a user can do something about is one message, not a traceback."""
     try:
-        return run()
+        code = run()
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # whoever reads what we print, such as `head`, has enough of it
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return EXIT_UNREAD
     except UsageError as error:
         return _complain(str(error), 2)
     except KeyboardInterrupt:

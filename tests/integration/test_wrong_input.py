@@ -3,6 +3,9 @@
 import json
 import os
 import shutil
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -517,6 +520,18 @@ def test_exit_codes_of_the_commands(shell: Shell, tmp_path: Path):
     url = ("--orchestrator.inference-url", f"http://127.0.0.1:{free_port()}")
     assert shell.run("rl", *RL, *url, *end).code == 1
     assert not list(tmp_path.iterdir())
+
+
+def test_output_that_nobody_reads():
+    """As with `| head`: no traceback."""
+    reading, writing = os.pipe()
+    os.close(reading)
+    sft = Path(sys.executable).with_name("sft")
+    done = subprocess.run(
+        [sft, *SFT, "--dry-run"], cwd=REPOSITORY, stdout=writing, stderr=subprocess.PIPE, text=True
+    )
+    os.close(writing)
+    assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, "")
 
 
 @pytest.mark.parametrize(
