@@ -14,11 +14,12 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
+import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -112,6 +113,13 @@ class Command:
             time.sleep(0.01)
         return value
 
+    def listening(self) -> set[str]:
+        """The addresses at which its processes listen, of those seen so far."""
+        self.family()
+        pids = {self.process.pid} | {pid for pid, _ in self.survivors()}
+        found = psutil.net_connections("inet")
+        return {c.laddr.ip for c in found if c.pid in pids and c.status == psutil.CONN_LISTEN}
+
     def family(self) -> set[tuple[int, str]]:
         """All descendants seen so far, as process id and start time; call it now and then."""
         processes = _processes()
@@ -180,11 +188,11 @@ class Shell:
         self.environment.pop("CAIRN_INFERENCE_TOKEN", None)
         self._started = 0
 
-    def start(self, name: str, *arguments: object) -> Command:
-        """Start a command, to be used as a context manager."""
+    def start(self, name: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Command:
+        """Start a command, to be used as a context manager; `environment` goes over the shell's."""
         self._started += 1
         log = self.folder / f"{self._started}_{Path(name).name}.log"
-        return Command(log, self.environment, name, *arguments)
+        return Command(log, {**self.environment, **(environment or {})}, name, *arguments)
 
     def run(self, name: str, *arguments: object) -> Finished:
         """Run a command to its end."""

@@ -22,6 +22,12 @@ RAY_SETTINGS = {
 }
 """What Ray reads when it is imported, by whichever module of a role that is."""
 
+LOCAL_RAY_SETTINGS = {
+    # Named after the systems where it is the default: a cluster of this machine alone, on the loopback.
+    "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
+}
+"""And where it starts a cluster of its own; else that would listen on every network of the machine."""
+
 
 class RoleFailed(Exception):
     """A role of the run died; the message shows the end of its log."""
@@ -31,11 +37,16 @@ class RayFailed(RoleFailed):
     """The trainer's Ray cluster broke down; another start may well succeed."""
 
 
-def start_role(role: str, output_dir: Path, log: Path, *, standby: bool = False) -> subprocess.Popen:
+def start_role(
+    role: str, output_dir: Path, log: Path, *, local_ray: bool, standby: bool = False
+) -> subprocess.Popen:
     """Start `role` of the run in `output_dir`, in a session of its own; its output goes to `log`.
 
-    A standby does not begin before a line comes to its standard input.
+    Args:
+        local_ray: a Ray cluster that it starts is for this machine alone.
+        standby: it does not begin before a line comes to its standard input.
     """
+    settings = RAY_SETTINGS | (LOCAL_RAY_SETTINGS if local_ray else {})
     log.parent.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir), str(os.getpid())]
     with open(log, "ab") as out:
@@ -44,7 +55,7 @@ def start_role(role: str, output_dir: Path, log: Path, *, standby: bool = False)
             stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**RAY_SETTINGS, **os.environ},
+            env={**settings, **os.environ},
             start_new_session=True,
         )
 

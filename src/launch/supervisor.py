@@ -4,7 +4,7 @@ import subprocess
 import time
 
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.supervision import SupervisionConfig
+from cairn.config.rl import RLConfig
 from cairn.launch.attempt import NewestDamaged, RunConfig
 from cairn.launch.display import StepDisplay
 from cairn.launch.main import EXIT_STOPPED
@@ -51,7 +51,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
 class _Role:
     """One role's process: the current one, if it was started again; and its standby, if it has one."""
 
-    def __init__(self, name: str, run: RunDirectory, config: SupervisionConfig):
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig):
         self.name = name
         self.run = run
         self.log = run.logs / f"{name}.log"
@@ -124,7 +124,7 @@ class _Role:
             self.process.stdin.write(b"begin\n")
             self.process.stdin.close()
         else:
-            self.process = start_role(self.name, self.run.path, self.log)
+            self.process = self._start()
         self._standby = None
         self._had_standby = not (self.config.standby and self.name in STANDBY)
         self._begun_at_step = step
@@ -141,7 +141,12 @@ class _Role:
         """Start a standby once the role's process has come so far that it does not disturb; one each."""
         if not self._had_standby and step > self._begun_at_step:
             self._had_standby = True
-            self._standby = start_role(self.name, self.run.path, self.log, standby=True)
+            self._standby = self._start(standby=True)
+
+    def _start(self, *, standby: bool = False) -> subprocess.Popen:
+        trainer = self.config.trainer if isinstance(self.config, RLConfig) else self.config
+        local = trainer.ray.address is None
+        return start_role(self.name, self.run.path, self.log, local_ray=local, standby=standby)
 
     def stop(self) -> None:
         """End its process: a server is asked first; then, with its whole session, it is killed."""

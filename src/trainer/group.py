@@ -1,6 +1,7 @@
 """This process's place among the trainer's ranks."""
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -31,10 +32,10 @@ class Group:
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)
-            dist.init_process_group("nccl", device_id=device)
+            dist.init_process_group("nccl", device_id=device, **_meeting_place())
         else:
             device = torch.device("cpu")
-            dist.init_process_group("gloo")
+            dist.init_process_group("gloo", **_meeting_place())
         world_size = dist.get_world_size()
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
         return cls(dist.get_rank(), world_size, device, mesh)
@@ -65,3 +66,15 @@ class Group:
     def leave(self) -> None:
         """Take leave of the other ranks."""
         dist.destroy_process_group()
+
+
+def _meeting_place() -> dict[str, Any]:
+    """The store through which the ranks find each other. PyTorch's own would listen on every network."""
+    rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
+    host = os.environ["MASTER_ADDR"]
+    listening = None
+    if rank == 0:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        listening = socket.create_server((host, port), family=family).detach()
+    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening)
+    return {"store": store, "rank": rank, "world_size": world_size}

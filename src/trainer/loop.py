@@ -115,8 +115,11 @@ class _Training:
     def run(self) -> Outcome:
         """All steps, or as many as there are before somebody asks to stop."""
         config, progress = self.config, self.state.progress
-        save = asked_to_stop = False
-        for step in range(progress.step + 1, config.max_steps + 1):
+        # Who died after the last save has nothing left to do, and would wait for a batch that never comes.
+        ended = self._publisher is not None and self._publisher.announced(progress.step)[1]
+        (ended,) = self.group.any_of(ended)
+        save = asked_to_stop = ended
+        for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
             heartbeat.doing(f"getting the batch of step {step}")
             waited_from = time.monotonic()
             work = self._prefetch.get(step) if self._prefetch else self._next_work(step)
@@ -152,13 +155,13 @@ class _Training:
         """
         config, publisher = self.config, self._publisher
         replay = publisher is not None and publisher.is_replay(step)
-        asked_to_stop, overdue, replay, others_save = self.group.any_of(
+        asked_to_stop, overdue, replay, others_save, others_end = self.group.any_of(
             self.run_directory.stop_requested() is not None,
             _overdue(config, time.monotonic() - self._saved_at),
             replay,
-            replay and publisher.announced_save(step),
+            *(publisher.announced(step) if replay else (False, False)),
         )
-        last = step == config.max_steps or (asked_to_stop and not replay)
+        last = step == config.max_steps or others_end or (asked_to_stop and not replay)
         save = self._checkpoints is not None and (last or overdue or _due(config, step))
         if replay:  # the orchestrator knows this step: it can be saved only if that one saves its part
             save = save and (others_save or self._checkpoints.others_saved(step))

@@ -55,10 +55,11 @@ class VersionPublisher:
         """
         return step <= self._newest
 
-    def announced_save(self, step: int) -> bool:
-        """Whether the orchestrator was told that `step` is a checkpoint, so it saves its part."""
-        announced = self.run.announced_version(self.attempt, step)
-        return announced is not None and announced["save"]
+    def announced(self, step: int) -> tuple[bool, bool]:
+        """Whether the orchestrator was told that `step` is a checkpoint, so it saves its part; and that the
+        run ends there, so it ends too."""
+        message = self.run.announced_version(self.attempt, step)
+        return (message["save"], message["last"]) if message else (False, False)
 
     def publish(self, step: int, model: PreTrainedModel, *, save: bool, last: bool) -> None:
         """Write the weights after `step` optimiser steps, then announce them; all ranks call it.

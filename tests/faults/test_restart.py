@@ -107,6 +107,30 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     assert f"2 restarts, {last['run/recomputed_steps']} steps recomputed" in finished.output
 
 
+@pytest.mark.parametrize("moment", ["commit.before_manifest", "commit.done"])
+def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
+    shell: Shell, server: Server, rl: tuple[object, ...], tmp_path: Path, moment: str
+):
+    """The orchestrator has ended then: the next worker ends where the first one would have."""
+    run = tmp_path / "run"
+    once = tmp_path / "faults"
+    once.mkdir()
+    (once / f"{moment}:kill").touch()
+    faults = {"CAIRN_FAULT": f"{moment}:kill", "CAIRN_FAULT_ONCE": str(once)}
+    end = ("--orchestrator.inference-url", server.url, "--ckpt.interval", 1000, "--output-dir", run)
+    with shell.start(*rl, *end, environment=faults) as command:
+        command.wait_until(lambda: len(rows(run)) >= 2)
+        command.process.send_signal(signal.SIGTERM)
+        finished = command.finish()
+    assert finished.code == 75, finished.output
+    assert "trainer_rank0 died and is started again" in finished.output
+    last = rows(run)[-1]["step"]
+    assert f"stopped at step {last}, saved in" in finished.output
+    assert steps(run) == [last]
+    assert not list(once.iterdir())
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+
+
 def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):
@@ -145,6 +169,7 @@ def test_reinforcement_learning_survives_the_server_that_it_started(
     with shell.start(*arguments, *own, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 6)
         before = read(run / "roles.json")["roles"]
+        assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         command.family()
         for pid in (pid for pid, _ in command.survivors() if "vllm.entrypoints" in cmdline(pid)):
             os.kill(pid, signal.SIGKILL)

@@ -18,18 +18,21 @@ from cairn.run.history import Account, History
 # Starting
 
 
-def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path):
+@pytest.mark.parametrize("local", [True, False])
+def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
     """Under `uv run` its workers would run in a copy of the folder, and write there, if nobody says no.
 
-    It reads that when it is imported, so it has to be in the environment of every role from its start.
+    It reads that when it is imported, so it has to be in the environment of every role from its start. So has
+    what keeps a cluster that is for this machine alone off the network.
     """
-    role = start_role("trainer", tmp_path, tmp_path / "log")
+    role = start_role("trainer", tmp_path, tmp_path / "log", local_ray=local)
     try:
         settings = Path(f"/proc/{role.pid}/environ").read_bytes().split(b"\0")
     finally:
         kill_session(role.pid)
         role.wait()
     assert b"RAY_ENABLE_UV_RUN_RUNTIME_ENV=0" in settings
+    assert (b"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in settings) == local
 
 
 # Signs of life
