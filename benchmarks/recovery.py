@@ -28,6 +28,8 @@ import common
 REPOSITORY = Path(__file__).resolve().parents[1]
 TASK = "configs/reverse_text"
 DEADLINE = 300.0
+POLL = 0.1
+"""Seconds between two looks at a run whose whole length counts: looking takes time from it."""
 
 ENDLESS = ("--max-steps", "1000000", "--ckpt.interval", "5", "--ckpt.keep-last", "2")
 SFT = ("sft", "@", f"{TASK}/sft.toml", *ENDLESS)
@@ -165,15 +167,15 @@ class Job:
             wanted.append("trainer_spare")
         return all(any(name.startswith(want) for name in waiting) for want in wanted)
 
-    def wait_until(self, condition: Callable[[], bool], what: str) -> None:
-        """Wait for something while the command runs."""
+    def wait_until(self, condition: Callable[[], bool], what: str, poll: float = 0.005) -> None:
+        """Wait for something while the command runs, and look every `poll` seconds."""
 
         def check() -> bool:
             if self.process.poll() is not None:
                 raise RuntimeError(f"the command ended:\n{self.log.read_text()[-3000:]}")
             return condition()
 
-        wait_until(check, what)
+        wait_until(check, what, poll)
 
 
 def measure(run: Path, command: tuple[str, ...], victim: str | None, repeats: int) -> list[float]:
@@ -199,39 +201,47 @@ def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> di
     command = ("sft", "@", str(config), "--ckpt.interval", "1", "--ckpt.keep-last", "2")
     whole = (*command, "--max-steps", str(steps))
     by_role = (*whole, "--spare-workers", "1", "--standby")
-    with Job(folder / "calm", (*command, "--max-steps", "15")) as job:
-        job.process.wait(DEADLINE)
-        step_seconds = statistics.median(
-            row["time/wait"] + row["time/step"] for row in job.rows() if row["step"] > 3
-        )
-    say(f"a calm step takes {step_seconds:.2f} s")
-    result: dict[str, Any] = {"step_seconds": step_seconds, "steps": steps}
+    calm = calm_steps(folder / "calm_before", command)
+    say(f"a calm step takes {statistics.median(calm):.2f} s")
+    walls = {}
     for name, arguments, victims in (
         ("restart by role", by_role, ["trainer_rank0", "trainer_rank0", "trainer"]),
         ("restart of the whole job", whole, [None]),
     ):
-        run = folder / name.replace(" ", "_")
-        result[name] = disturbed(run, arguments, victims, steps, step_seconds, seed)
-        say(f"{name}: {result[name]}")
-    return result
+        walls[name] = disturbed(folder / name.replace(" ", "_"), arguments, victims, steps, calm, seed)
+        say(f"{name}: {walls[name]}")
+    calm += calm_steps(folder / "calm_after", command)  # machines do not stay as fast as they were
+    step_seconds = statistics.median(calm)
+    say(f"a calm step took {step_seconds:.2f} s, before and after")
+    for name, found in walls.items():
+        found["goodput"] = found["new_steps"] * step_seconds / found["seconds"]
+        say(f"{name}: goodput {found['goodput']:.3f}")
+    return {"step_seconds": step_seconds, "steps": steps, **walls}
+
+
+def calm_steps(run: Path, command: tuple[str, ...]) -> list[float]:
+    """Seconds of each step of a short run that nothing happens to."""
+    with Job(run, (*command, "--max-steps", "15")) as job:
+        job.process.wait(DEADLINE)
+        return [row["time/wait"] + row["time/step"] for row in job.rows() if row["step"] > 3]
 
 
 def disturbed(
-    run: Path, command: tuple[str, ...], victims: list[str | None], steps: int, step_seconds: float, seed: int
+    run: Path, command: tuple[str, ...], victims: list[str | None], steps: int, calm: list[float], seed: int
 ) -> dict[str, Any]:
-    """Goodput of a run in which some step of every ten sees a kill, at a random moment."""
+    """How long a run takes in which some step of every ten sees a kill, at a random moment."""
     draw = random.Random(seed)
     with Job(run, command) as job:
-        job.wait_until(lambda: job.step() >= 1, "the first step")
+        job.wait_until(lambda: job.step() >= 1, "the first step", POLL)
         began, first = time.monotonic(), job.step()
         kills = 0
         for ten in range(0, steps - 10, 10):
             at, moment, victim = ten + draw.randint(2, 10), draw.random(), draw.choice(victims)
-            job.wait_until(lambda at=at: job.step() >= at, f"step {at}")
-            time.sleep(moment * step_seconds)
+            job.wait_until(lambda at=at: job.step() >= at, f"step {at}", POLL)
+            time.sleep(moment * statistics.median(calm))
             job.kill(victim)
             kills += 1
-        wait_until(lambda: job.process.poll() is not None, "the end")
+        wait_until(lambda: job.process.poll() is not None, "the end", POLL)
         if job.step() != steps:
             raise RuntimeError(f"the command ended:\n{job.log.read_text()[-3000:]}")
         wall = time.monotonic() - began
@@ -239,7 +249,7 @@ def disturbed(
     return {
         "kills": kills,
         "seconds": wall,
-        "goodput": (steps - first) * step_seconds / wall,
+        "new_steps": steps - first,
         "recomputed_steps": last["run/recomputed_steps"],
         "goodput_by_own_account": last["run/goodput"],
     }
@@ -264,8 +274,8 @@ def larger_task(folder: Path) -> Path:
     return config
 
 
-def wait_until(condition: Callable[[], bool], what: str) -> None:
-    """Wait for something.
+def wait_until(condition: Callable[[], bool], what: str, poll: float = 0.005) -> None:
+    """Wait for something, and look every `poll` seconds.
 
     Raises:
         TimeoutError: naming it.
@@ -274,7 +284,7 @@ def wait_until(condition: Callable[[], bool], what: str) -> None:
     while not condition():
         if time.monotonic() > end:
             raise TimeoutError(f"waited {DEADLINE:g} s for {what}")
-        time.sleep(0.005)
+        time.sleep(poll)
 
 
 def wait_for_end(pids: Iterable[int]) -> None:

@@ -26,6 +26,8 @@ from cairn.run.metrics import MetricsLog
 logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
+SETTLED_STEPS = 2
+"""After so many steps the ranks have all their memory, and a spare is less in their way."""
 SETTLE_SECONDS = 5.0
 """How long the others have, once a rank has failed, for noticing it and leaving."""
 
@@ -191,7 +193,7 @@ class Ranks:
             if ended.dead and self._placement.gpus:
                 break  # nothing wakes a rank that waits in a collective on a GPU
             self._watch(pending.values())
-            if not ended.broken and self._newest_step() > attempt.start_step:
+            if not ended.broken and self._newest_step() >= attempt.start_step + SETTLED_STEPS:
                 self.spares.tend()
         if ended.dead:
             on_gpu = self._placement.gpus > 0

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,9 +16,9 @@ from runs import REPOSITORY
 HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
-def report(name: str) -> dict[str, Any]:
+def report(name: str, *arguments: object) -> dict[str, Any]:
     """The object on the last line of a quick run."""
-    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--json"]
+    command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--json", *map(str, arguments)]
     done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
@@ -64,8 +65,8 @@ def test_weights():
     assert run["ratio"] == pytest.approx((run["publish_s"] - run["empty_s"]) / run["memcpy_s"])
 
 
-def test_checkpoint():
-    found = report("checkpoint")
+def test_checkpoint(tmp_path: Path):
+    found = report("checkpoint", "--dir", tmp_path)
     keys = {"stall_s", "lost_s", "durable_s", "load_cold_s", "load_warm_s", "extra_bytes"}
     assert {"cairn", "dcp_save", "dcp_thread", "torch_save", "safetensors"} <= found["systems"].keys()
     assert all(values.keys() == keys for values in found["systems"].values())
