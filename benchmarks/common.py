@@ -1,5 +1,6 @@
 """What the benchmarks of training share: one task for all systems, and how to follow their processes."""
 
+import contextlib
 import functools
 import json
 import os
@@ -8,7 +9,6 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -39,11 +39,8 @@ class Task:
 
     def prepare(self) -> None:
         """Write model and data."""
-        from cairn.config.model import ModelConfig
-        from cairn.launch.model import resolve_model
-
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.model.symlink_to(resolve_model(ModelConfig(name=str(CONFIGS / "model"), init_seed=0)))
+        self.model.symlink_to(with_random_weights(CONFIGS / "model"))
         with open(self.data, "w") as out:
             for line in (CONFIGS / "sft.jsonl").read_text().splitlines():
                 *prompt, answer = json.loads(line)["messages"]
@@ -77,6 +74,15 @@ class Task:
         }
         records = datasets.load_dataset("json", data_files=str(self.data), split="train")
         return SFTTrainer(str(self.model), args=SFTConfig(**arguments), train_dataset=records)
+
+
+def with_random_weights(folder: Path) -> str:
+    """A Hugging Face folder like this one, and with weights; standard output is for results."""
+    from cairn.config.model import ModelConfig
+    from cairn.launch.model import resolve_model
+
+    with contextlib.redirect_stdout(sys.stderr):
+        return resolve_model(ModelConfig(name=str(folder), init_seed=0))
 
 
 def has_trl() -> bool:
@@ -119,7 +125,7 @@ def result_of(script: str, arguments: list[object], threads: int) -> dict:
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
-@contextmanager
+@contextlib.contextmanager
 def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[tuple[float, dict]]]:
     """A command of Cairn's: yields the rows of the run's metrics, each with the time at which it appeared."""
     metrics = run / "metrics.jsonl"

@@ -136,9 +136,6 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
 
 def make_model(task: RLTask, folder: Path) -> Path:
     """A Hugging Face folder with random weights."""
-    from cairn.config.model import ModelConfig
-    from cairn.launch.model import resolve_model
-
     source = folder.with_name("source")
     shutil.copytree(common.CONFIGS / "model", source)
     config = json.loads((source / "config.json").read_text()) | task.model
@@ -147,7 +144,7 @@ def make_model(task: RLTask, folder: Path) -> Path:
     if task.whole_answers:
         no_end_of_text(source)
     os.environ["XDG_CACHE_HOME"] = str(folder.with_name("cache"))
-    folder.symlink_to(resolve_model(ModelConfig(name=str(source), init_seed=0)))
+    folder.symlink_to(common.with_random_weights(source))
     return folder
 
 

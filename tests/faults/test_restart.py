@@ -191,8 +191,12 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
     arguments = ("--ckpt.interval", 10, "--max-steps", 120, "--spare-workers", 1, "--output-dir", run)
     with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 23)
+        worker = read(run / "roles.json")["roles"]["trainer_rank0"]["pid"]
         pid = send(run, "trainer", signal.SIGKILL)
         wait_for_successor(command, run, "trainer", pid)
+        wait_for_successor(command, run, "trainer_rank0", worker)
+        command.wait_until(lambda: len(rows(run)) >= 26)
+        send(run, "trainer_rank0", signal.SIGSTOP)  # or it is done before the spare is ready
         wait_for_spare(command, run)
         before = read(run / "roles.json")["roles"]
         spare = next(entry["pid"] for entry in before.values() if entry["state"] == "waiting")
