@@ -121,11 +121,13 @@ def measure(arguments: argparse.Namespace, params: int) -> dict:
     root = Path(paths[0])
     try:
         limits = measure_limits(training, root, arguments.repeats)
+        if rank == 0:  # as for each system below: a run of an hour that is cut short has not been for nothing
+            print(json.dumps({"params": params, "limits": limits}), file=sys.stderr, flush=True)
         systems = {}
         for name in arguments.systems:
             with contextlib.suppress(ImportError):
                 systems[name] = measure_system(name, training, root / name, arguments.repeats)
-                if rank == 0:  # a run of hours that is cut short has not been for nothing
+                if rank == 0:
                     print(json.dumps({"params": params, name: systems[name]}), file=sys.stderr, flush=True)
             dist.barrier()
             if rank == 0:
