@@ -202,13 +202,15 @@ def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> di
     whole = (*command, "--max-steps", str(steps))
     by_role = (*whole, "--spare-workers", "1", "--standby")
     calm = calm_steps(folder / "calm_before", command)
-    say(f"a calm step takes {statistics.median(calm):.2f} s")
+    step_seconds = statistics.median(calm)
+    say(f"a calm step takes {step_seconds:.2f} s")
     walls = {}
     for name, arguments, victims in (
         ("restart by role", by_role, ["trainer_rank0", "trainer_rank0", "trainer"]),
         ("restart of the whole job", whole, [None]),
     ):
-        walls[name] = disturbed(folder / name.replace(" ", "_"), arguments, victims, steps, calm, seed)
+        run = folder / name.replace(" ", "_")
+        walls[name] = disturbed(run, arguments, victims, steps, step_seconds, seed)
         say(f"{name}: {walls[name]}")
     calm += calm_steps(folder / "calm_after", command)  # machines do not stay as fast as they were
     step_seconds = statistics.median(calm)
@@ -227,7 +229,7 @@ def calm_steps(run: Path, command: tuple[str, ...]) -> list[float]:
 
 
 def disturbed(
-    run: Path, command: tuple[str, ...], victims: list[str | None], steps: int, calm: list[float], seed: int
+    run: Path, command: tuple[str, ...], victims: list[str | None], steps: int, step_seconds: float, seed: int
 ) -> dict[str, Any]:
     """How long a run takes in which some step of every ten sees a kill, at a random moment."""
     draw = random.Random(seed)
@@ -238,7 +240,7 @@ def disturbed(
         for ten in range(0, steps - 10, 10):
             at, moment, victim = ten + draw.randint(2, 10), draw.random(), draw.choice(victims)
             job.wait_until(lambda at=at: job.step() >= at, f"step {at}", POLL)
-            time.sleep(moment * statistics.median(calm))
+            time.sleep(moment * step_seconds)
             job.kill(victim)
             kills += 1
         wait_until(lambda: job.process.poll() is not None, "the end", POLL)

@@ -252,6 +252,15 @@ def steps(run: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
 
 
+def flip(path: Path, offset: int, mask: int = 0x10) -> None:
+    """Damage a file: change bits of one byte; the same again mends it."""
+    with open(path, "r+b") as file:
+        file.seek(offset)
+        (byte,) = file.read(1)
+        file.seek(offset)
+        file.write(bytes([byte ^ mask]))
+
+
 def read(path: Path) -> Any:
     """A JSON file."""
     return json.loads(path.read_text())

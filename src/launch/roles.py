@@ -8,6 +8,7 @@ import importlib
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.inference import InferenceConfig
@@ -51,7 +52,7 @@ class Turn:
     def load(self, *modules: str) -> None:
         """Import modules ahead: a standby at its leisure."""
         for module in modules if self.standby else ():
-            in_background(lambda module=module: importlib.import_module(module))
+            in_background(partial(importlib.import_module, module))
 
     def wait(self) -> None:
         """Return when it is this process's turn; call it when all is prepared."""

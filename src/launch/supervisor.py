@@ -179,10 +179,13 @@ def _conclude(run: RunDirectory, code: int, step: int, config: RunConfig) -> int
         return EXIT_STOPPED
     if code == EXIT_LOST:
         raise RoleFailed(f"stopped at step {step}, which is lost: --ckpt would have saved it")
-    if step < config.max_steps or (config.ckpt and not store.exists(step)):
-        what = f"metrics.jsonl ends with step {step} of {config.max_steps}"
-        what = what if step < config.max_steps else f"{folder} is not there"
-        raise RoleFailed(f"the trainer reported no error, but {what}; see {run.logs / 'trainer.log'}")
+    missing = None
+    if step < config.max_steps:
+        missing = f"metrics.jsonl ends with step {step} of {config.max_steps}"
+    elif config.ckpt and not store.exists(step):
+        missing = f"{folder} is not there"
+    if missing:
+        raise RoleFailed(f"the trainer reported no error, but {missing}; see {run.logs / 'trainer.log'}")
     saved = f", saved in {folder}" if config.ckpt else ""
     print(f"done: step {step}{saved}", flush=True)
     return 0

@@ -2,8 +2,8 @@
 
 import contextlib
 import os
-import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -15,20 +15,10 @@ def in_background(work: Callable[[], T]) -> T:
     A thread of its own, since no process may raise its priority again without privileges. Returns what `work`
     does and raises what it raises.
     """
-    done: list[T] = []
-    failed: list[BaseException] = []
 
-    def run() -> None:
+    def give_way() -> None:
         with contextlib.suppress(AttributeError, OSError):  # then as any other thread
             os.sched_setscheduler(0, os.SCHED_IDLE, os.sched_param(0))
-        try:
-            done.append(work())
-        except BaseException as error:
-            failed.append(error)
 
-    thread = threading.Thread(target=run, name="background")
-    thread.start()
-    thread.join()
-    if failed:
-        raise failed[0]
-    return done[0]
+    with ThreadPoolExecutor(1, "background", initializer=give_way) as thread:
+        return thread.submit(work).result()

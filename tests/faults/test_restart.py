@@ -11,6 +11,7 @@ from runs import (
     Server,
     Shell,
     assert_same_bits,
+    flip,
     free_port,
     read,
     rows,
@@ -141,9 +142,7 @@ def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
         command.wait_until(lambda: steps(run)[-1:] == [8])
         send(run, "trainer_rank0", signal.SIGSTOP)
         tensor_file = step_folder(run, 8) / "model" / "model.safetensors"
-        content = bytearray(tensor_file.read_bytes())
-        content[-1] ^= 1
-        tensor_file.write_bytes(content)
+        flip(tensor_file, tensor_file.stat().st_size - 1)
         send(run, "trainer_rank0", signal.SIGKILL)
         finished = command.finish()
     assert finished.code == 0, finished.output

@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
-from runs import ABOUT
+from runs import ABOUT, flip
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -175,14 +175,6 @@ def load_damaged(root: Path) -> None:
                 flip(path, offset)
     dist.barrier()
     load_step(folder, tensors, rank=dist.get_rank(), gather=gather)
-
-
-def flip(path: Path, offset: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ 1]))
 
 
 def fail_on_one_rank(root: Path) -> None:

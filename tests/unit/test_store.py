@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import runs
 import torch
+from runs import flip
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
@@ -200,14 +201,6 @@ def test_a_deleted_step_is_gone(store: CheckpointStore):
 
 
 # Damage
-
-
-def flip(path: Path, offset: int, mask: int = 0x10) -> None:
-    with open(path, "r+b") as file:
-        file.seek(offset)
-        (byte,) = file.read(1)
-        file.seek(offset)
-        file.write(bytes([byte ^ mask]))
 
 
 def is_tensor_file(name: str) -> bool:
