@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from cairn.run.jsonlines import JsonLines
 from cairn.run.lifetime import die_with
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reverse_text"
@@ -128,7 +129,8 @@ def result_of(script: str, arguments: list[object], threads: int) -> dict:
 @contextlib.contextmanager
 def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[tuple[float, dict]]]:
     """A command of Cairn's: yields the rows of the run's metrics, each with the time at which it appeared."""
-    metrics = run / "metrics.jsonl"
+    metrics = JsonLines(run / "metrics.jsonl")
+    resumed = max((row["step"] for row in metrics.rows()), default=0)
     log = run.with_suffix(".log")
     with open(log, "wb") as out:
         child = subprocess.Popen(
@@ -140,18 +142,15 @@ def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[t
         )
 
     def rows() -> Iterator[tuple[float, dict]]:
-        seen = len(metrics.read_text().splitlines()) if metrics.exists() else 0
         while True:
             ended = child.poll() is not None
-            lines = metrics.read_text().rpartition("\n")[0].splitlines() if metrics.exists() else []
             now = time.perf_counter()
-            yield from ((now, json.loads(line)) for line in lines[seen:])
-            seen = len(lines)
+            yield from ((now, row) for row in metrics.new_rows() if row["step"] > resumed)
             if ended:
                 if child.returncode:
                     raise RuntimeError(f"ended with {child.returncode}:\n{log.read_text()[-3000:]}")
                 return
-            time.sleep(0.005)
+            time.sleep(0.01)  # what is measured needs the processor
 
     try:
         yield rows()

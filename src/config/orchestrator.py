@@ -52,6 +52,8 @@ class OrchestratorConfig(BaseConfig):
     """Answers to each prompt: the group that advantages are relative to."""
     max_off_policy_steps: int = Field(1, ge=0)
     """Steps that the policy of a token may be behind; 0: generating and training take turns, exactly."""
+    recompute_kv_cache: bool = False
+    """Have answers in flight recompute keys and values under new weights, not go on from old ones."""
     normalize_advantages: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
     max_in_flight: int = Field(256, ge=1)

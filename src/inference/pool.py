@@ -92,6 +92,8 @@ class ServerPool:
         look_every: Seconds between two looks at a healthy server, and at the file.
         hangs_after: Seconds without a sign of life after which a server's requests go to another one, if
             there is any.
+        keep_cache: Whether answers in flight go on from the keys and values that earlier weights have made;
+            otherwise a server recomputes them with every update, as it would a prompt of that length.
     """
 
     def __init__(
@@ -104,11 +106,13 @@ class ServerPool:
         token: str | None = None,
         look_every: float = 1.0,
         hangs_after: float = 30.0,
+        keep_cache: bool = False,
     ):
         self._timeout = timeout
         self._retry_for = retry_for
         self._look_every = look_every
         self._hangs_after = hangs_after
+        self._keep_cache = keep_cache
         self._token = token
         self._list = ServerList(urls, servers_file)
         self._members: dict[str, Member] = {}
@@ -374,7 +378,9 @@ class ServerPool:
         """Put the current weights into a server that does not have them."""
         async with member.pushing:
             while (weights := self._weights) is not None and member.weights is not weights:
-                status = await member.client.update_weights(weights.folder, weights.version)
+                status = await member.client.update_weights(
+                    weights.folder, weights.version, keep_cache=self._keep_cache
+                )
                 member.epoch, member.version, member.weights = status.epoch, status.weight_version, weights
                 member.pushes += 1
                 self._counts.push_bytes += weights.size
@@ -415,7 +421,10 @@ class ServerPool:
         Raises:
             ServerUnavailable: it failed, or cut the answer short because it is stopping.
         """
-        request = asyncio.create_task(member.client.generate(prompt_ids, n=n, **sampling))
+        # The salt keeps prompts from what earlier weights have left in the prefix cache.
+        request = asyncio.create_task(
+            member.client.generate(prompt_ids, n=n, cache_salt=member.version, **sampling)
+        )
         member.requests.add(request)
         member.sequences += n
         self._counts.begin()

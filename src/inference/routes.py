@@ -31,6 +31,8 @@ class WeightUpdate(BaseModel):
     # A directory, as this machine sees it.
     path: str = Field(min_length=1)
     version: str = Field(min_length=1)
+    # Whether requests in flight keep the keys and values that the old weights made of their tokens.
+    keep_cache: bool = False
 
 
 class CairnRoutes:
@@ -88,8 +90,8 @@ class CairnRoutes:
         """
         async with self._update:
             was_paused = await self._engine.is_paused()
-            # Also drops the prefix cache and has running requests recompute theirs: both hold old weights.
-            await self._engine.pause_generation(mode="keep")
+            # Clearing also has running requests recompute their keys and values, which old weights have made.
+            await self._engine.pause_generation(mode="keep", clear_cache=not update.keep_cache)
             try:
                 await self._engine.start_weight_update()
             except Exception as error:

@@ -116,6 +116,8 @@ def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirec
                 servers_file=run.servers,
                 timeout=config.request_timeout,
                 retry_for=config.request_timeout,
+                # Where generating and training take turns, no answer is in flight when weights change.
+                keep_cache=config.max_off_policy_steps > 0 and not config.recompute_kv_cache,
             ) as servers:
                 await servers.wait_ready(config.server_timeout)
                 return await Orchestrator(config, attempt, servers).run()

@@ -18,7 +18,7 @@ import httpx
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, DynamicCache
 
 from cairn.inference.client import (
     Generation,
@@ -26,6 +26,7 @@ from cairn.inference.client import (
     ServerUnavailable,
     Unauthorized,
     WeightsRefused,
+    _generation,
     token_file,
 )
 from cairn.inference.server import Server
@@ -126,39 +127,58 @@ def test_shards_other_types_and_a_copy_of_the_tied_head_load(
     with_client(inference_server, job)
 
 
+async def answers_under_changing_weights(
+    client: InferenceClient, models: dict[str, Path], *, keep_cache: bool
+) -> list[Generation]:
+    """Eight answers, while which the server gets one of `models` after the other."""
+    first, *later = models
+    await client.update_weights(models[first], first)
+    sampling = {"max_tokens": 800, "n": 8, "seed": 5, "logprobs": 0, "ignore_eos": True}
+    body = {"token_ids": PROMPT, "sampling_params": sampling, "cache_salt": first}
+    async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
+        request = asyncio.create_task(http.post("/inference/v1/generate", json=body))
+        for version in later:
+            await asyncio.sleep(0.3)
+            await client.update_weights(models[version], version, keep_cache=keep_cache)
+        answers = [_generation(choice) for choice in (await request).json()["choices"]]
+    assert [len(answer.token_ids) for answer in answers] == [800] * 8
+    assert len({span.version for answer in answers for span in answer.weight_versions}) > 1
+    return answers
+
+
 def test_weights_can_change_under_running_requests(inference_server: Server, tiny_model: Model):
     """Every token was sampled from the version that its span names."""
     models = {f"run:{i}": tiny_model(seed=i) for i in range(3)}
-    body = {
-        "token_ids": PROMPT,
-        "sampling_params": {"max_tokens": 800, "n": 8, "seed": 5, "logprobs": 0, "ignore_eos": True},
-    }
+    answers = with_client(
+        inference_server, lambda client: answers_under_changing_weights(client, models, keep_cache=False)
+    )
+    for generated in answers:
+        for span in generated.weight_versions:
+            assert_matches(models[span.version], generated, span.start, span.end)
 
-    async def job(client: InferenceClient) -> dict[str, Any]:
-        await client.update_weights(models["run:0"], "run:0")
-        async with httpx.AsyncClient(base_url=client.url, timeout=120) as http:
-            request = asyncio.create_task(http.post("/inference/v1/generate", json=body))
-            for version in ("run:1", "run:2"):
-                await asyncio.sleep(0.3)
-                await client.update_weights(models[version], version)
-            return (await request).json()
 
-    choices = with_client(inference_server, job)["choices"]
-    assert len(choices) == 8
-    seen = set()
-    for choice in choices:
-        assert len(choice["token_ids"]) == 800
-        generated = Generation(
-            choice["token_ids"], [t["logprob"] for t in choice["logprobs"]["content"]], [], "length"
-        )
-        position = 0
-        for span in choice["weight_versions"]:
-            assert span["start"] == position
-            position = span["end"]
-            assert_matches(models[span["version"]], generated, span["start"], span["end"])
-            seen.add(span["version"])
-        assert position == 800
-    assert len(seen) > 1
+def test_running_requests_may_go_on_from_old_keys_and_values(inference_server: Server, tiny_model: Model):
+    """Each token's logprob is what it was sampled with; later requests see nothing of the old weights."""
+    models = {f"run:{i}": tiny_model(seed=i) for i in range(3)}
+
+    async def job(client: InferenceClient) -> list[Generation]:
+        answers = await answers_under_changing_weights(client, models, keep_cache=True)
+        for generated in await client.generate(PROMPT, max_tokens=48, n=4, seed=1, cache_salt="run:2"):
+            assert_matches(models["run:2"], generated)
+        return answers
+
+    for generated in with_client(inference_server, job):
+        tokens = torch.tensor([PROMPT + generated.token_ids])
+        cache, begin, found = DynamicCache(), 0, []
+        for span in generated.weight_versions:  # the last token of a span is put in by the next weights
+            end = len(PROMPT) + span.end - 1
+            with torch.no_grad():
+                model = reference_model(models[span.version])
+                logits = model(tokens[:, begin:end], past_key_values=cache, use_cache=True).logits[0]
+            found.append(logits.log_softmax(-1).gather(-1, tokens[0, begin + 1 : end + 1, None])[:, 0])
+            begin = end
+        expected = torch.cat(found)[len(PROMPT) - 1 :]
+        torch.testing.assert_close(torch.tensor(generated.logprobs), expected, atol=1e-4, rtol=0)
 
 
 def test_the_same_seed_gives_the_same_tokens_in_any_company(inference_server: Server, tiny_model: Model):
