@@ -1,6 +1,7 @@
 """Reinforcement learning: seconds a step of Cairn, synchronous and overlapped, of TRL, and the bound.
 
-All train the same model on the same task with equal batches:
+All train the same model on the same task with equal batches, and compute in the same type (`--dtype`; weights
+and optimiser stay float32):
 
 - cairn_k0, cairn_k1, cairn_k2: the `rl` command as users run it, against one server that stays up, with
   `max_off_policy_steps` 0, 1 and 2
@@ -10,8 +11,9 @@ All train the same model on the same task with equal batches:
   turns, so its steps tell both
 
 Tasks: tiny is the README's (a model of 0.6M parameters, answers of at most 12 tokens); long is a model of
-about 10M parameters that writes 128 answers of 256 tokens a step; even is the same model with answers so long
-that generating and training take about as long as each other.
+about 10M parameters that writes 128 answers of 256 tokens a step, where training takes longer and so gets
+two threads; even is the same model with so few answers that generating and training take about as long as
+each other.
 
 Times are on the wall, from the rows of metrics.jsonl, without the first steps; systems take turns, and
 medians over the rounds are reported. A step's time is that of the steady run: with generation ahead of
@@ -49,6 +51,7 @@ class RLTask:
     micro_batch_size: int
     model: dict[str, int]
     """What differs from the README's model."""
+    trainer_threads: int = 1
     whole_answers: bool = False
     """Whether every answer is as long as allowed: a model with random weights would end some by chance."""
 
@@ -62,7 +65,7 @@ LARGE = {
 TASKS = {
     "tiny": RLTask(16, 8, 12, 128, 8, {}),
     "even": RLTask(2, 4, 256, 512, 2, LARGE, whole_answers=True),
-    "long": RLTask(16, 8, 256, 512, 2, LARGE, whole_answers=True),
+    "long": RLTask(16, 8, 256, 512, 2, LARGE, trainer_threads=2, whole_answers=True),
 }
 
 
@@ -74,6 +77,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each system in each round")
     parser.add_argument("--warmup", type=int, default=3, help="steps before them that do not count")
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="to compute in")
     parser.add_argument("--quick", action="store_true", help="the tiny task, few steps, under a minute")
     parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
@@ -83,7 +87,7 @@ def main() -> None:
         arguments.systems = ["cairn_k0", "cairn_k1"]
     if arguments.inside:
         (task,) = arguments.tasks
-        print(json.dumps(measure_trl(TASKS[task], arguments.inside, arguments.warmup, arguments.steps)))
+        print(json.dumps(measure_trl(TASKS[task], arguments.inside, arguments)))
         return
     if not common.has_trl():
         arguments.systems = [name for name in arguments.systems if not name.startswith("trl")]
@@ -93,7 +97,8 @@ def main() -> None:
             report[name] = compare(name, arguments, Path(folder))
         if not arguments.json:
             show(name, report[name])
-    print(json.dumps({"benchmark": "rl", "steps": arguments.steps, "tasks": report}))
+    about = {"benchmark": "rl", "dtype": arguments.dtype, "steps": arguments.steps}
+    print(json.dumps({**about, "tasks": report}))
 
 
 def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
@@ -102,7 +107,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
     model = make_model(task, folder / "model")
     rounds: dict[str, list[dict[str, float]]] = {system: [] for system in arguments.systems}
     for number in range(arguments.rounds):
-        with server(task, model, folder / "server.log") as url:
+        with server(task, model, arguments, folder / "server.log") as url:
             for system in arguments.systems:
                 if system.startswith("cairn"):
                     run = folder / f"{system}_{number}"
@@ -110,7 +115,7 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
         for system in arguments.systems:
             if system.startswith("trl"):
                 flags = ["--inside", model, "--tasks", name, "--steps", arguments.steps]
-                flags += ["--warmup", arguments.warmup]
+                flags += ["--warmup", arguments.warmup, "--dtype", arguments.dtype]
                 rounds[system].append(common.result_of(__file__, flags, threads=int(system[-1])))
     systems = {
         system: {key: statistics.median(found[key] for found in all_) for key in all_[0]}
@@ -157,11 +162,12 @@ def no_end_of_text(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def server(task: RLTask, model: Path, log: Path) -> Iterator[str]:
+def server(task: RLTask, model: Path, arguments: argparse.Namespace, log: Path) -> Iterator[str]:
     """The `inference` command; yields its address."""
     port = common.free_port()
-    flags = ("--model.name", model, "--port", port, "--dtype", "float32", "--kv-cache-memory", "1G")
+    flags = ("--model.name", model, "--port", port, "--dtype", arguments.dtype, "--kv-cache-memory", "1G")
     flags += ("--max-num-seqs", task.prompts * task.samples, "--max-model-len", 2 * task.seq_len)
+    flags += () if arguments.quick else ("--compile",)  # it stays up, so a minute more at its start pays
     with open(log, "wb") as out:
         child = subprocess.Popen(
             command("inference", flags),
@@ -194,7 +200,9 @@ def measure_cairn(
     flags = (
         *("--model.name", model, "--output-dir", run, "--max-steps", arguments.warmup + arguments.steps),
         *("--trainer.seq-len", task.seq_len, "--trainer.micro-batch-size", task.micro_batch_size),
-        *("--trainer.optimizer.lr", 1e-4, "--orchestrator.inference-url", url),
+        *("--trainer.threads", task.trainer_threads, "--trainer.optimizer.lr", 1e-4),
+        *("--trainer.precision.compute", arguments.dtype),
+        *("--orchestrator.inference-url", url),
         *("--orchestrator.prompts-per-step", task.prompts, "--orchestrator.samples-per-prompt", task.samples),
         *("--orchestrator.sampling.max-tokens", task.max_tokens),
         *("--orchestrator.max-off-policy-steps", behind),
@@ -219,8 +227,8 @@ def measure_cairn(
 # In a process of its own
 
 
-def measure_trl(task: RLTask, model: Path, warmup: int, steps: int) -> dict[str, float]:
-    """TRL's `GRPOTrainer`: one optimiser step for each generation, no KL, float32, like Cairn's."""
+def measure_trl(task: RLTask, model: Path, arguments: argparse.Namespace) -> dict[str, float]:
+    """TRL's `GRPOTrainer`: one optimiser step for each generation, no KL, like Cairn's."""
     import datasets
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -228,6 +236,7 @@ def measure_trl(task: RLTask, model: Path, warmup: int, steps: int) -> dict[str,
     from cairn.config.orchestrator import EnvironmentConfig
     from cairn.orchestrator.environments import make_environment
 
+    warmup, steps = arguments.warmup, arguments.steps
     environment = make_environment(EnvironmentConfig())
     prompts = [
         {"prompt": environment.messages(i), "problem": i} for i in range(task.prompts * (warmup + steps + 1))
@@ -247,8 +256,14 @@ def measure_trl(task: RLTask, model: Path, warmup: int, steps: int) -> dict[str,
             **{"output_dir": folder, "max_steps": warmup + steps, "learning_rate": 1e-4, "beta": 0.0},
             **{"per_device_train_batch_size": task.prompts * task.samples, "num_generations": task.samples},
             **{"max_completion_length": task.max_tokens, "temperature": 1.0, "gradient_checkpointing": False},
-            **{"optim": "adamw_torch_fused", "bf16": False, "report_to": "none", "save_strategy": "no"},
-            **{"disable_tqdm": True, "logging_steps": 100, "use_cpu": True},
+            **{"optim": "adamw_torch_fused", "bf16": arguments.dtype == "bfloat16"},
+            **{
+                "report_to": "none",
+                "save_strategy": "no",
+                "disable_tqdm": True,
+                "logging_steps": 100,
+                "use_cpu": True,
+            },
             generation_kwargs={"min_new_tokens": task.max_tokens} if task.whole_answers else None,
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
