@@ -65,7 +65,7 @@ LARGE = {
 TASKS = {
     "tiny": RLTask(16, 8, 12, 128, 8, {}),
     "even": RLTask(2, 4, 256, 512, 2, LARGE, whole_answers=True),
-    "long": RLTask(16, 8, 256, 512, 2, LARGE, trainer_threads=2, whole_answers=True),
+    "long": RLTask(16, 8, 256, 512, 8, LARGE, trainer_threads=2, whole_answers=True),
 }
 
 
