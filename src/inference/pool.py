@@ -378,8 +378,10 @@ class ServerPool:
         """Put the current weights into a server that does not have them."""
         async with member.pushing:
             while (weights := self._weights) is not None and member.weights is not weights:
+                # What weights of somebody else have left there goes in any case.
+                keep_cache = self._keep_cache and member.weights is not None
                 status = await member.client.update_weights(
-                    weights.folder, weights.version, keep_cache=self._keep_cache
+                    weights.folder, weights.version, keep_cache=keep_cache
                 )
                 member.epoch, member.version, member.weights = status.epoch, status.weight_version, weights
                 member.pushes += 1

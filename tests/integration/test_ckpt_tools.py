@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import CONFIGS, Finished, Shell, assert_same_bits, read, rows, step_folder, steps, tensors
+from runs import CONFIGS, Finished, Shell, assert_same_bits, flip, read, rows, step_folder, steps, tensors
 
 from cairn.launch import main
 
@@ -51,9 +51,7 @@ def data(finished: Finished):
 def damage(step: Path) -> Path:
     """Change one byte of a step."""
     file = step / "trainer" / "optimizer.safetensors"
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 2)
     return file
 
 

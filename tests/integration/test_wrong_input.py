@@ -10,7 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from runs import CONFIGS, REPOSITORY, Finished, Shell, free_port, read, step_folder
+from runs import CONFIGS, REPOSITORY, Finished, Shell, flip, free_port, read, step_folder
 
 from cairn.launch import main
 from cairn.run.directory import RunDirectory
@@ -412,9 +412,7 @@ def test_a_damaged_step(refused: Refused, trained: Path, tmp_path: Path, part: s
     """Asked for by number it is an error that names the file; `latest` passes over it and says so."""
     run = copy(trained, tmp_path / "run")
     file = step_folder(run, 200) / part
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    flip(file, file.stat().st_size // 2)
     end = ("--output-dir", run, "--max-steps", 300)
     assert str(file) in refused("sft", *SFT, *end, "--ckpt.resume-step", 200)
 

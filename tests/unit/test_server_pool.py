@@ -30,6 +30,8 @@ class FakeServer:
     def __init__(self) -> None:
         self.version, self.lives = "default", 0
         self.pushed: list[str] = []
+        self.kept_cache: list[bool] = []
+        self.salts: list[str] = []
         self.asked: list[int] = []
         self.fault: Callable[[str, dict], Coroutine[Any, Any, Answer | None]] | None = None
         self.gate = asyncio.Event()
@@ -75,8 +77,10 @@ class FakeServer:
         if path == "/cairn/update_weights":
             self.version = body["version"]
             self.pushed.append(self.version)
+            self.kept_cache.append(body["keep_cache"])
         elif path == "/inference/v1/generate":
             self.asked.append(body["token_ids"][0])
+            self.salts.append(body["cache_salt"])
             await self.gate.wait()
             return 200, {"choices": self.choices(body)}
         return 200, {
@@ -417,6 +421,28 @@ async def test_a_server_that_fails_the_push_gets_it_again_before_it_generates():
         await until(lambda: fakes[0].version == "v2")
         answers = await asyncio.gather(*(ask(pool, group, ("v2",)) for group in range(4)))
         assert {answer[0].weight_versions[0].version for answer in answers} == {"v2"}
+
+
+@in_loop
+async def test_a_cache_is_kept_only_where_the_run_s_own_weights_have_made_it():
+    async with servers(1, keep_cache=True) as (pool, (fake,)):
+        for version in ("v1", "v2"):
+            await pool.serve("/w", version)
+            await ask(pool, 1, (version,))
+        assert fake.kept_cache == [False, True]
+        fake.version = "another:1"  # somebody else's weights
+        await ask(pool, 1, ("v2",))
+        assert fake.pushed == ["v1", "v2", "v2"]
+        assert fake.kept_cache == [False, True, False]
+        assert set(fake.salts) == {"v1", "v2"}
+
+
+@in_loop
+async def test_caches_are_not_kept_unless_asked_for():
+    async with servers(1) as (pool, (fake,)):
+        for version in ("v1", "v2"):
+            await pool.serve("/w", version)
+        assert fake.kept_cache == [False, False]
 
 
 @in_loop
