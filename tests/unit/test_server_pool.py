@@ -147,6 +147,17 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 @in_loop
+async def test_the_client_sets_no_bound_on_requests_at_once():
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        fake.gate.clear()
+        requests = [ask(pool, group) for group in range(150)]
+        await until(lambda: len(fake.asked) == len(requests))
+        fake.gate.set()
+        await asyncio.gather(*requests)
+
+
+@in_loop
 async def test_a_group_stays_on_one_server_and_groups_spread():
     async with servers(3) as (pool, fakes):
         await pool.serve("/w", "v1")
