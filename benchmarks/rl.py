@@ -256,14 +256,8 @@ def measure_trl(task: RLTask, model: Path, arguments: argparse.Namespace) -> dic
             **{"output_dir": folder, "max_steps": warmup + steps, "learning_rate": 1e-4, "beta": 0.0},
             **{"per_device_train_batch_size": task.prompts * task.samples, "num_generations": task.samples},
             **{"max_completion_length": task.max_tokens, "temperature": 1.0, "gradient_checkpointing": False},
-            **{"optim": "adamw_torch_fused", "bf16": arguments.dtype == "bfloat16"},
-            **{
-                "report_to": "none",
-                "save_strategy": "no",
-                "disable_tqdm": True,
-                "logging_steps": 100,
-                "use_cpu": True,
-            },
+            **{"optim": "adamw_torch_fused", "bf16": arguments.dtype == "bfloat16", "use_cpu": True},
+            **{"report_to": "none", "save_strategy": "no", "disable_tqdm": True, "logging_steps": 100},
             generation_kwargs={"min_new_tokens": task.max_tokens} if task.whole_answers else None,
         )
         tokenizer = AutoTokenizer.from_pretrained(model)

@@ -25,8 +25,8 @@ from cairn.inference.client import (
     InferenceClient,
     ServerUnavailable,
     Unauthorized,
+    VersionSpan,
     WeightsRefused,
-    _generation,
     token_file,
 )
 from cairn.inference.server import Server
@@ -140,8 +140,15 @@ async def answers_under_changing_weights(
         for version in later:
             await asyncio.sleep(0.3)
             await client.update_weights(models[version], version, keep_cache=keep_cache)
-        answers = [_generation(choice) for choice in (await request).json()["choices"]]
-    assert [len(answer.token_ids) for answer in answers] == [800] * 8
+        choices = (await request).json()["choices"]
+    answers = []
+    for choice in choices:
+        logprobs = [token["logprob"] for token in choice["logprobs"]["content"]]
+        spans = [VersionSpan(**span) for span in choice["weight_versions"]]
+        assert [span.start for span in spans] == [0, *(span.end for span in spans[:-1])]
+        assert len(choice["token_ids"]) == spans[-1].end == 800
+        answers.append(Generation(choice["token_ids"], logprobs, spans, choice["finish_reason"]))
+    assert len(answers) == 8
     assert len({span.version for answer in answers for span in answer.weight_versions}) > 1
     return answers
 
