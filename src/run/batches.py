@@ -33,6 +33,8 @@ class Sample:
 
     def cut(self, length: int) -> "Sample":
         """The first `length` tokens."""
+        if len(self.token_ids) <= length:
+            return self
         parts = (self.token_ids, self.loss_mask, self.logprobs, self.advantages)
         return Sample(*(None if part is None else part[:length] for part in parts))
 

@@ -40,6 +40,16 @@ class Group:
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
         return cls(dist.get_rank(), world_size, device, mesh)
 
+    def seed(self, seed: int) -> None:
+        """Seed what this rank draws from, on the CPU and on its GPU.
+
+        `torch.manual_seed` also asks all the devices that are not there, for which it notes a stack trace
+        each time, and never forgets it.
+        """
+        torch.default_generator.manual_seed(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier()

@@ -7,6 +7,7 @@ having stopped.
 
 import contextlib
 import logging
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import asdict
@@ -38,6 +39,9 @@ from cairn.trainer.tracking import Tracker
 
 logger = logging.getLogger(__name__)
 
+SWITCH_INTERVAL = 0.0005
+"""Seconds after which a thread that makes something ready hands Python back to the one that trains."""
+
 
 class TrainingDiverged(Exception):
     """The gradient is not finite; the weights are as they were before the step."""
@@ -53,6 +57,7 @@ def train(config: SFTConfig | TrainerConfig, attempt: Attempt, group: Group) -> 
         DeadlinePassed: another role did not answer in time.
         CheckpointError: the checkpoint to go on from can't be used.
     """
+    sys.setswitchinterval(SWITCH_INTERVAL)
     with contextlib.ExitStack() as closing:
         return _Training(config, attempt, group, closing).run()
 
@@ -221,7 +226,7 @@ def train_step(
     all_sums = []
     for micro in work.micros:
         heartbeat.doing(f"step {step}, micro-batch {micro.index}")
-        torch.manual_seed(derive(config.seed, "dropout", step, micro.index))
+        group.seed(derive(config.seed, "dropout", step, micro.index))
         if isinstance(model, FSDPModule):
             model.set_requires_gradient_sync(micro is work.micros[-1])
         micro = micro.to(group.device)

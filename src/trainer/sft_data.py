@@ -14,6 +14,9 @@ from cairn.config.trainer import DATA_FILES, SFTDataConfig
 from cairn.run.batches import Batch, Sample
 from cairn.run.seeds import permutation
 
+CACHED_TOKENS = 1 << 24
+"""Tokens of encoded records that are kept for later epochs; with their masks they take 80 MiB."""
+
 
 class BadRecord(Exception):
     """A record can't be trained on; the message says which and why."""
@@ -33,15 +36,27 @@ class SFTData:
         self.records = load_records(config)
         self._epoch = -1
         self._order: list[int] = []
+        self._encoded: dict[int, Sample] = {}
+        self._room = CACHED_TOKENS
 
     def next_batch(self, step: int) -> Batch:
         """The next `batch_size` records; a batch may span two epochs."""
         indices = [self._index(self.position + i) for i in range(self.config.batch_size)]
         self.position += len(indices)
+        new = self._encode([index for index in dict.fromkeys(indices) if index not in self._encoded])
+        samples = [self._encoded.get(index) or new[index] for index in indices]
+        for index, sample in new.items():
+            if len(sample.token_ids) <= self._room:
+                self._room -= len(sample.token_ids)
+                self._encoded[index] = sample
+        return Batch(samples, {"epoch": self.position / len(self.records)})
+
+    def _encode(self, indices: list[int]) -> dict[int, Sample]:
+        if not indices:
+            return {}
         columns = self.records[indices]
         records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        samples = encode(records, self.tokenizer, indices)
-        return Batch(samples, {"epoch": self.position / len(self.records)})
+        return dict(zip(indices, encode(records, self.tokenizer, indices), strict=True))
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, len(self.records))

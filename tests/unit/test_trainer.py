@@ -29,6 +29,7 @@ from cairn.config.trainer import (
 )
 from cairn.run.batches import Batch, Sample
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.trainer import sft_data
 from cairn.trainer.group import Group
 from cairn.trainer.loop import TrainingDiverged, train_step
 from cairn.trainer.losses import PolicyLoss, sft_loss
@@ -604,6 +605,31 @@ def test_a_position_is_all_that_it_takes_to_go_on(seven: Path, done: int):
     prompts(data, done)
     assert data.position == 5 * done
     assert prompts(SFTData(config, tokenizer, 3, data.position), 3) == prompts(data, 3)
+
+
+@pytest.mark.usefixtures("datasets_cache")
+@pytest.mark.parametrize(("room", "encoded"), [(1000, 7), (9, 3 + 5 * 4), (0, 35)])
+def test_a_record_is_encoded_once_if_there_is_room_to_keep_it(
+    seven: Path,
+    tokenizer: PreTrainedTokenizerBase,
+    monkeypatch: pytest.MonkeyPatch,
+    room: int,
+    encoded: int,
+):
+    """Three tokens each; batches are the same whether records were kept or not."""
+    config = SFTDataConfig(name=str(seven), batch_size=7)
+    expected = [SFTData(config, tokenizer, 3, 7 * step).next_batch(step).digest() for step in range(5)]
+    encode, asked = sft_data.encode, []
+
+    def counted(records: list, tokenizer: PreTrainedTokenizerBase, indices: list[int]) -> list[Sample]:
+        asked.extend(indices)
+        return encode(records, tokenizer, indices)
+
+    monkeypatch.setattr(sft_data, "CACHED_TOKENS", room)
+    monkeypatch.setattr(sft_data, "encode", counted)
+    data = SFTData(config, tokenizer, 3, 0)
+    assert [data.next_batch(step).digest() for step in range(5)] == expected
+    assert len(asked) == encoded
 
 
 @pytest.mark.usefixtures("datasets_cache")
