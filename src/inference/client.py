@@ -170,7 +170,9 @@ class InferenceClient:
         Raises:
             ServerUnavailable: the server does not answer.
         """
-        answer = await self._request("GET", "/cairn/status")
+        return self._status(await self._request("GET", "/cairn/status"))
+
+    def _status(self, answer: dict[str, Any]) -> ServerStatus:
         with self._expecting("a status", answer):
             return ServerStatus(**answer)
 
@@ -189,8 +191,7 @@ class InferenceClient:
             Unauthorized: the token is missing or wrong.
         """
         body = {"path": os.path.abspath(path), "version": version, "keep_cache": keep_cache}
-        await self._request("POST", "/cairn/update_weights", body, protected=True)
-        status = await self.status()
+        status = self._status(await self._request("POST", "/cairn/update_weights", body, protected=True))
         if status.weight_version != version:
             raise ServerUnavailable(
                 f"{self.url} reports weights {status.weight_version!r} after a push of {version!r}"

@@ -24,6 +24,8 @@ from cairn.inference.weights import REFUSED
 
 logger = init_logger("vllm.cairn")
 
+Status = dict[str, str | bool | int]
+
 
 class WeightUpdate(BaseModel):
     """Body of `POST /cairn/update_weights`."""
@@ -70,13 +72,16 @@ class CairnRoutes:
                 headers={"WWW-Authenticate": "Bearer"},
             )
 
-    async def status(self) -> dict[str, str | bool | int]:
+    async def status(self) -> Status:
         """Version of the weights, and what identifies this start of the server."""
+        return await self._status(paused=await self._engine.is_paused())
+
+    async def _status(self, *, paused: bool) -> Status:
         return {
             "weight_version": await self._engine.get_weight_version(),
             "epoch": self._epoch,
             "model": self._model,
-            "paused": await self._engine.is_paused(),
+            "paused": paused,
             "max_num_seqs": self._max_num_seqs,
             "vllm_version": vllm.__version__,
         }
@@ -84,14 +89,16 @@ class CairnRoutes:
     async def update_weights(self, update: WeightUpdate) -> JSONResponse:
         """Load weights between two steps of generation; requests in flight go on under the new ones.
 
-        422: the weights were refused, the old ones serve on. 409: somebody else's update is open. 500: the
-        update failed half-way; generation stays paused, since the weights may be a mixture, until an update
-        succeeds.
+        200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
+        serve on. 409: somebody else's update is open. 500: the update failed half-way; generation stays
+        paused, since the weights may be a mixture, until an update succeeds.
         """
         async with self._update:
             was_paused = await self._engine.is_paused()
-            # Clearing also has running requests recompute their keys and values, which old weights have made.
-            await self._engine.pause_generation(mode="keep", clear_cache=not update.keep_cache)
+            # vLLM's `pause_generation` sleeps 20 ms more, for answers to get out first; each names its
+            # version, whenever it does. Clearing also has running requests recompute their keys and values,
+            # which old weights have made.
+            await self._engine.engine_core.pause_scheduler_async("keep", not update.keep_cache)
             try:
                 await self._engine.start_weight_update()
             except Exception as error:
@@ -113,8 +120,9 @@ class CairnRoutes:
                 return failure(
                     500, f"the update failed half-way, generation is paused; push again or restart: {error}"
                 )
+            status = await self._status(paused=False)  # a busy engine would answer after its next step
             await self._engine.resume_generation()
-            return JSONResponse({"weight_version": update.version})
+            return JSONResponse(status)
 
 
 def failure(code: int, message: str) -> JSONResponse:

@@ -426,7 +426,7 @@ def test_listens_on_loopback_only(inference_server: Server):
 class Foreground:
     """`run` in a process of its own, as the `inference` command calls it."""
 
-    def __init__(self, model: Path, port: int, cache: Path):
+    def __init__(self, model: Path, port: int, cache: Path, *, compiled: bool = False):
         self.url = f"http://127.0.0.1:{port}"
         # vLLM keeps its cache: without it, it starts 10 s later.
         vllm_cache = os.environ.get("VLLM_CACHE_ROOT") or token_file(self.url).parents[2] / "vllm"
@@ -436,7 +436,7 @@ class Foreground:
         code = (
             "import sys; from cairn.config.inference import InferenceConfig;"
             "from cairn.inference.server import run;"
-            f"sys.exit(run(InferenceConfig(port={port}, kv_cache_memory='64M'), {str(model)!r}))"
+            f"sys.exit(run(InferenceConfig(port={port}, kv_cache_memory='64M', compile={compiled}), {str(model)!r}))"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
@@ -527,14 +527,14 @@ def foreground(
 def untied_run(
     tiny_model: Model, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Foreground]:
-    run = Foreground(tiny_model(tied=False), free_port(), tmp_path_factory.mktemp("cache"))
+    run = Foreground(tiny_model(tied=False), free_port(), tmp_path_factory.mktemp("cache"), compiled=True)
     yield run
     run.clean_up()
 
 
 @pytest.fixture(scope="module")
 def untied_server(untied_run: Foreground, tiny_model: Model) -> Address:
-    """A server with an untied model; the test of stopping stops it."""
+    """A compiled server with an untied model; the test of stopping stops it."""
     printed = untied_run.read_until_ready()
     assert f"inference ready at {untied_run.url}" in printed
     assert str(tiny_model(tied=False)) in printed
