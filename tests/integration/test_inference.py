@@ -436,7 +436,8 @@ class Foreground:
         code = (
             "import sys; from cairn.config.inference import InferenceConfig;"
             "from cairn.inference.server import run;"
-            f"sys.exit(run(InferenceConfig(port={port}, kv_cache_memory='64M', compile={compiled}), {str(model)!r}))"
+            f"config = InferenceConfig(port={port}, kv_cache_memory='64M', compile={compiled});"
+            f"sys.exit(run(config, {str(model)!r}))"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],
