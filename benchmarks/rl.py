@@ -52,6 +52,8 @@ class RLTask:
     model: dict[str, int]
     """What differs from the README's model."""
     trainer_threads: int = 1
+    compile: bool = False
+    """Whether the trainer compiles its layers: a minute at the start, and less elementwise work after it."""
     whole_answers: bool = False
     """Whether every answer is as long as allowed: a model with random weights would end some by chance."""
 
@@ -65,7 +67,7 @@ LARGE = {
 TASKS = {
     "tiny": RLTask(16, 8, 12, 128, 24, {}),  # all in one micro-batch, as in TRL
     "even": RLTask(2, 4, 256, 512, 2, LARGE, whole_answers=True),
-    "long": RLTask(16, 8, 256, 512, 8, LARGE, trainer_threads=2, whole_answers=True),
+    "long": RLTask(16, 8, 256, 512, 8, LARGE, trainer_threads=2, compile=True, whole_answers=True),
 }
 
 
@@ -202,6 +204,7 @@ def measure_cairn(
         *("--trainer.seq-len", task.seq_len, "--trainer.micro-batch-size", task.micro_batch_size),
         *("--trainer.threads", task.trainer_threads, "--trainer.optimizer.lr", 1e-4),
         *("--trainer.precision.compute", arguments.dtype),
+        *(("--trainer.compile",) if task.compile else ()),
         *("--orchestrator.inference-url", url),
         *("--orchestrator.prompts-per-step", task.prompts, "--orchestrator.samples-per-prompt", task.samples),
         *("--orchestrator.sampling.max-tokens", task.max_tokens),
