@@ -3,11 +3,12 @@
 For each model size, side by side in one run (medians, in seconds):
 
 - memcpy: one copy of the same bytes, from memory to memory that is warm
-- write: the trainer's part: all tensors into a new version's folder, announced
+- write: the trainer's part: all tensors into a new version's folder; with `--transport network` only where
+  servers get them
 - push: the pool's part: every server has loaded and confirmed the version
 - publish: both, which is the time from publish to serving
 - empty: vLLM's own cost of an update that changes nothing: pause, start, finish, resume, status
-- disk: a push whose files are not in the page cache, as when servers reload from disk
+- disk: (transport "files") a push whose files are not in the page cache, as when servers reload from disk
 - ratio: (publish - empty) / memcpy; push_ratio: (push - empty) / memcpy
 
 Runs as `python benchmarks/weights.py`, on the CPU or on a GPU; starts the servers itself.
@@ -54,6 +55,7 @@ def main() -> None:
     parser.add_argument("--sizes", nargs="+", default=["10M", "60M"], choices=SIZES, help="model sizes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
     parser.add_argument("--servers", type=int, default=1, help="servers that are updated at once")
+    parser.add_argument("--transport", default="files", choices=["files", "network"], help="of the weights")
     parser.add_argument("--repeats", type=int, default=7, help="updates; medians are reported")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server")
     parser.add_argument(
@@ -88,7 +90,9 @@ async def measure(arguments: argparse.Namespace, size: str, group: Group, folder
     model = make_model(size, getattr(torch, arguments.dtype), folder / "model").to(group.device)
     run = RunDirectory(folder / "run")
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
-    publisher = VersionPublisher(run, attempt, group)
+    if group.device.type == "cuda" and arguments.transport == "network":
+        os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the servers: NCCL does not join processes of one GPU
+    publisher = VersionPublisher(run, attempt, group, model, 0, network=arguments.transport == "network")
     with contextlib.ExitStack() as stack:
         configs = [InferenceConfig(port=common.free_port(), kv_cache_memory="64M", threads=arguments.threads,
                                    max_model_len=256) for _ in range(arguments.servers)]  # fmt: skip
@@ -103,13 +107,14 @@ async def measure(arguments: argparse.Namespace, size: str, group: Group, folder
             while pool.take_metrics()["servers/healthy"] < len(servers):
                 await asyncio.sleep(0.1)
             times = await rounds(arguments, model, run, attempt, publisher, pool)
-    medians = {f"{name}_s": statistics.median(values) for name, values in times.items()}
+    medians = {f"{name}_s": statistics.median(values) for name, values in times.items() if values}
     size_bytes = sum(p.nbytes for p in model.parameters())
     return {
         "size": size,
         "parameters": sum(p.numel() for p in model.parameters()),
         "bytes": size_bytes,
         "dtype": arguments.dtype,
+        "transport": arguments.transport,
         "device": group.device.type,
         "servers": arguments.servers,
         "threads": arguments.threads,
@@ -140,17 +145,18 @@ async def rounds(
         return time.perf_counter() - started
 
     for step in range(1, arguments.repeats + WARM_UP + 1):
+        publisher.before_update()
         train(model)
         copy()
         copied = timed(copy)
-        written = timed(lambda step=step: publisher.publish(step, model, save=False, last=False))
+        written = timed(lambda step=step: publisher.publish(step, save=False, last=False))
         pushed = await push(step)
         empty = max([await empty_update(url) for url in pool.urls])
         if step > WARM_UP:
             for name, value in zip(names, (copied, written, pushed, written + pushed, empty), strict=False):
                 times[name].append(value)
         run.forget_versions(step)  # as the orchestrator does
-    for _ in range(arguments.repeats):
+    for _ in range(arguments.repeats if arguments.transport == "files" else 0):
         drop_from_page_cache(run.version_folder(step))
         times["disk"].append(await push(step))
     return times

@@ -158,5 +158,7 @@ class TrainerConfig(TrainerBase):
     output_dir: str = "outputs/rl"
     """Folder that holds everything the run writes."""
     loss: PolicyLossConfig = PolicyLossConfig()
+    weight_transport: Literal["files", "network"] = "files"
+    """How servers get policies: files, or the trainer's memory, over NCCL between GPUs and gloo elsewhere."""
     batch_timeout: float = Field(1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""

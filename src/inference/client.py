@@ -30,6 +30,10 @@ class WeightsRefused(ValueError):
     """The server refused the pushed weights; it goes on with the ones that it had."""
 
 
+class WeightsGone(RuntimeError):
+    """The trainer that was to send the weights has newer ones; the server goes on with those that it had."""
+
+
 class StaleServer(RuntimeError):
     """A server samples from other weights than it was given, however often it is given them."""
 
@@ -187,6 +191,7 @@ class InferenceClient:
 
         Raises:
             WeightsRefused: the files are bad; the server keeps its weights and version.
+            WeightsGone: the directory names a trainer, which has a newer version by now.
             ServerUnavailable: the server does not answer, or failed half-way (then push again or restart it).
             Unauthorized: the token is missing or wrong.
         """
@@ -302,6 +307,8 @@ class InferenceClient:
             raise Unauthorized(f"{self.url}: {message}")
         if response.status_code == 422 and response.url.path == "/cairn/update_weights":
             raise WeightsRefused(message)
+        if response.status_code == 410:
+            raise WeightsGone(message)
         if response.status_code == 404 and response.url.path.startswith("/cairn/"):
             message = f"not a server that `inference` started: {message}"
             raise ServerUnavailable(f"{response.url} answered 404: {message}")

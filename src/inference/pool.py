@@ -19,8 +19,11 @@ from cairn.inference.client import (
     ServerUnavailable,
     StaleServer,
     Unauthorized,
+    WeightsGone,
     WeightsRefused,
 )
+from cairn.run.directory import WEIGHT_SOURCE
+from cairn.run.files import read_json
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +56,7 @@ class Member:
         self.client = client
         self.ready = False
         self.problem = f"{url}: not asked yet"
-        self.refusal: WeightsRefused | Unauthorized | None = None
+        self.refusal: WeightsRefused | WeightsGone | Unauthorized | None = None
         self.version: str | None = None
         """The version that it last confirmed."""
         self.weights: Weights | None = None
@@ -176,6 +179,7 @@ class ServerPool:
 
         Raises:
             WeightsRefused: a server refused the weights. (One that does so when it joins is only reported.)
+            WeightsGone: the trainer that `folder` names has newer ones, which are to be served instead.
             Unauthorized: a server's token is missing or wrong.
             ServerUnavailable: no server has them after `retry_for` seconds.
         """
@@ -313,7 +317,7 @@ class ServerPool:
             if str(error) not in member.problem and not isinstance(error, ServerUnavailable):
                 logger.error("%s can't join: %s", member.url, error)
             member.problem = f"{member.url}: {error}"
-            member.refusal = error if isinstance(error, WeightsRefused | Unauthorized) else None
+            member.refusal = error if isinstance(error, WeightsRefused | WeightsGone | Unauthorized) else None
             self._notify()
         if not member.ready:
             self._give_up_on(member)
@@ -369,7 +373,7 @@ class ServerPool:
     async def _push_or_lose(self, member: Member) -> None:
         try:
             await self._push(member)
-        except (WeightsRefused, Unauthorized) as error:
+        except (WeightsRefused, WeightsGone, Unauthorized) as error:
             member.refusal = error
         except (ServerUnavailable, ValueError) as error:
             self._lose(member, str(error))
@@ -554,7 +558,9 @@ class Counts:
 
 
 def _size(folder: Path) -> int:
-    """Bytes of a model directory's tensors; 0 if only the servers can see it."""
+    """Bytes of the tensors that a directory holds or tells of; 0 if only the servers can see it."""
+    if source := read_json(folder / WEIGHT_SOURCE):
+        return source["bytes"]
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
 
 

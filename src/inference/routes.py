@@ -20,11 +20,14 @@ from vllm.entrypoints.rl.online.api_router import router as rl_router
 from vllm.logger import init_logger
 
 from cairn.inference.client import TOKEN_VARIABLE
-from cairn.inference.weights import REFUSED
+from cairn.inference.weights import GONE, NOT_THERE, REFUSED
 
 logger = init_logger("vllm.cairn")
 
 Status = dict[str, str | bool | int]
+
+UNCHANGED = {REFUSED: 422, GONE: 410, NOT_THERE: 503}
+"""What weights that are not to be had are answered with: nothing has been changed."""
 
 
 class WeightUpdate(BaseModel):
@@ -60,6 +63,7 @@ class CairnRoutes:
         self._engine = engine_client
         self._model = args.model
         self._max_num_seqs = args.max_num_seqs
+        self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
 
     async def require_token(self, request: Request) -> None:
         """Dependency: 401 unless the request carries `Authorization: Bearer <token>`."""
@@ -90,8 +94,9 @@ class CairnRoutes:
         """Load weights between two steps of generation; requests in flight go on under the new ones.
 
         200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
-        serve on. 409: somebody else's update is open. 500: the update failed half-way; generation stays
-        paused, since the weights may be a mixture, until an update succeeds.
+        serve on. 409: somebody else's update is open. 410: the trainer that was to send them has newer ones;
+        503: it does not have them yet. 500: the update failed half-way; generation stays paused, since the
+        weights may be a mixture, until an update succeeds.
         """
         async with self._update:
             was_paused = await self._engine.is_paused()
@@ -110,19 +115,26 @@ class CairnRoutes:
                 await self._engine.update_weights(request)
                 await self._engine.finish_weight_update(update.version)
             except Exception as error:
-                _, refused, reason = str(error).partition(REFUSED)
-                if refused:
-                    if not was_paused:
-                        await self._engine.resume_generation()
-                    return failure(422, reason)
-                logger.exception("weight update failed")
-                await self._engine.update_weight_version("unknown")
-                return failure(
-                    500, f"the update failed half-way, generation is paused; push again or restart: {error}"
-                )
+                return await self._failed(error, was_paused)
             status = await self._status(paused=False)  # a busy engine would answer after its next step
             await self._engine.resume_generation()
             return JSONResponse(status)
+
+    async def _failed(self, error: Exception, was_paused: bool) -> JSONResponse:
+        """Say why an update failed, and generate on if nothing has been changed."""
+        mark = next((mark for mark in UNCHANGED if mark in str(error)), None)
+        # Another process of a server with several may have got the weights just before they were gone.
+        if mark and (mark == REFUSED or self._alone):
+            if not was_paused:
+                await self._engine.resume_generation()
+        else:
+            logger.exception("weight update failed", exc_info=error)
+            await self._engine.update_weight_version("unknown")
+        if mark:
+            return failure(UNCHANGED[mark], str(error).partition(mark)[2])
+        return failure(
+            500, f"the update failed half-way, generation is paused; push again or restart: {error}"
+        )
 
 
 def failure(code: int, message: str) -> JSONResponse:

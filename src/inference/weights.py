@@ -1,4 +1,6 @@
-"""vLLM plugin: weights from safetensors files, validated before any of the old ones is touched.
+"""vLLM plugin: weights from safetensors files, or from a trainer's memory.
+
+Files are validated before any of the old weights is touched.
 
 Runs inside vLLM's processes only.
 """
@@ -9,7 +11,7 @@ import functools
 import json
 import os
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,10 +36,14 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
+from cairn.inference.transfer import Gone, NotThere, Source, WeightReceiver, read_source
+
 logger = init_logger("vllm.cairn")
 
 REFUSED = "weights refused: "
 """Marks a refusal: vLLM hands errors from process to process as text."""
+GONE, NOT_THERE = "weights gone: ", "weights not there: "
+"""Likewise; nothing has been changed by this process, though others of the same server may have begun."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 WORKERS = min(4, os.cpu_count() or 1)
@@ -64,13 +70,14 @@ class FilesystemInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FilesystemUpdateInfo(WeightTransferUpdateInfo):
-    """`path`: a directory with model.safetensors, or shards and their index. Must not change once pushed."""
+    """`path`: a directory with model.safetensors, or shards and their index, or the word of a trainer that
+    has them in memory. Must not change once pushed."""
 
     path: str
 
 
 class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdateInfo]):
-    """Loads a Hugging Face directory's safetensors into the running model.
+    """Loads a Hugging Face directory's safetensors, or a trainer's tensors, into the running model.
 
     All the work is in `receive_weights`: vLLM closes the session if that raises, but not if `finish` does.
     """
@@ -102,30 +109,77 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             raise RuntimeError(f"{info.path} was removed or changed while its weights were loaded")
 
     def receive_weights(self, update_info: FilesystemUpdateInfo) -> None:
-        """Validate the files, then load them.
+        """Validate the files, then load them; or load what the trainer sends, layer by layer.
 
         Raises:
             Refused: a file or tensor is unusable; the old weights are untouched.
+            RuntimeError: the trainer has not sent them, or not all of them.
         """
         started = time.perf_counter()
-        weights = read_weights(update_info.path, *self._expected, self.model_config.dtype)
+        source = read_source(Path(update_info.path))
+        if source is None:
+            parts = iter([read_weights(update_info.path, *self._expected, self.model_config.dtype)])
+        else:
+            parts = self._from_trainer(source)
         checked = time.perf_counter()
+        loaded: set[str] = set()
         if self._plain:
-            loaded = load_and_pack(self.model, weights)
+            for weights in parts:
+                loaded |= load_and_pack(self.model, weights)
         else:
             initialize_layerwise_reload(self.model)
-            loaded = set(self.model.load_weights(weights.items()))
+            for weights in parts:
+                loaded |= set(self.model.load_weights(weights.items()))
             finalize_layerwise_reload(self.model, self.model_config)
             pack_linear_weights(self.model.modules())
         if missed := {name for name, _ in self.model.named_parameters()} - loaded:
             raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
         logger.info(
-            "%s: %.1f MB, checked in %.3f s, loaded in %.3f s",
+            "%s: checked in %.3f s, loaded in %.3f s",
             update_info.path,
-            sum(tensor.nbytes for tensor in weights.values()) / 1e6,
             checked - started,
             time.perf_counter() - checked,
         )
+
+    def _from_trainer(self, source: Source) -> Iterator[dict[str, torch.Tensor]]:
+        """The trainer's tensors, a layer at a time.
+
+        Raises:
+            Refused: it has other tensors than this model.
+            RuntimeError: it does not send them. While iterating: it broke off, or a value is not finite.
+        """
+        if source.device != self.device.type:
+            raise Refused(
+                f"the trainer has them on {source.device} and this server computes on {self.device.type}: "
+                "set --trainer.weight-transport to files"
+            )
+        shapes, tied = self._expected
+        for name in shapes.keys() ^ source.shapes.keys():
+            if name not in tied:
+                raise Refused(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")
+        for name, shape in source.shapes.items():
+            if shape != shapes[name]:
+                raise Refused(f"tensor {name} has shape {shape}, not {shapes[name]}")
+        names = [name for name in source.shapes if name not in tied]
+        try:
+            parts = self._receiver.receive(source, layerwise_groups(names), self.model_config.dtype)
+        except Gone as error:
+            raise RuntimeError(f"{GONE}{error}") from None
+        except NotThere as error:
+            raise RuntimeError(f"{NOT_THERE}{error}") from None
+
+        def checked() -> Iterator[dict[str, torch.Tensor]]:
+            for weights in parts:
+                for name, tensor in weights.items():
+                    if not _is_finite(tensor):
+                        raise RuntimeError(f"the trainer's tensor {name} holds NaN or infinity")
+                yield weights
+
+        return checked()
+
+    @functools.cached_property
+    def _receiver(self) -> WeightReceiver:
+        return WeightReceiver(self.device)
 
     @functools.cached_property
     def _plain(self) -> bool:

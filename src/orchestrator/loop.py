@@ -17,6 +17,7 @@ from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.inference.client import WeightsGone
 from cairn.orchestrator.environments import make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, to_ranges
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
@@ -229,7 +230,11 @@ class Orchestrator:
         if self.config.max_off_policy_steps == 0:
             self.versions.clear()
         self.versions.add(version)
-        await self.servers.serve(str(folder), version)
+        try:
+            await self.servers.serve(str(folder), version)
+        except WeightsGone:
+            logger.info("version %s is gone: the trainer is about to announce a newer one", version)
+            return
         self.run_directory.forget_versions(step)
         self.policy_step = step
         self._changed.set()

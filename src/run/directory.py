@@ -14,6 +14,9 @@ from cairn.run.files import read_json, write_json
 from cairn.run.history import History
 from cairn.run.metrics import MetricsLog
 
+WEIGHT_SOURCE = "source.json"
+"""In a policy version's folder, in place of its tensors: where servers get them."""
+
 
 @dataclass(frozen=True)
 class Attempt:

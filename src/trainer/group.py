@@ -1,13 +1,14 @@
 """This process's place among the trainer's ranks."""
 
 import os
-import socket
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from cairn.run.rendezvous import address_towards, host_store
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,11 @@ class Group:
         if self.device.type == "cuda":
             torch.cuda.manual_seed(seed)
 
+    @property
+    def address(self) -> str:
+        """This rank's address on the network on which the ranks meet."""
+        return address_towards(os.environ["MASTER_ADDR"])
+
     def barrier(self) -> None:
         """Wait for all ranks."""
         dist.barrier()
@@ -79,12 +85,8 @@ class Group:
 
 
 def _meeting_place() -> dict[str, Any]:
-    """The store through which the ranks find each other. PyTorch's own would listen on every network."""
+    """The store through which the ranks find each other."""
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ["MASTER_ADDR"]
-    listening = None
-    if rank == 0:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        listening = socket.create_server((host, port), family=family).detach()
-    store = dist.TCPStore(host, port, world_size, is_master=rank == 0, master_listen_fd=listening)
+    store = host_store(host, port, world_size) if rank == 0 else dist.TCPStore(host, port, world_size)
     return {"store": store, "rank": rank, "world_size": world_size}

@@ -101,7 +101,10 @@ class _Training:
         else:  # a batch may need what the step before it publishes, so none is asked for ahead
             self._loss_function = PolicyLoss(config.loss)
             self._data = RLData(config, run, attempt)
-            self._publisher = VersionPublisher(run, attempt, group)
+            network = config.weight_transport == "network"
+            step = self.state.progress.step
+            self._publisher = VersionPublisher(run, attempt, group, model, step, network=network)
+            closing.callback(self._publisher.close)
         if config.ckpt:
             store = CheckpointStore(run.checkpoints)
             self._checkpoints = TrainerCheckpoints(
@@ -148,10 +151,16 @@ class _Training:
 
     def _train_on(self, work: Work, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""
-        before_update = self._checkpoints.before_update if self._checkpoints else None
         meanwhile = partial(self._prefetch.make_ready, step + 1) if self._prefetch else None
-        row = train_step(self.state, work, step, self._loss_function, before_update, meanwhile)
+        row = train_step(self.state, work, step, self._loss_function, self._before_update, meanwhile)
         return row | work.metrics
+
+    def _before_update(self) -> None:
+        """Whoever reads the weights off the training thread is done when this returns."""
+        if self._checkpoints:
+            self._checkpoints.before_update()
+        if self._publisher:
+            self._publisher.before_update()
 
     def _decide_and_publish(self, step: int) -> tuple[bool, bool, bool]:
         """Whether to save after `step`, whether it is the last, and whether somebody asked for that.
@@ -170,9 +179,10 @@ class _Training:
         save = self._checkpoints is not None and (last or overdue or _due(config, step))
         if replay:  # the orchestrator knows this step: it can be saved only if that one saves its part
             save = save and (others_save or self._checkpoints.others_saved(step))
+            publisher.publish_again(step)
         elif publisher:
             with_orchestrator = save and config.ckpt.training_state
-            publisher.publish(step, self.state.model, save=with_orchestrator, last=last)
+            publisher.publish(step, save=with_orchestrator, last=last)
         return save, last, asked_to_stop
 
     def _keep(self, step: int, row: dict[str, float], *, save: bool) -> None:

@@ -1,5 +1,6 @@
 """The trainer's side of RL: batches from the orchestrator, policy versions to it."""
 
+import contextlib
 import os
 import shutil
 
@@ -7,8 +8,9 @@ from transformers import PreTrainedModel
 
 from cairn.checkpoint.tensors import write_tensors
 from cairn.config.trainer import TrainerConfig
+from cairn.inference.transfer import WeightSender
 from cairn.run.batches import Batch
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
 from cairn.trainer.group import Group
@@ -40,13 +42,36 @@ class RLData:
 
 
 class VersionPublisher:
-    """Puts each policy version where the orchestrator finds it."""
+    """Puts each policy version where the orchestrator finds it: its weights, or where servers get them.
 
-    def __init__(self, run: RunDirectory, attempt: Attempt, group: Group):
+    Args:
+        model: whose weights these are; with `network`, servers get them from its memory.
+        step: how many optimiser steps made them what they are now.
+        network: whether they do.
+    """
+
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: Attempt,
+        group: Group,
+        model: PreTrainedModel,
+        step: int,
+        *,
+        network: bool = False,
+    ):
         self.run = run
         self.attempt = attempt
         self.group = group
+        self.model = model
         self._newest = max(run.announced_versions(attempt), default=attempt.start_step)
+        self._sender: WeightSender | None = None
+        if network:
+            self._sender = WeightSender(
+                weights(model), rank=group.rank, host=group.address, device=group.device
+            )
+            self._ranks = group.gather_objects(self._sender.here)
+            self.publish_again(step)
 
     def is_replay(self, step: int) -> bool:
         """Whether the orchestrator was told of the policy of `step` before this process began.
@@ -61,14 +86,32 @@ class VersionPublisher:
         message = self.run.announced_version(self.attempt, step)
         return (message["save"], message["last"]) if message else (False, False)
 
-    def publish(self, step: int, model: PreTrainedModel, *, save: bool, last: bool) -> None:
+    def before_update(self) -> None:
+        """The weights are about to change: wait for servers that are getting them."""
+        if self._sender:
+            self._sender.withdraw()
+
+    def publish_again(self, step: int) -> None:
+        """The policy of `step`, which the orchestrator may know, is there again; all ranks call it."""
+        if self._sender:
+            self._sender.offer(step)
+            self.group.barrier()
+            folder = self.run.version_folder(step)
+            if self.group.rank == 0 and (folder / WEIGHT_SOURCE).exists():
+                with contextlib.suppress(FileNotFoundError):  # nobody needs it any more
+                    self._sender.source(step, self._ranks).write(folder)
+
+    def publish(self, step: int, *, save: bool, last: bool) -> None:
         """Write the weights after `step` optimiser steps, then announce them; all ranks call it.
 
         A version is written once, under a path of its own, and not changed while it is there: servers map
         the file. The orchestrator removes it when they have a newer one; the folder is then written over.
+        Over the network nothing but where they are is written, except for the last, which outlives us.
         """
         fault_point("publish.begin")
         folder = self.run.version_folder(step)
+        if self._sender:
+            self._sender.offer(step)
         unfinished = folder.with_name(f".{folder.name}.tmp")
         if self.group.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
@@ -78,9 +121,20 @@ class VersionPublisher:
             except OSError:
                 unfinished.mkdir(parents=True)
         self.group.barrier()
-        write_tensors(unfinished, weights(model), "model", rank=self.group.rank, barrier=self.group.barrier)
+        if self._sender and not last:
+            if self.group.rank == 0:
+                self._sender.source(step, self._ranks).write(unfinished)
+        else:
+            (unfinished / WEIGHT_SOURCE).unlink(missing_ok=True)
+            tensors = weights(self.model)
+            write_tensors(unfinished, tensors, "model", rank=self.group.rank, barrier=self.group.barrier)
         if self.group.rank == 0:
             os.rename(unfinished, folder)
             fault_point("publish.before_announce")
             self.run.announce_version(self.attempt, step, save=save, last=last)
             fault_point("publish.announced")
+
+    def close(self) -> None:
+        """Servers get nothing from this process any more."""
+        if self._sender:
+            self._sender.close()

@@ -36,6 +36,7 @@ NOT_RECIPE = {
     "ckpt",
     "workers",
     "spare_workers",
+    "weight_transport",
     "threads",
     *SupervisionConfig.model_fields,
     "ray",

@@ -108,6 +108,24 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     assert f"2 restarts, {last['run/recomputed_steps']} steps recomputed" in finished.output
 
 
+def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to_a_server(
+    shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, trained: Path, tmp_path: Path
+):
+    """A worker is killed, and the server loses its weights to others: it gets them again, to the bit."""
+    run = tmp_path / "run"
+    network = ("--orchestrator.inference-url", server.url, "--trainer.weight-transport", "network")
+    with shell.start(*rl, *network, "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) >= 3)
+        server.ask(lambda client: client.update_weights(step_folder(trained, 100) / "model", "other"))
+        command.wait_until(lambda: len(rows(run)) >= 6)
+        send(run, "trainer_rank0", signal.SIGKILL)
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert "trainer_rank0 died and is started again" in finished.output
+    assert_same_run(run, calm)
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+
+
 @pytest.mark.parametrize("moment", ["commit.before_manifest", "commit.done"])
 def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
     shell: Shell, server: Server, rl: tuple[object, ...], tmp_path: Path, moment: str

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,10 +26,12 @@ from cairn.inference.client import (
     ServerUnavailable,
     Unauthorized,
     VersionSpan,
+    WeightsGone,
     WeightsRefused,
     token_file,
 )
 from cairn.inference.server import Server
+from cairn.inference.transfer import Source, WeightSender
 
 PROMPT = list(range(40, 60))
 Model = Callable[..., Path]
@@ -125,6 +127,60 @@ def test_shards_other_types_and_a_copy_of_the_tied_head_load(
         assert await client.weight_checksums() == whole
 
     with_client(inference_server, job)
+
+
+def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
+    inference_server: Server, tiny_model: Model, tmp_path: Path
+):
+    tensors = load_file(tiny_model(seed=1) / "model.safetensors")
+    sender = WeightSender(tensors, rank=0, host="127.0.0.1", device=torch.device("cpu"))
+    sender.offer(3)
+    source = sender.source(3, [sender.here])
+
+    async def job(client: InferenceClient) -> None:
+        impatient = InferenceClient(client.url, inference_server.token, retry_for=0)
+
+        async def push(changed: Source) -> None:
+            changed.write(tmp_path)
+            await impatient.update_weights(tmp_path, "sent")
+
+        await client.update_weights(tiny_model(seed=1), "file")
+        expected = await client.weight_checksums()
+        await client.update_weights(tiny_model(seed=2), "other")
+        others = await client.weight_checksums()
+
+        shapes = dict(source.shapes)
+        shapes.pop("model.norm.weight")
+        wrong = {**source.shapes, "model.norm.weight": [7]}
+        for changed, error, message in (
+            (replace(source, shapes=shapes), WeightsRefused, "model.norm.weight is missing"),
+            (replace(source, shapes=wrong), WeightsRefused, "model.norm.weight has shape"),
+            (replace(source, device="cuda"), WeightsRefused, "--trainer.weight-transport to files"),
+            (replace(source, step=2), WeightsGone, "a newer policy than that of step 2"),
+            (replace(source, step=4), ServerUnavailable, "has not come to step 4 again"),
+        ):
+            with pytest.raises(error, match=message):
+                await push(changed)
+            status = await client.status()
+            assert (status.weight_version, status.paused) == ("other", False)
+            assert await client.weight_checksums() == others
+
+        await push(source)
+        assert await client.weight_checksums() == expected
+        (generated,) = await client.generate(PROMPT, max_tokens=20, seed=1)
+        assert_matches(tiny_model(seed=1), generated)
+        assert {span.version for span in generated.weight_versions} == {"sent"}
+        sender.close()
+        with pytest.raises(ServerUnavailable, match="the trainer does not answer"):
+            await push(source)
+        assert await client.weight_checksums() == expected
+        assert await client.generate(PROMPT, max_tokens=20, seed=1) == [generated]
+        await impatient.close()
+
+    try:
+        with_client(inference_server, job)
+    finally:
+        sender.close()
 
 
 async def answers_under_changing_weights(

@@ -352,8 +352,9 @@ def test_an_audit_finds_every_prompt_trained_once(
 # Generating while training
 
 
+@pytest.mark.parametrize("transport", ["files", "network"])
 def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
-    shell: Shell, server: Server, trained: Path, tmp_path: Path
+    shell: Shell, server: Server, trained: Path, tmp_path: Path, transport: str
 ):
     """One step of staleness, answers asked for in pieces of four tokens, the orchestrator killed between."""
     run = tmp_path / "run"
@@ -361,7 +362,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 14),
         *("--seed", 5, "--orchestrator.inference-url", server.url, "--ckpt.interval", 6),
         *("--orchestrator.max-off-policy-steps", 1, "--orchestrator.sampling.chunk-tokens", 4),
-        *("--trainer.loss.correction", "truncate"),
+        *("--trainer.loss.correction", "truncate", "--trainer.weight-transport", transport),
     )
     with shell.start(*arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 4)
@@ -379,6 +380,23 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
     assert report["ok"], report
     assert sum(epoch["trained"] for epoch in report["epochs"]) == 14 * PROMPTS
+
+
+def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, trained: Path, tmp_path: Path):
+    """It computes what they do at every step, as `mismatch` says; only the last policy is written down."""
+    run = tmp_path / "run"
+    shell.succeed(
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 5),
+        *("--trainer.workers", 2, "--trainer.weight-transport", "network", "--ckpt"),
+        *("--orchestrator.inference-url", server.url),
+    )
+    for row in whole_rows(run, 5):
+        assert 0 < row["mismatch/logprob_max"] < 1e-4, row["step"]
+        assert row["weights/bytes"] > 2e6
+    expected = push(server, step_folder(run, 5) / "model", "test:5")
+    attempt = RunDirectory(run).attempt()
+    assert list((run / "weights").glob("v*/*")) == [run / "weights/v5/model.safetensors"]
+    assert push(server, run / "weights" / "v5", attempt.version(5)) == expected
 
 
 # A server of the run's own

@@ -27,6 +27,7 @@ from cairn.config.trainer import (
     SFTDataConfig,
     TrainerConfig,
 )
+from cairn.inference.transfer import read_source
 from cairn.run.batches import Batch, Sample
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.trainer import sft_data
@@ -303,13 +304,13 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
-    publisher = VersionPublisher(run, attempt, group)
+    publisher = VersionPublisher(run, attempt, group, model, 0)
     inodes = []
     for step in range(1, 5):
         with torch.no_grad():
             for parameter in model.parameters():
                 parameter.add_(step)
-        publisher.publish(step, model, save=False, last=False)
+        publisher.publish(step, save=False, last=False)
         assert run.announced_version(attempt, step)["version"] == step
         file = run.version_folder(step) / "model.safetensors"
         inodes.append(file.stat().st_ino)
@@ -318,6 +319,27 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
         assert all(torch.equal(published[name], weight) for name, weight in weights(model).items())
         run.forget_versions(step)  # leaves this one for whoever reads it
     assert inodes[2:] == inodes[:2]
+
+
+def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_a_file(
+    group: Group, model_folder: Path, tmp_path: Path
+):
+    run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
+    model = Qwen3ForCausalLM.from_pretrained(model_folder)
+    publishers = [VersionPublisher(run, attempt, group, model, 0, network=True)]
+    folders = [run.version_folder(step) for step in range(3)]
+    publishers[0].publish(1, save=False, last=False)
+    first = read_source(folders[1])
+    publishers.append(VersionPublisher(run, attempt, group, model, 1, network=True))
+    second = read_source(folders[1])
+    assert [source.step for source in (first, second)] == [1, 1]
+    assert first.ranks[0].port != second.ranks[0].port
+    assert first.shapes == {name: list(weight.shape) for name, weight in weights(model).items()}
+    run.forget_versions(2)  # its folder is used again
+    publishers[1].publish(2, save=False, last=True)
+    assert [path.name for path in folders[2].iterdir()] == ["model.safetensors"]
+    for publisher in publishers:
+        publisher.close()
 
 
 def random_samples(seed: int, lengths: list[int]) -> list[Sample]:

@@ -1,0 +1,110 @@
+"""Policies from the trainer's memory: who asks gets that of the step asked for, whole, or none of it."""
+
+import threading
+import time
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+from cairn.inference.transfer import Gone, NotThere, WeightReceiver, WeightSender
+
+CPU = torch.device("cpu")
+GROUPS = [["embed"], ["first.w", "first.b"], ["scalar"]]
+
+
+@pytest.fixture
+def policy() -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(1)
+    shapes = {"embed": (7, 4), "first.w": (5, 3), "first.b": (5,), "scalar": (), "unwanted": (2,)}
+    return {name: torch.randn(shape, generator=draw) for name, shape in shapes.items()}
+
+
+@pytest.fixture
+def sender(policy: dict[str, torch.Tensor]) -> Iterator[WeightSender]:
+    sender = WeightSender(policy, rank=0, host="127.0.0.1", device=CPU)
+    yield sender
+    sender.close()
+
+
+def get(
+    receiver: WeightReceiver, sender: WeightSender, step: int, dtype: torch.dtype = torch.float32
+) -> dict[str, torch.Tensor]:
+    parts = list(receiver.receive(sender.source(step, [sender.here]), GROUPS, dtype))
+    assert [list(part) for part in parts] == GROUPS
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def step_on(policy: dict[str, torch.Tensor], sender: WeightSender, step: int) -> None:
+    sender.withdraw()
+    for tensor in policy.values():
+        tensor.add_(step)
+    sender.offer(step)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_version_arrives_in_the_type_that_is_asked_for(
+    policy: dict[str, torch.Tensor], sender: WeightSender, dtype: torch.dtype
+):
+    receivers = [WeightReceiver(CPU), WeightReceiver(CPU)]
+    for step in range(1, 4):
+        step_on(policy, sender, step)
+        for receiver in receivers:
+            for name, tensor in get(receiver, sender, step, dtype).items():
+                assert tensor.dtype == dtype
+                assert torch.equal(tensor, policy[name].to(dtype))
+
+
+def test_other_versions_than_the_current_one_are_refused(
+    policy: dict[str, torch.Tensor], sender: WeightSender
+):
+    receiver = WeightReceiver(CPU)
+    step_on(policy, sender, 5)
+    with pytest.raises(Gone):
+        get(receiver, sender, 4)
+    with pytest.raises(NotThere):
+        get(receiver, sender, 6)
+    assert torch.equal(get(receiver, sender, 5)["embed"], policy["embed"])
+    sender.withdraw()
+    with pytest.raises(Gone):
+        get(receiver, sender, 5)
+    with pytest.raises(NotThere):
+        get(receiver, sender, 6)
+
+
+def test_weights_do_not_change_while_somebody_reads_them(
+    policy: dict[str, torch.Tensor], sender: WeightSender
+):
+    step_on(policy, sender, 1)
+    before = {name: tensor.clone() for name, tensor in policy.items()}
+    parts = WeightReceiver(CPU).receive(sender.source(1, [sender.here]), GROUPS, torch.float32)
+    changing = threading.Thread(target=step_on, args=(policy, sender, 2))
+    changing.start()
+    time.sleep(0.2)
+    assert changing.is_alive()
+    got = {name: tensor for part in parts for name, tensor in part.items()}
+    changing.join(30)
+    assert not changing.is_alive()
+    assert all(torch.equal(got[name], before[name]) for name in got)
+    assert not torch.equal(policy["embed"], before["embed"])
+
+
+def test_if_one_rank_has_gone_on_nobody_sends(policy: dict[str, torch.Tensor], sender: WeightSender):
+    other = WeightSender(policy, rank=0, host="127.0.0.1", device=CPU)
+    sender.offer(1)
+    other.offer(2)
+    receiver = WeightReceiver(CPU)
+    with pytest.raises(Gone):
+        receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS, torch.float32)
+    sender.withdraw()  # nobody reads: this returns
+    other.close()
+
+
+def test_a_trainer_that_ended_is_told_of(policy: dict[str, torch.Tensor], sender: WeightSender):
+    step_on(policy, sender, 1)
+    receiver = WeightReceiver(CPU)
+    assert torch.equal(get(receiver, sender, 1)["embed"], policy["embed"])
+    source = sender.source(1, [sender.here])
+    sender.close()
+    with pytest.raises(NotThere, match="does not answer"):
+        receiver.receive(source, GROUPS, torch.float32)
