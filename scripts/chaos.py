@@ -46,7 +46,8 @@ SHORT = ["--max-steps", "10", "--ckpt.interval", "3", "--ckpt.keep-last", "2"]
 SFT = ["sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--data.batch-size", "192"]
 RL = ["rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml", *SHORT]
 RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
-TURNS = ("sft", "rl", "rl", "sft", "rl", "alone")
+NETWORK = ["--trainer.weight-transport", "network"]
+TURNS = ("sft", "rl", "network", "sft", "rl", "alone")
 """Which of these runs take turns where no command is given; alone: with a server of its own."""
 
 
@@ -60,7 +61,9 @@ class Bench:
 
     def task(self, run: int) -> Task:
         """What run number `run` is to be."""
-        kind = "given" if self.command else TURNS[run % len(TURNS)]
+        return self._task("given" if self.command else TURNS[run % len(TURNS)])
+
+    def _task(self, kind: str) -> Task:
         if kind not in self.tasks:
             self.tasks[kind] = self._make(kind)
         return self.tasks[kind]
@@ -72,6 +75,9 @@ class Bench:
             return make_task([*RL_ALONE, "--inference.port", str(free_port())])
         if kind == "given":
             return make_task(self.command)
+        if kind == "network":
+            usual = self._task("rl")  # whose server and proxy serve here too
+            return replace(usual, command=[*usual.command, *NETWORK], calm=None)
         token, url = secrets.token_urlsafe(16), f"http://127.0.0.1:{free_port()}"
         command = ["inference", "@", f"{CONFIGS}/infer.toml", "--port", url.rpartition(":")[2]]
         server = Server(self.folder, command, url, token)
@@ -79,7 +85,7 @@ class Bench:
 
     def close(self) -> None:
         """End its server."""
-        for task in self.tasks.values():
+        for task in [task for kind, task in self.tasks.items() if kind != "network"]:
             if task.server:
                 task.server.kill()
             if task.proxy:
