@@ -179,6 +179,7 @@ class WeightSender:
                     return
                 with self._reading(int(asked)) as answer:
                     store.set(f"{pair}/answer/{request}", answer)
+                    store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
                     if store.get(f"{pair}/go/{request}") == b"yes":
                         self._send(group, hello["names"], getattr(torch, hello["dtype"]))
         except RuntimeError as error:  # the server asks anew, if it lives
@@ -250,16 +251,19 @@ class WeightReceiver:
             Gone, NotThere: nothing has been sent. While iterating: RuntimeError.
         """
         names = [name for group in groups for name in group]
-        pairs: list[_Pair] = []
+        answers: list[str] = []
         try:
+            known, self._pairs = self._pairs, {}
             for rank in source.ranks:
                 key = (rank.host, rank.port, dtype, *names)
-                if key not in self._pairs:
-                    self._pairs[key] = _Pair(rank, names, dtype, self._device)
-                pairs.append(self._pairs[key])
-            answers = {pair.ask(source.step) for pair in pairs}
-            for pair in pairs:
-                pair.go(answers == {"yes"})
+                self._pairs[key] = known.get(key) or _Pair(rank, names, dtype, self._device)
+            pairs = list(self._pairs.values())
+            try:
+                for pair in pairs:
+                    answers.append(pair.ask(source.step))
+            finally:  # whoever said yes keeps its weights as they are until it is told
+                for pair in pairs[: len(answers)]:
+                    pair.go(answers == ["yes"] * len(pairs))
         except (RuntimeError, OSError) as error:
             self.forget()
             raise NotThere(f"the trainer does not answer: {error}") from None

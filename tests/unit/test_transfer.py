@@ -89,6 +89,7 @@ def test_weights_do_not_change_while_somebody_reads_them(
     assert not torch.equal(policy["embed"], before["embed"])
 
 
+@pytest.mark.timeout(15)  # less than a rank waits for a server that it has said yes to
 def test_if_one_rank_has_gone_on_nobody_sends(policy: dict[str, torch.Tensor], sender: WeightSender):
     other = WeightSender(policy, rank=0, host="127.0.0.1", device=CPU)
     sender.offer(1)
@@ -96,8 +97,11 @@ def test_if_one_rank_has_gone_on_nobody_sends(policy: dict[str, torch.Tensor], s
     receiver = WeightReceiver(CPU)
     with pytest.raises(Gone):
         receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS, torch.float32)
-    sender.withdraw()  # nobody reads: this returns
     other.close()
+    with pytest.raises(NotThere):
+        receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS, torch.float32)
+    assert torch.equal(get(receiver, sender, 1)["embed"], policy["embed"])
+    sender.withdraw()  # which would wait for whoever reads
 
 
 def test_a_trainer_that_ended_is_told_of(policy: dict[str, torch.Tensor], sender: WeightSender):
