@@ -34,6 +34,10 @@ class WeightsGone(RuntimeError):
     """The trainer that was to send the weights has newer ones; the server goes on with those that it had."""
 
 
+NOT_LOADED = {422: WeightsRefused, 410: WeightsGone}
+"""How a server answers a push that it would answer so again, and what is raised."""
+
+
 class StaleServer(RuntimeError):
     """A server samples from other weights than it was given, however often it is given them."""
 
@@ -305,10 +309,8 @@ class InferenceClient:
         if response.status_code == 401:
             self._token = self._given_token
             raise Unauthorized(f"{self.url}: {message}")
-        if response.status_code == 422 and response.url.path == "/cairn/update_weights":
-            raise WeightsRefused(message)
-        if response.status_code == 410:
-            raise WeightsGone(message)
+        if response.status_code in NOT_LOADED and response.url.path == "/cairn/update_weights":
+            raise NOT_LOADED[response.status_code](message)
         if response.status_code == 404 and response.url.path.startswith("/cairn/"):
             message = f"not a server that `inference` started: {message}"
             raise ServerUnavailable(f"{response.url} answered 404: {message}")

@@ -35,6 +35,7 @@ STRAGGLERS = 1.0
 """Least seconds that slower servers get for new weights once the first one has them."""
 STALE_ATTEMPTS = 5
 """How often a request is answered from wrong weights before that is an error."""
+REFUSALS = (WeightsRefused, WeightsGone, Unauthorized)
 HOMES = 10_000
 """Most affinities that are remembered."""
 
@@ -56,7 +57,8 @@ class Member:
         self.client = client
         self.ready = False
         self.problem = f"{url}: not asked yet"
-        self.refusal: WeightsRefused | WeightsGone | Unauthorized | None = None
+        self.refusal: Exception | None = None
+        """Why it does not take the current weights, if pushing them again would not help; one of REFUSALS."""
         self.version: str | None = None
         """The version that it last confirmed."""
         self.weights: Weights | None = None
@@ -317,7 +319,7 @@ class ServerPool:
             if str(error) not in member.problem and not isinstance(error, ServerUnavailable):
                 logger.error("%s can't join: %s", member.url, error)
             member.problem = f"{member.url}: {error}"
-            member.refusal = error if isinstance(error, WeightsRefused | WeightsGone | Unauthorized) else None
+            member.refusal = error if isinstance(error, REFUSALS) else None
             self._notify()
         if not member.ready:
             self._give_up_on(member)
@@ -373,7 +375,7 @@ class ServerPool:
     async def _push_or_lose(self, member: Member) -> None:
         try:
             await self._push(member)
-        except (WeightsRefused, WeightsGone, Unauthorized) as error:
+        except REFUSALS as error:
             member.refusal = error
         except (ServerUnavailable, ValueError) as error:
             self._lose(member, str(error))

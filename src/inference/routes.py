@@ -20,14 +20,15 @@ from vllm.entrypoints.rl.online.api_router import router as rl_router
 from vllm.logger import init_logger
 
 from cairn.inference.client import TOKEN_VARIABLE
-from cairn.inference.weights import GONE, NOT_THERE, REFUSED
+from cairn.inference.transfer import Gone, NotThere
+from cairn.inference.weights import Refused
 
 logger = init_logger("vllm.cairn")
 
 Status = dict[str, str | bool | int]
 
-UNCHANGED = {REFUSED: 422, GONE: 410, NOT_THERE: 503}
-"""What weights that are not to be had are answered with: nothing has been changed."""
+UNCHANGED = {Refused.mark: 422, Gone.mark: 410, NotThere.mark: 503}
+"""What weights that are not to be had are answered with, by what marks the reason."""
 
 
 class WeightUpdate(BaseModel):
@@ -124,7 +125,7 @@ class CairnRoutes:
         """Say why an update failed, and generate on if nothing has been changed."""
         mark = next((mark for mark in UNCHANGED if mark in str(error)), None)
         # Another process of a server with several may have got the weights just before they were gone.
-        if mark and (mark == REFUSED or self._alone):
+        if mark and (mark == Refused.mark or self._alone):
             if not was_paused:
                 await self._engine.resume_generation()
         else:

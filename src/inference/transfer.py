@@ -21,7 +21,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Union
+from typing import Any, ClassVar, Union
 
 import torch
 import torch.distributed as dist
@@ -47,12 +47,28 @@ END_SECONDS = 1.0
 """How long each thread has for its end."""
 
 
-class Gone(RuntimeError):
+class Unchanged(RuntimeError):
+    """Why a process of a server has not loaded weights; those that it had are as they were.
+
+    The message begins with the `mark` of its kind: vLLM hands errors from process to process as text.
+    """
+
+    mark: ClassVar[str]
+
+    def __init__(self, reason: str):
+        super().__init__(self.mark + reason)
+
+
+class Gone(Unchanged):
     """The trainer has a newer policy by now."""
 
+    mark = "weights gone: "
 
-class NotThere(RuntimeError):
-    """The trainer does not have that policy yet, or does not answer; nothing has been changed."""
+
+class NotThere(Unchanged):
+    """The trainer does not have that policy yet, or does not answer."""
+
+    mark = "weights not there: "
 
 
 @dataclass(frozen=True)
@@ -101,19 +117,18 @@ class WeightSender:
     """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], *, rank: int, host: str, device: torch.device):
-        parts = {name: local_part(tensor, rank) for name, tensor in tensors.items()}
-        self._values = {name: part[0].view(-1) for name, part in parts.items() if part is not None}
         self._shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._host, self._device = host, device
+        self._values: dict[str, torch.Tensor] = {}
+        parts: dict[str, tuple[int, int]] = {}
+        for name, tensor in tensors.items():
+            if (part := local_part(tensor, rank)) is not None:
+                values, first_byte = part
+                self._values[name] = values.view(-1)
+                parts[name] = (first_byte // values.element_size(), values.numel())
+        self._device = device
         self._store: dist.TCPStore | None = host_store(host)
-        self._port = self._store.port
-        firsts = {name: part[1] // part[0].element_size() for name, part in parts.items() if part is not None}
-        self.here = Rank(
-            host,
-            self._port,
-            {name: (firsts[name], values.numel()) for name, values in self._values.items()},
-        )
+        self.here = Rank(host, self._store.port, parts)
         self._state = threading.Condition()
         self._newest = -1
         self._offered: int | None = None
@@ -172,7 +187,7 @@ class WeightSender:
             hello = json.loads(store.get(f"{pair}/hello"))
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)
-            group = _group(store, pair, 0, self._host, self._device)
+            group = _group(store, pair, 0, self.here.host, self._device)
             for request in itertools.count(1):
                 asked = self._next(store, f"{pair}/ask/{request}")
                 if asked == END:
@@ -225,7 +240,7 @@ class WeightSender:
 
     def _client(self) -> dist.TCPStore:
         """A connection of the calling thread's own: on a shared one, one's waiting blocks the others."""
-        return dist.TCPStore(self._host, self._port, timeout=PATIENCE)
+        return dist.TCPStore(self.here.host, self.here.port, timeout=PATIENCE)
 
 
 # The server's side

@@ -9,6 +9,7 @@ import collections
 import copy
 import functools
 import json
+import math
 import os
 import time
 from collections.abc import Iterable, Iterator
@@ -36,14 +37,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from cairn.inference.transfer import Gone, NotThere, Source, WeightReceiver, read_source
+from cairn.inference.transfer import Source, Unchanged, WeightReceiver, read_source
 
 logger = init_logger("vllm.cairn")
-
-REFUSED = "weights refused: "
-"""Marks a refusal: vLLM hands errors from process to process as text."""
-GONE, NOT_THERE = "weights gone: ", "weights not there: "
-"""Likewise; nothing has been changed by this process, though others of the same server may have begun."""
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 WORKERS = min(4, os.cpu_count() or 1)
@@ -56,11 +52,10 @@ def register() -> None:
     register_model_loader("cairn")(RepackableLoader)
 
 
-class Refused(ValueError):
-    """The weights are unusable; nothing has been changed."""
+class Refused(Unchanged):
+    """The weights are unusable."""
 
-    def __init__(self, reason: str):
-        super().__init__(REFUSED + reason)
+    mark = "weights refused: "
 
 
 @dataclass
@@ -113,30 +108,32 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
 
         Raises:
             Refused: a file or tensor is unusable; the old weights are untouched.
-            RuntimeError: the trainer has not sent them, or not all of them.
+            Gone, NotThere: the trainer does not send them; likewise.
+            RuntimeError: it has not sent all of them.
         """
         started = time.perf_counter()
         source = read_source(Path(update_info.path))
+        dtype = self.model_config.dtype
+        parts: Iterable[dict[str, torch.Tensor]]
         if source is None:
-            parts = iter([read_weights(update_info.path, *self._expected, self.model_config.dtype)])
+            weights = read_weights(update_info.path, *self._expected, dtype)
+            parts, items = [weights], sum(tensor.numel() for tensor in weights.values())
         else:
-            parts = self._from_trainer(source)
+            parts, items = self._from_trainer(source), sum(map(math.prod, source.shapes.values()))
         checked = time.perf_counter()
-        loaded: set[str] = set()
         if self._plain:
-            for weights in parts:
-                loaded |= load_and_pack(self.model, weights)
+            loaded = load_and_pack(self.model, parts)
         else:
             initialize_layerwise_reload(self.model)
-            for weights in parts:
-                loaded |= set(self.model.load_weights(weights.items()))
+            loaded = {name for part in parts for name in self.model.load_weights(part.items())}
             finalize_layerwise_reload(self.model, self.model_config)
             pack_linear_weights(self.model.modules())
         if missed := {name for name, _ in self.model.named_parameters()} - loaded:
             raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
         logger.info(
-            "%s: checked in %.3f s, loaded in %.3f s",
+            "%s: %.1f MB, checked in %.3f s, loaded in %.3f s",
             update_info.path,
+            items * dtype.itemsize / 1e6,
             checked - started,
             time.perf_counter() - checked,
         )
@@ -146,7 +143,8 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
 
         Raises:
             Refused: it has other tensors than this model.
-            RuntimeError: it does not send them. While iterating: it broke off, or a value is not finite.
+            Gone, NotThere: it does not send them.
+            RuntimeError: while iterating: it broke off, or a value is not finite.
         """
         if source.device != self.device.type:
             raise Refused(
@@ -161,12 +159,7 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             if shape != shapes[name]:
                 raise Refused(f"tensor {name} has shape {shape}, not {shapes[name]}")
         names = [name for name in source.shapes if name not in tied]
-        try:
-            parts = self._receiver.receive(source, layerwise_groups(names), self.model_config.dtype)
-        except Gone as error:
-            raise RuntimeError(f"{GONE}{error}") from None
-        except NotThere as error:
-            raise RuntimeError(f"{NOT_THERE}{error}") from None
+        parts = self._receiver.receive(source, layerwise_groups(names), self.model_config.dtype)
 
         def checked() -> Iterator[dict[str, torch.Tensor]]:
             for weights in parts:
@@ -232,10 +225,11 @@ def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def load_and_pack(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> set[str]:
+def load_and_pack(model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]]) -> set[str]:
     """Copy weights straight into the parameters, and pack each layer while it is in the processor's cache.
 
-    Layers are taken by several threads. Returns vLLM's names of the parameters that were loaded.
+    Layers are taken by several threads while this one goes on through the `parts`; none is in two of them.
+    Returns vLLM's names of the parameters that were loaded.
     """
     parameters = dict(model.named_parameters())
     users = collections.defaultdict(list)  # several modules where weights are tied
@@ -243,14 +237,17 @@ def load_and_pack(model: torch.nn.Module, weights: dict[str, torch.Tensor]) -> s
         if hasattr(module, "cpu_linear"):
             users[id(module.weight)].append(module)
 
-    def load(names: list[str]) -> set[str]:
+    def load(layer: list[tuple[str, torch.Tensor]]) -> set[str]:
         with torch.no_grad():
-            loaded = set(model.load_weights((name, weights[name]) for name in names))
+            loaded = set(model.load_weights(layer))
             pack_linear_weights(module for name in loaded for module in users[id(parameters[name])])
         return loaded
 
+    layers = (
+        [(name, part[name]) for name in names] for part in parts for names in layerwise_groups(list(part))
+    )
     with ThreadPoolExecutor(WORKERS) as workers:
-        return set().union(*workers.map(load, layerwise_groups(list(weights))))
+        return set().union(*workers.map(load, layers))
 
 
 def read_weights(
