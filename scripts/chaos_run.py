@@ -21,10 +21,10 @@ from chaos_proxy import MOODS, Proxy
 
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.store import CheckpointStore, verify
-from cairn.config.cli import UsageError
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.launch.audit import audit
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 from cairn.run.metrics import MetricsLog
 

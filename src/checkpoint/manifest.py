@@ -11,6 +11,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crc
+from cairn.run.errors import CairnError
 
 FILE_NAME = "manifest.json"
 WRITERS_NOTE = re.compile(r"\.begun\.json|\.\w+\.part\.json|\..+\.tmp")
@@ -19,7 +20,7 @@ MAX_BYTES = 64 << 20  # enough for 40 TB of files
 STEP_NAME = re.compile(r"step_([1-9][0-9]{0,15})")
 
 
-class CheckpointError(Exception):
+class CheckpointError(CairnError):
     """A checkpoint can't be used; the message names it and says why."""
 
 

@@ -11,12 +11,9 @@ from typing import Any, TypeVar
 from pydantic_config import BaseConfig, ConfigFileError, cli
 
 from cairn.config.rl import SHARED, RLConfig
+from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
-
-
-class UsageError(Exception):
-    """The user asked for something that can't be done; the message says what to do instead."""
 
 
 def load(cls: type[Config], argv: list[str]) -> Config:

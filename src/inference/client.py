@@ -17,20 +17,22 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
+from cairn.run.errors import CairnError
+
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
 BUSY = (409, 429, 503)
 """Status codes of a server that should be asked again later; 409: another update of its weights is open."""
 
 
-class ServerUnavailable(RuntimeError):
+class ServerUnavailable(CairnError):
     """The server does not answer, or failed to do what it was asked for."""
 
 
-class WeightsRefused(ValueError):
+class WeightsRefused(CairnError):
     """The server refused the pushed weights; it goes on with the ones that it had."""
 
 
-class WeightsGone(RuntimeError):
+class WeightsGone(CairnError):
     """The trainer that was to send the weights has newer ones; the server goes on with those that it had."""
 
 
@@ -38,11 +40,11 @@ NOT_LOADED = {422: WeightsRefused, 410: WeightsGone}
 """How a server answers a push that it would answer so again, and what is raised."""
 
 
-class StaleServer(RuntimeError):
+class StaleServer(CairnError):
     """A server samples from other weights than it was given, however often it is given them."""
 
 
-class Unauthorized(RuntimeError):
+class Unauthorized(CairnError):
     """The server's token is missing or wrong."""
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.store import CheckpointStore, load_manifest, verify
 from cairn.config.ckpt import CkptConfig
-from cairn.config.cli import UsageError
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.files import read_json, write_atomic
 
 logger = logging.getLogger(__name__)

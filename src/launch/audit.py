@@ -18,8 +18,8 @@ from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.cli import UsageError
 from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 from cairn.run.seeds import permutation
 

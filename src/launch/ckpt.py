@@ -19,7 +19,7 @@ from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest, Orig
 from cairn.checkpoint.retention import pins, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
-from cairn.config.cli import UsageError
+from cairn.run.errors import UsageError
 from cairn.run.files import read_json, sync, write_atomic
 
 if TYPE_CHECKING:

@@ -7,7 +7,6 @@ import asyncio
 import time
 from pathlib import Path
 
-from cairn.config.cli import UsageError
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
@@ -21,6 +20,7 @@ from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.environments import BadEnvironment, make_environment
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 from cairn.run.logs import start_logging
 from cairn.run.waiting import wait_for

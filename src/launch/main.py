@@ -11,8 +11,10 @@ import signal
 import sys
 from collections.abc import Callable
 
-from cairn.config.cli import UsageError, load
+from cairn.config.cli import load
+from cairn.run.errors import CairnError, UsageError
 
+EXIT_USAGE = 2
 EXIT_STOPPED = 75
 EXIT_UNREAD = 128 + signal.SIGPIPE
 
@@ -100,34 +102,11 @@ def answer(run: Callable[[], int]) -> int:
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     except UsageError as error:
-        return _complain(str(error), 2)
+        return _complain(str(error), EXIT_USAGE)
     except KeyboardInterrupt:
         return _complain("interrupted", 1)
-    except Exception as error:
-        if not _is_readable(error):
-            raise
+    except CairnError as error:
         return _complain(str(error), 1)
-
-
-def _is_readable(error: Exception) -> bool:
-    """Whether the error's message says all that a user needs."""
-    from cairn.checkpoint.manifest import CheckpointError
-    from cairn.inference.client import ServerUnavailable, StaleServer, Unauthorized, WeightsRefused
-    from cairn.launch.process import RoleFailed
-    from cairn.orchestrator.environments import BadEnvironment
-    from cairn.run.waiting import DeadlinePassed
-
-    kinds = (
-        BadEnvironment,
-        CheckpointError,
-        DeadlinePassed,
-        RoleFailed,
-        ServerUnavailable,
-        StaleServer,
-        Unauthorized,
-        WeightsRefused,
-    )
-    return isinstance(error, kinds)
 
 
 def _complain(message: str, code: int) -> int:

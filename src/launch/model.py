@@ -9,8 +9,8 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import load_manifest
-from cairn.config.cli import UsageError
 from cairn.config.model import ModelConfig
+from cairn.run.errors import UsageError
 
 
 def resolve_model(config: ModelConfig) -> str:

@@ -10,6 +10,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import CairnError
 
 RAY_SETTINGS = {
     # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
@@ -29,7 +30,7 @@ LOCAL_RAY_SETTINGS = {
 """And where it starts a cluster of its own; else that would listen on every network of the machine."""
 
 
-class RoleFailed(Exception):
+class RoleFailed(CairnError):
     """A role of the run died; the message shows the end of its log."""
 
 

@@ -20,6 +20,7 @@ from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
 from cairn.run import heartbeat
 from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.heartbeat import Watch
 from cairn.run.metrics import MetricsLog
 
@@ -57,7 +58,7 @@ class _Ended:
 
     outcomes: dict[int, Outcome]
     dead: dict[int, str]
-    errors: list[RoleFailed]
+    errors: list[CairnError]
 
     @property
     def broken(self) -> bool:
@@ -173,6 +174,7 @@ class Ranks:
         Raises:
             _RanksDied: some died.
             RoleFailed: one raised an error.
+            UsageError: one refused what the user asked for.
         """
         heartbeat.doing("gathering the ranks", waiting=True)
         first = self._ranks[0].worker
@@ -270,6 +272,9 @@ def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
         cause = error.cause
         if isinstance(cause, WriterDied):
             ended.dead[rank.number] = f"lost its writer of checkpoints ({cause})"
+            return
+        if isinstance(cause, UsageError):
+            ended.errors.insert(0, cause)
             return
         message = f"trainer rank {rank.number}: {type(cause).__name__}: {cause}\n(log: {rank.log})"
         ended.errors.append(RoleFailed(message))

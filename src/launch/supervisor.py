@@ -7,11 +7,12 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.rl import RLConfig
 from cairn.launch.attempt import NewestDamaged, RunConfig
 from cairn.launch.display import StepDisplay
-from cairn.launch.main import EXIT_STOPPED
+from cairn.launch.main import EXIT_STOPPED, EXIT_USAGE
 from cairn.launch.process import RoleFailed, kill_session, log_end, start_role, stop_on_signals
 from cairn.launch.restarts import RestartRule
 from cairn.launch.roles import EXIT_CRASHED, EXIT_DAMAGED, EXIT_LOST, STANDBY, WORKING
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.heartbeat import Watch
 
 STOP_SECONDS = 20
@@ -67,6 +68,7 @@ class _Role:
 
         Raises:
             RoleFailed: it reported an error that would only come again, or died too often.
+            UsageError: it refused what the user asked for.
             NewestDamaged: see `run_roles`.
         """
         if self._start_at is not None:
@@ -87,6 +89,8 @@ class _Role:
             self._replace(f"hung ({hang})", step)
         elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
+        elif code == EXIT_USAGE and self.name in WORKING:
+            raise UsageError(log_end(self.log).removeprefix("error: "))
         elif self.name == "trainer" and code == EXIT_DAMAGED:
             raise NewestDamaged(log_end(self.log).removeprefix("error: "))
         else:

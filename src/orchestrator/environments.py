@@ -6,10 +6,11 @@ import string
 from typing import Protocol
 
 from cairn.config.orchestrator import EnvironmentConfig
+from cairn.run.errors import CairnError
 from cairn.run.seeds import derive
 
 
-class BadEnvironment(Exception):
+class BadEnvironment(CairnError):
     """The environment can't be made; the message names it and what is wrong."""
 
 

@@ -5,13 +5,14 @@ from collections.abc import Callable
 from typing import TypeVar
 
 from cairn.run import heartbeat
+from cairn.run.errors import CairnError
 
 T = TypeVar("T")
 
 POLL_SECONDS = 0.005
 
 
-class DeadlinePassed(Exception):
+class DeadlinePassed(CairnError):
     """Somebody did not answer in time; the message names who and the setting that allows more."""
 
 

@@ -25,6 +25,7 @@ from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run import heartbeat
 from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.errors import CairnError
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
 from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
@@ -43,7 +44,7 @@ SWITCH_INTERVAL = 0.0005
 """Seconds after which a thread that makes something ready hands Python back to the one that trains."""
 
 
-class TrainingDiverged(Exception):
+class TrainingDiverged(CairnError):
     """The gradient is not finite; the weights are as they were before the step."""
 
 

@@ -12,13 +12,14 @@ from transformers import PreTrainedTokenizerBase
 
 from cairn.config.trainer import DATA_FILES, SFTDataConfig
 from cairn.run.batches import Batch, Sample
+from cairn.run.errors import CairnError
 from cairn.run.seeds import permutation
 
 CACHED_TOKENS = 1 << 24
 """Tokens of encoded records that are kept for later epochs; with their masks they take 80 MiB."""
 
 
-class BadRecord(Exception):
+class BadRecord(CairnError):
     """A record can't be trained on; the message says which and why."""
 
 

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.config.cli import UsageError
 from cairn.launch import main
 from cairn.launch.audit import Report, audit
 from cairn.orchestrator.ledger import FORMAT, SCHEMA
 from cairn.run.batches import Batch, Sample, batch_path, write_batch
+from cairn.run.errors import UsageError
 from cairn.run.seeds import permutation
 
 RUN, BRANCH, SEED = "0badcafe", "branch_1", 7

@@ -15,11 +15,12 @@ from pydantic import BaseModel, ValidationError
 from pydantic_config import BaseConfig
 
 from cairn.config.ckpt import CkptConfig
-from cairn.config.cli import UsageError, load
+from cairn.config.cli import load
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SHARED, RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.run.errors import UsageError
 
 COMMANDS = {
     "sft": SFTConfig,

@@ -1,0 +1,13 @@
+"""Errors whose message is all that a user needs; every command prints them without a traceback."""
+
+
+class CairnError(Exception):
+    """Something went wrong that the message explains; a command ends with exit code 1."""
+
+
+class UsageError(CairnError):
+    """The user asked for something that can't be done, and the message says what to do instead.
+
+    A command ends with exit code 2. A role that raises it is not started again, and its launcher ends with
+    the same message and exit code.
+    """
