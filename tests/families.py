@@ -1,0 +1,255 @@
+"""Tiny models of many families, made from a configuration and a seed, as their makers publish them.
+
+Two layers, a vocabulary of one token a character, heads of 32 (vLLM's CPU attention takes none smaller). A
+folder holds what `save_pretrained` writes: the hub's tensor names and layout, and the example task's
+tokenizer.
+"""
+
+import functools
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
+
+TOKENIZER = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"
+VOCABULARY = 102
+"""Tokens of that tokenizer."""
+
+SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
+SIZE = {
+    **SPECIAL,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": 256,
+    "initializer_range": 0.15,
+    "tie_word_embeddings": False,
+}
+HEAD = {"head_dim": 32}
+PLAIN = {**SIZE, "num_key_value_heads": 2}
+MOE = {"moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+GPT = {**SPECIAL, "n_embd": 64, "n_layer": 2, "n_head": 2, "n_positions": 256, "initializer_range": 0.15}
+DEEPSEEK = {
+    **PLAIN,
+    "moe_intermediate_size": 32,
+    "n_routed_experts": 4,
+    "n_shared_experts": 1,
+    "num_experts_per_tok": 2,
+    "first_k_dense_replace": 1,
+    "kv_lora_rank": 32,
+    "q_lora_rank": 32,
+    "qk_rope_head_dim": 32,
+    "qk_nope_head_dim": 32,
+    "v_head_dim": 32,
+}
+MAMBA = {
+    "mamba_d_state": 16,
+    "mamba_n_heads": 4,
+    "mamba_d_head": 32,
+    "mamba_n_groups": 1,
+    "mamba_chunk_size": 8,
+}
+
+
+@dataclass(frozen=True)
+class Family:
+    """A model family: transformers' `model_type`, its kind, and the settings of the tiny configuration."""
+
+    model_type: str
+    kind: str
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+FAMILIES = {
+    # Dense
+    "llama": Family("llama", "dense", SIZE),
+    "llama_bias": Family("llama", "dense", {**SIZE, "attention_bias": True, "mlp_bias": True}),
+    "qwen2": Family("qwen2", "dense", SIZE),
+    "qwen3": Family("qwen3", "dense", {**SIZE, **HEAD}),
+    "qwen3_tied": Family("qwen3", "dense", {**SIZE, **HEAD, "tie_word_embeddings": True}),
+    "mistral": Family("mistral", "dense", {**SIZE, **HEAD, "sliding_window": None}),
+    "gemma": Family("gemma", "dense", {**SIZE, **HEAD, "tie_word_embeddings": True}),
+    "phi": Family("phi", "dense", {**PLAIN, "partial_rotary_factor": 0.5}),
+    "phi3": Family("phi3", "dense", {**SIZE, "sliding_window": None}),
+    "olmo2": Family("olmo2", "dense", SIZE),
+    "granite": Family(
+        "granite",
+        "dense",
+        {**SIZE, "attention_multiplier": 0.2, "logits_scaling": 2.0, "embedding_multiplier": 2.0},
+    ),
+    "cohere": Family("cohere", "dense", {**SIZE, "logit_scale": 0.5, "tie_word_embeddings": True}),
+    "stablelm": Family("stablelm", "dense", {**PLAIN, "partial_rotary_factor": 0.5}),
+    "gpt_neox": Family("gpt_neox", "dense", PLAIN),
+    "starcoder2": Family("starcoder2", "dense", {**SIZE, "sliding_window": None}),
+    "glm4": Family("glm4", "dense", {**SIZE, **HEAD}),
+    "smollm3": Family("smollm3", "dense", {**SIZE, "no_rope_layers": [1, 0]}),
+    "nemotron": Family("nemotron", "dense", {**SIZE, **HEAD}),
+    # Positions that do not come from position_ids alone
+    "gpt2": Family("gpt2", "learned positions", GPT),
+    "opt": Family(
+        "opt",
+        "learned positions",
+        {**SPECIAL, "hidden_size": 64, "ffn_dim": 96, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"max_position_embeddings": 256, "word_embed_proj_dim": 64, "init_std": 0.15},
+    ),
+    "falcon": Family(
+        "falcon",
+        "rotary",
+        {**SPECIAL, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+        | {"multi_query": True, "parallel_attn": True, "bias": False, "initializer_range": 0.15},
+    ),
+    "falcon_alibi": Family(
+        "falcon",
+        "ALiBi",
+        {**SPECIAL, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2, "alibi": True}
+        | {"multi_query": True, "parallel_attn": False, "bias": True, "initializer_range": 0.15},
+    ),
+    "bloom": Family(
+        "bloom",
+        "ALiBi",
+        {**SPECIAL, "hidden_size": 64, "n_layer": 2, "n_head": 2, "initializer_range": 0.15},
+    ),
+    # Sliding windows, soft-capping, sinks
+    "mistral_sliding": Family("mistral", "sliding window", {**SIZE, **HEAD, "sliding_window": 8}),
+    "gemma2": Family(
+        "gemma2",
+        "soft-capped",
+        {**SIZE, **HEAD, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+        | {"attn_logit_softcapping": 2.0, "final_logit_softcapping": 10.0},
+    ),
+    "gemma3_text": Family(
+        "gemma3_text",
+        "sliding window",
+        {**SIZE, **HEAD, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "gpt_oss": Family(
+        "gpt_oss",
+        "MoE",
+        {**SIZE, **HEAD, "sliding_window": 8, "num_local_experts": 4, "num_experts_per_tok": 2}
+        | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    # Mixtures of experts
+    "qwen2_moe": Family(
+        "qwen2_moe", "MoE", {**SIZE, **MOE, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}
+    ),
+    "qwen3_moe": Family("qwen3_moe", "MoE", {**SIZE, **HEAD, **MOE}),
+    "mixtral": Family("mixtral", "MoE", {**SIZE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "olmoe": Family("olmoe", "MoE", {**PLAIN, "num_experts": 4, "num_experts_per_tok": 2}),
+    "granitemoe": Family(
+        "granitemoe",
+        "MoE",
+        {**SIZE, "num_local_experts": 4, "num_experts_per_tok": 2, "attention_multiplier": 0.2},
+    ),
+    "deepseek_v2": Family("deepseek_v2", "MoE", DEEPSEEK),
+    "deepseek_v3": Family("deepseek_v3", "MoE", {**DEEPSEEK, "n_group": 2, "topk_group": 1}),
+    "glm4_moe": Family(
+        "glm4_moe",
+        "MoE",
+        {**SIZE, **HEAD, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
+        | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    ),
+    # State carried from token to token
+    "mamba": Family(
+        "mamba",
+        "state space",
+        {**SPECIAL, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "initializer_range": 0.15},
+    ),
+    "mamba2": Family(
+        "mamba2",
+        "state space",
+        {**SPECIAL, "hidden_size": 64, "num_hidden_layers": 2, "state_size": 16, "num_heads": 4}
+        | {"head_dim": 32, "n_groups": 1, "chunk_size": 8, "initializer_range": 0.15},
+    ),
+    "lfm2": Family(
+        "lfm2",
+        "convolution hybrid",
+        {**SIZE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
+    ),
+    "qwen3_next": Family(
+        "qwen3_next",
+        "linear attention hybrid",
+        {**SIZE, **HEAD, **MOE, "layer_types": ["linear_attention", "full_attention"]}
+        | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
+        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 32},
+    ),
+    "falcon_h1": Family(
+        "falcon_h1", "state space hybrid", {**SIZE, **HEAD, **MAMBA, "mamba_d_ssm": 128, "mamba_expand": 2}
+    ),
+    "bamba": Family(
+        "bamba", "state space hybrid", {**SIZE, **MAMBA, "mamba_expand": 2, "attn_layer_indices": [1]}
+    ),
+    "jamba": Family(
+        "jamba",
+        "state space hybrid, MoE",
+        {**SIZE, "num_experts": 4, "num_experts_per_tok": 2, "attn_layer_period": 2, "attn_layer_offset": 1}
+        | {
+            "expert_layer_period": 2,
+            "expert_layer_offset": 1,
+            "use_mamba_kernels": False,
+            "mamba_dt_rank": 4,
+        },
+    ),
+    "granitemoehybrid": Family(
+        "granitemoehybrid",
+        "state space hybrid, MoE",
+        {**SIZE, **MAMBA, "num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 32}
+        | {"layer_types": ["mamba", "attention"], "mamba_expand": 2, "attention_multiplier": 0.2},
+    ),
+    # The text part of a multimodal model
+    "gemma3": Family(
+        "gemma3",
+        "multimodal",
+        {
+            "text_config": {**SIZE, **HEAD, "sliding_window": 8, "query_pre_attn_scalar": 32}
+            | {"layer_types": ["sliding_attention", "full_attention"], "tie_word_embeddings": True},
+            "vision_config": {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1}
+            | {"num_attention_heads": 1, "image_size": 28, "patch_size": 14},
+            "mm_tokens_per_image": 4,
+            "image_token_index": 98,
+            "boi_token_index": 99,
+            "eoi_token_index": 100,
+        },
+    ),
+}
+
+
+def make_config(family: str) -> PreTrainedConfig:
+    """The tiny configuration of a family."""
+    about = FAMILIES[family]
+    return AutoConfig.for_model(about.model_type, **about.settings)
+
+
+def make_model(family: str, seed: int = 0) -> PreTrainedModel:
+    """The model, float32, with random weights, also where models begin with zeros or ones (biases, norms)."""
+    generator = torch.Generator().manual_seed(seed)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32)
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
+                parameter += torch.randn(parameter.shape, generator=generator) * 0.1
+        for name, buffer in model.named_buffers():
+            if name.endswith("e_score_correction_bias"):
+                buffer += torch.randn(buffer.shape, generator=generator) * 0.1
+    return model.eval()
+
+
+def make(family: str, folder: Path, seed: int = 0) -> Path:
+    """Write the model as a Hugging Face directory into `folder`, in the hub's layout; returns the folder."""
+    make_model(family, seed).save_pretrained(folder)
+    _tokenizer().save_pretrained(folder)
+    shutil.copyfile(TOKENIZER / "generation_config.json", folder / "generation_config.json")
+    return folder
+
+
+@functools.cache
+def _tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(TOKENIZER)
