@@ -2,16 +2,13 @@
 
 import asyncio
 import contextlib
-import json
 import logging
 import math
 import time
 from collections import OrderedDict
 from collections.abc import Collection, Iterable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
-from urllib.parse import urlsplit
 
 from cairn.inference.client import (
     Generation,
@@ -22,8 +19,9 @@ from cairn.inference.client import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.run.directory import WEIGHT_SOURCE
-from cairn.run.files import read_json
+from cairn.inference.counts import Counts
+from cairn.inference.members import Member, Weights, tensor_bytes
+from cairn.inference.server_list import ServerList
 
 logger = logging.getLogger(__name__)
 
@@ -38,46 +36,6 @@ STALE_ATTEMPTS = 5
 REFUSALS = (WeightsRefused, WeightsGone, Unauthorized)
 HOMES = 10_000
 """Most affinities that are remembered."""
-
-
-@dataclass(frozen=True, eq=False)
-class Weights:
-    """A policy version that servers are given: its folder, name, and size of its tensor files in bytes."""
-
-    folder: str
-    version: str
-    size: int
-
-
-class Member:
-    """One server of the pool, and what is known of it."""
-
-    def __init__(self, url: str, client: InferenceClient):
-        self.url = url
-        self.client = client
-        self.ready = False
-        self.problem = f"{url}: not asked yet"
-        self.refusal: Exception | None = None
-        """Why it does not take the current weights, if pushing them again would not help; one of REFUSALS."""
-        self.version: str | None = None
-        """The version that it last confirmed."""
-        self.weights: Weights | None = None
-        """What this pool gave it last, in its present life; None: something else, or nobody knows."""
-        self.pushes = 0
-        self.epoch: str | None = None
-        self.capacity = 1
-        self.sequences = 0
-        self.requests: set[asyncio.Task[list[Generation]]] = set()
-        self.silent_since: float | None = None
-        self.delay = 0.0
-        self.pushing = asyncio.Lock()
-        self.wake = asyncio.Event()
-        self.keeper: asyncio.Task[None] | None = None
-
-    @property
-    def load(self) -> float:
-        """Sequences in flight, as a share of those that it runs at once; above 1 they queue."""
-        return self.sequences / self.capacity
 
 
 class ServerPool:
@@ -187,7 +145,7 @@ class ServerPool:
         """
         self._begin()
         started = time.monotonic()
-        weights = self._weights = Weights(str(folder), version, _size(Path(folder)))
+        weights = self._weights = Weights(str(folder), version, tensor_bytes(Path(folder)))
         members = [member for member in self._members.values() if member.ready]
         for member in self._members.values():
             member.refusal = None
@@ -464,111 +422,3 @@ class ServerPool:
                 while not condition():
                     await self._changed.wait()
         return condition()
-
-
-class ServerList:
-    """Which servers there should be: those of the file while it is there, else the configured ones."""
-
-    def __init__(self, urls: Iterable[str], file: str | Path | None):
-        self._configured = [url.rstrip("/") for url in urls]
-        self._file = Path(file) if file else None
-        self._listed: list[str] | None = None
-        self._seen: str | None = None
-        self._reported: str | None = None
-
-    def read(self) -> list[str]:
-        """The servers' URLs; a file that makes no sense is reported once, and the list stays as it was."""
-        if self._file is None:
-            return self._configured
-        try:
-            text = self._file.read_text()
-            if text != self._seen:
-                self._listed, self._reported = parse_urls(text), None
-                self._seen = text
-        except FileNotFoundError:
-            self._listed = self._seen = self._reported = None
-        except (OSError, ValueError) as error:
-            if str(error) != self._reported:
-                logger.error("%s is ignored: %s", self._file, error)
-            self._reported = str(error)
-        return self._listed or self._configured
-
-
-def parse_urls(text: str) -> list[str]:
-    """The servers that the content of a servers file names.
-
-    Raises:
-        ValueError: it is neither a JSON list of URLs nor `{"urls": [...]}`, or names none.
-    """
-    content = json.loads(text)
-    urls = content.get("urls") if isinstance(content, dict) else content
-    if not isinstance(urls, list) or not urls:
-        raise ValueError('it has to hold a JSON list of URLs, or {"urls": [...]}, with one at least')
-    for url in urls:
-        if not _is_url(url):
-            raise ValueError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000")
-    return list(dict.fromkeys(url.rstrip("/") for url in urls))
-
-
-class Counts:
-    """What a pool did since it was last asked."""
-
-    def __init__(self) -> None:
-        self._in_flight = 0
-        self._marked = time.monotonic()
-        self._clear()
-
-    def _clear(self) -> None:
-        self.requests = 0
-        self.retries = 0
-        self.push_bytes = 0
-        self.push_seconds = 0.0
-        self._idle = self._busy = 0.0
-
-    def begin(self) -> None:
-        """A request has been sent."""
-        self._mark()
-        self._in_flight += 1
-
-    def end(self) -> None:
-        """A request has been answered or given up."""
-        self._mark()
-        self._in_flight -= 1
-
-    def take(self) -> dict[str, float]:
-        """The counts, which begin anew."""
-        self._mark()
-        counts = {
-            "servers/requests": self.requests,
-            "servers/retries": self.retries,
-            "time/generate": self._busy,
-            "time/server_idle": self._idle,
-            "weights/bytes": self.push_bytes,
-            "time/push": self.push_seconds,
-        }
-        self._clear()
-        return counts
-
-    def _mark(self) -> None:
-        """Count the time since the last mark."""
-        now = time.monotonic()
-        if self._in_flight:
-            self._busy += now - self._marked
-        else:
-            self._idle += now - self._marked
-        self._marked = now
-
-
-def _size(folder: Path) -> int:
-    """Bytes of the tensors that a directory holds or tells of; 0 if only the servers can see it."""
-    if source := read_json(folder / WEIGHT_SOURCE):
-        return source["bytes"]
-    return sum(file.stat().st_size for file in folder.glob("*.safetensors"))
-
-
-def _is_url(value: Any) -> bool:
-    try:
-        parts = urlsplit(value)
-        return parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except (ValueError, TypeError, AttributeError):
-        return False

@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 
 from cairn.inference.client import TOKEN_VARIABLE
 from cairn.inference.transfer import Gone, NotThere
-from cairn.inference.weights import Refused
+from cairn.inference.weight_files import Refused
 
 logger = init_logger("vllm.cairn")
 

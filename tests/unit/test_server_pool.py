@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from cairn.inference.client import InferenceClient, ServerUnavailable, StaleServer, WeightsRefused
-from cairn.inference.pool import ServerPool, parse_urls
+from cairn.inference.pool import ServerPool
+from cairn.inference.server_list import parse_urls
 
 Answer = tuple[int, Any]
 SAMPLING = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop_token_ids": []}
