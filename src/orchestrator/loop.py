@@ -20,6 +20,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.inference.client import WeightsGone
 from cairn.orchestrator.environments import make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, to_ranges
+from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
 from cairn.run.batches import Batch, batch_path, write_batch
@@ -91,7 +92,7 @@ class Orchestrator:
         self.progress = self._resume(resume_from)
         """After each step whose batch is shipped, from the newest that the trainer has announced on."""
         self.shipped = max(self.progress)
-        self._prompts = _Prompts(self.ledger)
+        self._prompts = Prompts(self.ledger)
         self._changed = asyncio.Event()
         self._disk = ThreadPoolExecutor(1)
         self._dropped = 0
@@ -357,49 +358,3 @@ class Orchestrator:
         self.shipped = step
         self._dropped = 0
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
-
-
-class _Prompts:
-    """The prompts between their place in the prompt order and a batch."""
-
-    def __init__(self, ledger: Ledger):
-        """Take up those that the ledger knows of."""
-        waiting = ledger.waiting()
-        self.ready = {group.place: group for group in waiting if group.rollouts and group.whole}
-        """Groups whose answers are all there, by place."""
-        self.partial = [group for group in waiting if group.place not in self.ready]
-        """Groups that were being answered when an earlier process died."""
-        self.answering: dict[int, tuple[asyncio.Task[Group], Group]] = {}
-        """Groups that the servers are at work on, by place."""
-        self._again, self._following = ledger.never_issued()
-
-    def __len__(self) -> int:
-        return len(self.ready) + len(self.partial) + len(self.answering)
-
-    def next_place(self) -> int:
-        """The next place at which a prompt is to be issued: one that was dropped, or the first new one."""
-        if self._again:
-            return self._again.pop(0)
-        self._following += 1
-        return self._following - 1
-
-    def collect(self) -> None:
-        """Move the groups that are whole now to `ready`; raises what an answer failed with."""
-        for place, (task, _) in list(self.answering.items()):
-            if task.done():
-                del self.answering[place]
-                self.ready[place] = task.result()
-
-    def older_than(self, step: int) -> list[Group]:
-        """The groups that have a token from a policy of before `step`."""
-        groups = [*self.ready.values(), *self.partial, *(group for _, group in self.answering.values())]
-        return [group for group in groups if group.oldest_step < step]
-
-    def drop(self, place: int) -> None:
-        """Have the prompt issued again."""
-        self.ready.pop(place, None)
-        self.partial = [group for group in self.partial if group.place != place]
-        task, _ = self.answering.pop(place, (None, None))
-        if task:
-            task.cancel()
-        self._again = sorted([*self._again, place])

@@ -1,0 +1,52 @@
+"""The prompts between their place in the prompt order and a batch."""
+
+import asyncio
+
+from cairn.orchestrator.ledger import Ledger
+from cairn.orchestrator.rollouts import Group
+
+
+class Prompts:
+    """Which prompts are being answered, which are ready for a batch, and which place comes next."""
+
+    def __init__(self, ledger: Ledger):
+        """Take up those that the ledger knows of."""
+        waiting = ledger.waiting()
+        self.ready = {group.place: group for group in waiting if group.rollouts and group.whole}
+        """Groups whose answers are all there, by place."""
+        self.partial = [group for group in waiting if group.place not in self.ready]
+        """Groups that were being answered when an earlier process died."""
+        self.answering: dict[int, tuple[asyncio.Task[Group], Group]] = {}
+        """Groups that the servers are at work on, by place."""
+        self._again, self._following = ledger.never_issued()
+
+    def __len__(self) -> int:
+        return len(self.ready) + len(self.partial) + len(self.answering)
+
+    def next_place(self) -> int:
+        """The next place at which a prompt is to be issued: one that was dropped, or the first new one."""
+        if self._again:
+            return self._again.pop(0)
+        self._following += 1
+        return self._following - 1
+
+    def collect(self) -> None:
+        """Move the groups that are whole now to `ready`; raises what an answer failed with."""
+        for place, (task, _) in list(self.answering.items()):
+            if task.done():
+                del self.answering[place]
+                self.ready[place] = task.result()
+
+    def older_than(self, step: int) -> list[Group]:
+        """The groups that have a token from a policy of before `step`."""
+        groups = [*self.ready.values(), *self.partial, *(group for _, group in self.answering.values())]
+        return [group for group in groups if group.oldest_step < step]
+
+    def drop(self, place: int) -> None:
+        """Have the prompt issued again."""
+        self.ready.pop(place, None)
+        self.partial = [group for group in self.partial if group.place != place]
+        task, _ = self.answering.pop(place, (None, None))
+        if task:
+            task.cancel()
+        self._again = sorted([*self._again, place])
