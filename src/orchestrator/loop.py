@@ -23,7 +23,7 @@ from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, t
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
-from cairn.run.batches import Batch, batch_path, write_batch
+from cairn.run.batches import Batch, Sampling, batch_path, write_batch
 from cairn.run.directory import Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
@@ -322,7 +322,8 @@ class Orchestrator:
     async def _ship(self, step: int, groups: list[Group]) -> None:
         """Write the batch of `step`, and note it in the ledger."""
         normalize = self.config.normalize_advantages
-        batch = Batch([sample for group in groups for sample in to_samples(group, normalize=normalize)])
+        samples = [sample for group in groups for sample in to_samples(group, normalize=normalize)]
+        batch = Batch(samples, sampling=Sampling(self.config.sampling.temperature))
         row = ShippedBatch(
             step=step,
             places=to_ranges(group.place for group in groups),
@@ -348,7 +349,6 @@ class Orchestrator:
             "version": max((v for group in groups for v in group.versions), key=policy_step),
             "problems": list(problems.values()),
             "ledger": asdict(row),
-            "temperature": self.config.sampling.temperature,
         }
         fault_point("orchestrator.before_ship")
         await self._on_disk(write_batch, batch_path(self.run_directory.batches, step), batch)

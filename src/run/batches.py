@@ -6,8 +6,9 @@ lengths, and what belongs to each token. Its metadata says which step of which r
 
 import hashlib
 import json
+import math
 import os
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,31 @@ import numpy as np
 from safetensors import safe_open
 from safetensors.numpy import save
 
+from cairn.run.errors import UsageError
 from cairn.run.files import write_atomic
+
+
+class BadBatch(UsageError):
+    """A batch's file can't be trained on; the message names it and says what to do."""
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a batch's answers were sampled, so that the loss computes logprobs of the same distribution.
+
+    temperature: what logits were divided by; finite and above 0. The distribution is over the whole
+    vocabulary: an answer that was sampled from a part of it (top-p, top-k) can't be in a batch.
+    """
+
+    temperature: float
+
+    def __post_init__(self) -> None:
+        if isinstance(self.temperature, bool) or not 0 < self.temperature < math.inf:
+            raise ValueError(f"temperature {self.temperature!r}")
+
+
+FROM_TEXT = Sampling(temperature=1.0)
+"""For records that nobody sampled, as in SFT: their loss is that of the model's own distribution."""
 
 
 @dataclass
@@ -41,12 +66,16 @@ class Sample:
 
 @dataclass
 class Batch:
-    """One optimiser step's samples; `metrics` is for the step's row in metrics.jsonl."""
+    """One optimiser step's samples, and how they were sampled.
+
+    metrics: for the step's row in metrics.jsonl. info: run id, attempt, step and policy version, so that a
+    stale file is noticed.
+    """
 
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
     info: dict[str, Any] = field(default_factory=dict)
-    """Run id, attempt, step and policy version, so that a stale file is noticed."""
+    sampling: Sampling = field(kw_only=True)
 
     def digest(self) -> str:
         """Names what is learned from: the ledger notes it when a batch is shipped, the trainer's row when it
@@ -75,13 +104,14 @@ def write_batch(path: Path, batch: Batch) -> None:
         "logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
         "advantages": np.concatenate([sample.advantages for sample in samples]).astype(np.float32),
     }
-    metadata = {"metrics": json.dumps(batch.metrics), "info": json.dumps(batch.info)}
+    parts = {"metrics": batch.metrics, "info": batch.info, "sampling": asdict(batch.sampling)}
+    metadata = {name: json.dumps(part) for name, part in parts.items()}
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(tensors, metadata=metadata), durable=True)
 
 
-def read_batch(path: Path) -> Batch:
-    """Read what `write_batch` wrote.
+def read_info(path: Path) -> dict[str, Any]:
+    """What a batch's file says of where it belongs, without its samples.
 
     Raises:
         FileNotFoundError: there is no such batch yet.
@@ -89,9 +119,34 @@ def read_batch(path: Path) -> Batch:
     if not os.path.exists(path):
         raise FileNotFoundError(path)
     with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata()
+        return json.loads((file.metadata() or {}).get("info", "{}"))
+
+
+def read_batch(path: Path) -> Batch:
+    """Read what `write_batch` wrote.
+
+    Raises:
+        FileNotFoundError: there is no such batch yet.
+        BadBatch: it doesn't say how its answers were sampled, or in a way that the loss doesn't know.
+    """
+    if not os.path.exists(path):
+        raise FileNotFoundError(path)
+    with safe_open(path, framework="numpy") as file:
+        metadata = file.metadata() or {}
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    sampling = _sampling(path, metadata.get("sampling", "nothing"))
     ends = np.cumsum(tensors["lengths"])[:-1]
     columns = [np.split(tensors[name], ends) for name in ("token_ids", "loss_mask", "logprobs", "advantages")]
     samples = [Sample(*row) for row in zip(*columns, strict=True)]
-    return Batch(samples, json.loads(metadata["metrics"]), json.loads(metadata["info"]))
+    return Batch(samples, json.loads(metadata["metrics"]), json.loads(metadata["info"]), sampling=sampling)
+
+
+def _sampling(path: Path, found: str) -> Sampling:
+    try:
+        return Sampling(**json.loads(found))
+    except (TypeError, ValueError):
+        raise BadBatch(
+            f"{path} must say at which temperature its answers were sampled, and nothing else about it, but "
+            f"says {found}: another version of Cairn wrote it. Without that the policy loss would be wrong. "
+            f"Remove {path.parent}: its answers are in the ledger, and the batches are made again from there"
+        ) from None

@@ -9,7 +9,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.run.batches import Batch, batch_path, read_batch
+from cairn.run.batches import Batch, batch_path, read_batch, read_info
 from cairn.run.files import read_json, write_json
 from cairn.run.history import History
 from cairn.run.metrics import MetricsLog
@@ -60,7 +60,7 @@ class Outcome:
 
 
 class RunDirectory:
-    """Everything that a run owns (DESIGN section 3)."""
+    """Everything that a run owns (docs/training.md, "The run directory")."""
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None):
         self.path = Path(path).absolute()
@@ -173,13 +173,18 @@ class RunDirectory:
                 path.rename(folder / path.name)
 
     def batch(self, attempt: Attempt, step: int) -> Batch | None:
-        """The batch of optimiser step `step`, if it was shipped by this branch of this run."""
+        """The batch of optimiser step `step`, if it was shipped by this branch of this run.
+
+        Raises:
+            BadBatch: it was, by a version of Cairn that wrote too little about it.
+        """
+        path = batch_path(self.batches, step)
         try:
-            batch = read_batch(batch_path(self.batches, step))
+            info = read_info(path)
+            belongs = (info.get("run_id"), info.get("branch")) == (attempt.run_id, attempt.branch)
+            return read_batch(path) if belongs else None
         except FileNotFoundError:
             return None
-        belongs = (batch.info["run_id"], batch.info["branch"]) == (attempt.run_id, attempt.branch)
-        return batch if belongs else None
 
     def forget_batches(self, step: int) -> None:
         """Remove the batches through `step`, which a committed checkpoint has made needless."""

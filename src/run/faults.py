@@ -24,7 +24,7 @@ POINTS = {
     "save.write": "each rank's writer, before each block",
     "save.before_fsync": "each rank's writer, when all is written",
     "save.before_part": "each rank's writer, when all is durable",
-    "orchestrator.before_part": "orchestrator, when its files are written",
+    "orchestrator.before_part": "orchestrator, before its files are written",
     "commit.before_manifest": "trainer rank 0, when all parts have arrived",
     "commit.manifest_written": "trainer rank 0, when the manifest is durable under its temporary name",
     "commit.done": "trainer rank 0, right after the manifest was renamed into place",

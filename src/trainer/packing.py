@@ -64,7 +64,7 @@ def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) 
             rank=rank,
             world_size=world_size,
         ),
-        temperature=batch.info.get("temperature", 1.0),
+        temperature=batch.sampling.temperature,
         samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
         learned=sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples),

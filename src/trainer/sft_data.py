@@ -11,7 +11,7 @@ import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from cairn.config.trainer import DATA_FILES, SFTDataConfig
-from cairn.run.batches import Batch, Sample
+from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.errors import CairnError
 from cairn.run.seeds import permutation
 
@@ -50,7 +50,7 @@ class SFTData:
             if len(sample.token_ids) <= self._room:
                 self._room -= len(sample.token_ids)
                 self._encoded[index] = sample
-        return Batch(samples, {"epoch": self.position / len(self.records)})
+        return Batch(samples, {"epoch": self.position / len(self.records)}, sampling=FROM_TEXT)
 
     def _encode(self, indices: list[int]) -> dict[int, Sample]:
         if not indices:

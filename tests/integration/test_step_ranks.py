@@ -18,7 +18,7 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import PolicyLossConfig, TrainerConfig
-from cairn.run.batches import Batch, Sample
+from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import Group
 from cairn.trainer.loop import train_step
 from cairn.trainer.losses import PolicyLoss
@@ -52,7 +52,7 @@ def make_batch() -> Batch:
         )
         for n in (20, 14, 9, 24, 5)
     ]
-    return Batch(samples, info={"temperature": 0.8})
+    return Batch(samples, sampling=Sampling(0.8))
 
 
 def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:

@@ -13,7 +13,7 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.launch import main
 from cairn.launch.audit import Report, audit
 from cairn.orchestrator.ledger import FORMAT, SCHEMA
-from cairn.run.batches import Batch, Sample, batch_path, write_batch
+from cairn.run.batches import FROM_TEXT, Batch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
 from cairn.run.seeds import permutation
 
@@ -310,7 +310,7 @@ def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
     info = {"run_id": RUN, "branch": BRANCH, "ledger": row | {"places": [[20, 23]]}}
     zeros = np.zeros(1, np.float32)
     sample = Sample(np.array([1], np.int32), np.array([True]), zeros, zeros)
-    write_batch(batch_path(run.path / "batches", 6), Batch([sample], {}, info))
+    write_batch(batch_path(run.path / "batches", 6), Batch([sample], {}, info, sampling=FROM_TEXT))
     run.sql("DELETE FROM samples WHERE place >= 28")  # of policies that do not exist now
     assert run.audit().violations == []
 

@@ -4,6 +4,7 @@ import dataclasses
 import itertools
 import json
 import multiprocessing
+import re
 import threading
 import time
 from pathlib import Path
@@ -12,9 +13,20 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from safetensors.numpy import save_file
 
-from cairn.run.batches import Batch, Sample, batch_path, read_batch, write_batch
+from cairn.run.batches import (
+    FROM_TEXT,
+    BadBatch,
+    Batch,
+    Sample,
+    Sampling,
+    batch_path,
+    read_batch,
+    write_batch,
+)
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.faults import POINTS
 from cairn.run.files import read_json, write_atomic, write_json
 from cairn.run.metrics import MetricsLog
 from cairn.run.seeds import derive, permutation
@@ -80,9 +92,9 @@ def test_a_batch_comes_back_from_its_file_as_it_was(tmp_path_factory, batch: lis
     """Every sample with its own tokens, and all that was said about the batch."""
     path = batch_path(tmp_path_factory.mktemp("run") / "batches", step)
     metrics, info = {"reward/mean": 0.1}, {"step": step, "problems": [1, 2], "version": "a:1:2"}
-    write_batch(path, Batch(batch, metrics, info))
+    write_batch(path, Batch(batch, metrics, info, sampling=Sampling(0.7)))
     found = read_batch(path)
-    assert (found.metrics, found.info) == (metrics, info)
+    assert (found.metrics, found.info, found.sampling) == (metrics, info, Sampling(0.7))
     assert len(found.samples) == len(batch)
     for a, b in zip(found.samples, batch, strict=True):
         for name in ("token_ids", "loss_mask", "logprobs", "advantages"):
@@ -94,6 +106,33 @@ def test_a_batch_comes_back_from_its_file_as_it_was(tmp_path_factory, batch: lis
 def test_a_batch_that_is_not_there(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         read_batch(batch_path(tmp_path, 1))
+
+
+@pytest.mark.parametrize(
+    "metadata",
+    [
+        {},  # as before it was told
+        {"sampling": "{}"},
+        {"sampling": '{"temperature": null}'},
+        {"sampling": '{"temperature": NaN}'},
+        {"sampling": '{"temperature": 0}'},
+        {"sampling": '{"temperature": 1.0, "top_p": 0.9}'},  # the loss knows nothing of it
+        {"sampling": "[]"},
+    ],
+)
+def test_a_batch_that_does_not_say_how_it_was_sampled_is_refused(tmp_path: Path, metadata: dict[str, str]):
+    """The loss would be wrong without a word. A batch of another run is nobody's concern."""
+    run = RunDirectory(tmp_path)
+    attempt = Attempt("run", 1, "rl", 0, None, "branch_1")
+    one = np.ones(1, np.float32)
+    tensors = {"lengths": one.astype(np.int32), "token_ids": one.astype(np.int32), "advantages": one}
+    tensors |= {"loss_mask": one.astype(np.bool_), "logprobs": one}
+    info = json.dumps({"run_id": "run", "branch": "branch_1", "temperature": 0.7})
+    run.batches.mkdir()
+    save_file(tensors, batch_path(run.batches, 1), {"metrics": "{}", "info": info, **metadata})
+    with pytest.raises(BadBatch, match=r"step_1\.safetensors must say at which temperature .* Remove "):
+        run.batch(attempt, 1)
+    assert run.batch(dataclasses.replace(attempt, run_id="another"), 1) is None
 
 
 @given(samples(), st.integers(1, 20))
@@ -288,7 +327,8 @@ def ship(run: RunDirectory, steps: range, *, run_id: str = "abc", branch: str = 
     """Batches as the orchestrator of some branch ships them."""
     sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
     for step in steps:
-        write_batch(batch_path(run.batches, step), Batch([sample], {}, {"run_id": run_id, "branch": branch}))
+        batch = Batch([sample], {}, {"run_id": run_id, "branch": branch}, sampling=FROM_TEXT)
+        write_batch(batch_path(run.batches, step), batch)
 
 
 def test_batches_go_when_a_checkpoint_has_made_them_needless(run: RunDirectory):
@@ -336,3 +376,13 @@ def test_a_deadline_names_whom_and_what_allows_more():
     with pytest.raises(DeadlinePassed, match=r"waited 0\.05 s for the trainer; --ckpt\.part-timeout allows"):
         wait_for(lambda: None, seconds=0.05, whom="the trainer", setting="--ckpt.part-timeout")
     assert time.monotonic() - begun >= 0.05
+
+
+# Faults
+
+
+def test_the_table_of_fault_points_is_the_one_in_the_docs():
+    """Both say where in the code a fault strikes, in the same words."""
+    docs = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    rows = dict(re.findall(r"^\| `([a-z_]+\.[a-z_]+)` \| (.*) \|$", docs, re.MULTILINE))
+    assert {point: rows.get(point) for point in POINTS} == POINTS

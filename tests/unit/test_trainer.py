@@ -28,7 +28,7 @@ from cairn.config.trainer import (
     TrainerConfig,
 )
 from cairn.inference.transfer import read_source
-from cairn.run.batches import Batch, Sample
+from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.trainer import sft_data
 from cairn.trainer.group import Group
@@ -278,7 +278,7 @@ def step(group: Group, model_folder: Path) -> Step:
     def run(
         samples: list[Sample],
         loss: Callable = sft_loss,
-        info: dict | None = None,
+        temperature: float = 1.0,
         meanwhile: Callable[[], None] | None = None,
         **changed: object,
     ):
@@ -290,7 +290,7 @@ def step(group: Group, model_folder: Path) -> Step:
         state = TrainerState(
             config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
         )
-        work = make_work(Batch(samples, info=info or {}), config, rank=0, world_size=1)
+        work = make_work(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
         row = train_step(state, work, 1, loss, meanwhile=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == Progress(1, tokens, len(samples))
@@ -430,7 +430,7 @@ def test_the_temperature_of_sampling_is_that_of_the_loss(step: Step, model_folde
     with torch.no_grad():
         logprobs = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     sample.logprobs[1:] = logprobs.numpy()
-    row, _ = step([sample], PolicyLoss(PolicyLossConfig()), {"temperature": 0.7})
+    row, _ = step([sample], PolicyLoss(PolicyLossConfig()), 0.7)
     assert row["mismatch/logprob_max"] < 1e-5
     row, _ = step([sample], PolicyLoss(PolicyLossConfig()))
     assert row["mismatch/logprob_max"] > 0.1
@@ -682,7 +682,7 @@ def test_batches_are_made_one_ahead_in_the_order_of_steps():
 
     def make(step: int) -> Batch:
         made.append(step)
-        return Batch([], {"step": step})
+        return Batch([], {"step": step}, sampling=FROM_TEXT)
 
     prefetch = Prefetch(make, 3, 6)
     assert prefetch.get(3).metrics == {"step": 3}
@@ -699,7 +699,7 @@ def test_a_record_that_is_bad_is_reported_at_its_step():
     def make(step: int) -> Batch:
         if step == 2:
             raise BadRecord("record 17 is bad")
-        return Batch([])
+        return Batch([], sampling=FROM_TEXT)
 
     prefetch = Prefetch(make, 1, 5)
     prefetch.get(1)
