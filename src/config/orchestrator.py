@@ -21,14 +21,31 @@ class EnvironmentConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How answers are sampled."""
 
-    temperature: float = Field(1.0, gt=0)
-    """Softmax temperature; the trainer's logprobs equal the server's at 1.0."""
-    top_p: float = Field(1.0, gt=0, le=1)
-    """Probability mass that is sampled from."""
+    temperature: float = Field(1.0, ge=0.01, allow_inf_nan=False)
+    """Softmax temperature of sampling; the loss uses it too. vLLM samples with nothing below 0.01."""
+    top_p: float = 1.0
+    """Must be 1.0: a policy gradient needs answers from the whole distribution; lower the temperature."""
     max_tokens: int = Field(256, ge=1)
     """Longest answer, in tokens."""
     chunk_tokens: int = Field(512, ge=1)
     """Tokens asked for at once; an answer that a crash cuts short goes on after its last whole piece."""
+
+    @field_validator("top_p")
+    @classmethod
+    def _whole_distribution(cls, value: float) -> float:
+        # The server's logprobs are those of the renormalised nucleus; the trainer's are of the whole
+        # vocabulary, so that every ratio would be too small by the nucleus's mass. Nor would comparing both
+        # over the whole vocabulary do: the samples would still come from another distribution, which never
+        # takes the tokens outside (DeepSeek-V3.2, arXiv:2512.02556, "Keep Sampling Mask": it takes the
+        # sampler's mask of each token, which servers don't return).
+        if value != 1.0:
+            raise ValueError(
+                "RL needs answers from the whole distribution (1.0): the loss compares each token's "
+                "probability now with that when it was sampled, and sampling from a part of the vocabulary "
+                "makes all of these ratios wrong. For safer answers lower sampling.temperature, which the "
+                "loss takes into account"
+            )
+        return value
 
 
 class OrchestratorConfig(BaseConfig):

@@ -118,7 +118,7 @@ def test_unknown_keys_are_errors(model: type[BaseModel]):
         model.model_validate({"no_such_key": 1})
 
 
-# The flags of DESIGN section 2, and for each what it sets.
+# The flags that every user meets, and for each what it sets.
 FLAGS = {
     "sft": ["model.name", "seed", "max-steps", "output-dir", "workers", "scheduler.steps", "ray.address"],
     "rl": ["model.name", "seed", "max-steps", "output-dir", "trainer.workers", "orchestrator.inference-url"],
@@ -149,6 +149,22 @@ def test_documented_flags_exist(command: str, flag: str):
     for key in flag.split("."):
         config = getattr(config, key.replace("-", "_"))
     assert config == value
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "reason"),
+    [
+        ("top-p", "0.9", "answers from the whole distribution .* lower sampling.temperature"),
+        ("temperature", "0.001", "greater than or equal to 0.01"),
+        ("temperature", "inf", "finite"),
+        ("temperature", "nan", "."),
+    ],
+)
+def test_sampling_that_the_loss_can_not_account_for_is_refused(flag: str, value: str, reason: str):
+    """Ratios of logprobs would be wrong in silence. vLLM takes temperatures below 0.01 for 0.01."""
+    with pytest.raises(UsageError, match=rf"(?s)--sampling\.{flag}: .*{reason}"):
+        load(OrchestratorConfig, [f"--sampling.{flag}", value])
+    assert load(OrchestratorConfig, ["--sampling.top-p", "1.0"]).sampling.top_p == 1.0
 
 
 @pytest.mark.parametrize("command", ["sft", "rl", "trainer", "orchestrator"])
