@@ -111,13 +111,22 @@ class Group:
         return {version for rollout in self.rollouts for version, _, _ in rollout.versions}
 
 
+SPREAD = 1e-6
+"""Rewards that differ by no more than this share of the largest one are equal: float32 is no more exact."""
+
+
+def have_spread(rewards: list[float]) -> bool:
+    """Whether the rewards differ by more than rounding."""
+    return max(rewards) - min(rewards) > SPREAD * max(map(abs, rewards))
+
+
 def group_advantages(rewards: list[float], *, normalize: bool) -> list[float]:
     """GRPO's advantages (arXiv:2402.03300, section 4.1.2): rewards relative to their group's mean.
 
     With `normalize` they are divided by the group's standard deviation. A group whose rewards are all the
-    same teaches nothing: its advantages are exactly 0.
+    same, but for rounding, teaches nothing: its advantages are exactly 0.
     """
-    if max(rewards) == min(rewards):
+    if not have_spread(rewards):
         return [0.0] * len(rewards)
     mean = statistics.fmean(rewards)
     scale = statistics.stdev(rewards) if normalize else 1.0
@@ -163,7 +172,7 @@ def batch_metrics(groups: list[Group], step: int) -> dict[str, float]:
         "reward/std": statistics.pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
-        "groups/zero_spread": sum(len({rollout.reward for rollout in g.rollouts}) == 1 for g in groups),
+        "groups/zero_spread": sum(not have_spread([r.reward for r in group.rollouts]) for group in groups),
         "rollout/tokens": tokens,
         "rollout/length": tokens / len(rollouts),
         "rollout/cut_off": sum(rollout.finish_reason != "stop" for rollout in rollouts) / len(rollouts),

@@ -131,6 +131,30 @@ def test_a_group_without_spread_teaches_exactly_nothing(reward: float, size: int
     assert group_advantages([reward] * size, normalize=normalize) == [0.0] * size
 
 
+@pytest.mark.parametrize(
+    "rewards",
+    [
+        [0.1 + 0.2, 0.3],  # 5.6e-17 apart
+        [-(0.1 + 0.2), -0.3, -0.3],
+        [1e6 / 3, 1e6 / 3 * (1 + 1e-15)],
+        [float(np.float32(0.7)), 0.7],  # a judge that computes in float32
+        [0.0, 0.0, -0.0],
+    ],
+)
+def test_rounding_is_no_spread(rewards: list[float]):
+    """Neither is it blown up to advantages of +-1.4, nor does the group count as one that teaches."""
+    for normalize in (False, True):
+        assert group_advantages(rewards, normalize=normalize) == [0.0] * len(rewards)
+    answers = [rollout([1], reward, ("r:b:5", 0, 1)) for reward in rewards]
+    assert batch_metrics([Group(0, 7, 5, [50], answers)], 6)["groups/zero_spread"] == 1
+
+
+@pytest.mark.parametrize("rewards", [[0.0, 1e-12], [0.5, 0.5 + 1e-5], [1e9, 1e9 + 1e5]])
+def test_a_small_spread_is_one(rewards: list[float]):
+    """Its size does not matter, and next to nothing is not nothing."""
+    assert group_advantages(rewards, normalize=True) == pytest.approx([-(0.5**0.5), 0.5**0.5])
+
+
 @given(REWARDS, st.integers(1, 9))
 def test_normalised_advantages_do_not_depend_on_the_scale_of_rewards(rewards: list[float], scale: int):
     """Nor on where they begin."""
