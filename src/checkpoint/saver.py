@@ -28,7 +28,7 @@ from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import local_part, local_values, plan_tensors
+from cairn.checkpoint.tensors import Stored, local_part, local_values, plan_tensors
 from cairn.run.faults import fault_point
 
 logger = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 COPY_BYTES = 8 << 20  # the writer is told of the copy's progress this often
 MADV_POPULATE_WRITE = 23
 
-Tensors = Mapping[str, Mapping[str, torch.Tensor]]
+Tensors = Mapping[str, Mapping[str, Stored]]
 """Tensors by file stem within the step, such as `model/model`, and by name."""
 
 

@@ -24,6 +24,7 @@ from cairn.checkpoint.layout import (
     plan,
 )
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crc, check_size, load_manifest
+from cairn.checkpoint.names import Place
 from cairn.checkpoint.reader import Piece, as_bytes, read_pieces
 
 DTYPE_NAMES = {
@@ -41,32 +42,89 @@ DTYPE_NAMES = {
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
 
 
+class Section:
+    """`shape` values of a tensor from item `first` on, contiguous in it; stands for a tensor of its own.
+
+    Such are the experts of a layer that is one tensor in memory and many in a file (`checkpoint.names`).
+    """
+
+    def __init__(self, tensor: torch.Tensor, first: int, shape: tuple[int, ...]):
+        self.tensor = tensor
+        self.first = first
+        self.shape = torch.Size(shape)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Of the tensor."""
+        return self.tensor.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """Of the tensor."""
+        return self.tensor.device
+
+    def numel(self) -> int:
+        """How many values it has on all ranks together."""
+        return self.shape.numel()
+
+    def element_size(self) -> int:
+        """Bytes of one value."""
+        return self.tensor.element_size()
+
+
+Stored = torch.Tensor | Section
+"""What is one tensor in a file."""
+
+
+def at_places(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, Stored]:
+    """What files hold, by their names: these tensors, and sections of them where a place is only a part."""
+    return {
+        name: tensors[place.name]
+        if place.shape == tuple(tensors[place.name].shape)
+        else Section(tensors[place.name], place.first, place.shape)
+        for name, place in places.items()
+    }
+
+
 def plan_tensors(
-    tensors: Mapping[str, torch.Tensor], stem: str, max_file_bytes: int = MAX_FILE_BYTES
+    tensors: Mapping[str, Stored], stem: str, max_file_bytes: int = MAX_FILE_BYTES
 ) -> tuple[list[FileLayout], bytes | None]:
     """The files that hold these tensors as wholes, and their index; the same on every rank."""
     specs = [TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
     return plan(specs, stem, max_file_bytes=max_file_bytes)
 
 
-def local_part(tensor: torch.Tensor, rank: int) -> tuple[torch.Tensor, int] | None:
+def local_part(tensor: Stored, rank: int) -> tuple[torch.Tensor, int] | None:
     """What this rank has to write of `tensor`: the local values, and where in the whole they begin, in bytes.
 
     None if another rank writes it all: rank 0 writes what every rank has.
     """
-    tensor = tensor.detach()
-    if isinstance(tensor, DTensor):
-        first = _first_item(tensor)
-        local = tensor.to_local()
-        if first is None:
-            return (local, 0) if rank == 0 else None
-        return (local, first * local.element_size()) if local.numel() else None
-    return (tensor, 0) if rank == 0 else None
+    with torch.no_grad():
+        local, first = _local(tensor)
+    local = local.detach()
+    if first is None:
+        return (local, 0) if rank == 0 else None
+    return (local, first * local.element_size()) if local.numel() else None
 
 
-def local_values(tensor: torch.Tensor) -> torch.Tensor:
+def local_values(tensor: Stored) -> torch.Tensor:
     """This rank's values of a tensor, sharing its memory; to be called under `torch.no_grad`."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return _local(tensor)[0]
+
+
+def _local(tensor: Stored) -> tuple[torch.Tensor, int | None]:
+    """This rank's values, and the index in the whole of their first; None if every rank has all of it."""
+    if isinstance(tensor, Section):
+        local, shift = _local(tensor.tensor)
+        if not local.is_contiguous():
+            raise NotImplementedError("sections of a tensor that is not contiguous in memory")
+        start = tensor.first - (shift or 0)
+        end = max(start + tensor.numel(), 0)
+        values = local.view(-1)[max(start, 0) : end]
+        return values, None if shift is None else max(-start, 0)
+    if isinstance(tensor, DTensor):
+        return tensor.to_local(), _first_item(tensor)
+    return tensor, None
 
 
 def _first_item(tensor: DTensor) -> int | None:
@@ -83,7 +141,7 @@ def _first_item(tensor: DTensor) -> int | None:
 
 def write_tensors(
     folder: Path,
-    tensors: Mapping[str, torch.Tensor],
+    tensors: Mapping[str, Stored],
     stem: str,
     *,
     rank: int = 0,
@@ -122,7 +180,7 @@ def write_tensors(
 
 
 def read_tensors(
-    folder: Path, targets: Mapping[str, torch.Tensor], stem: str, *, rank: int = 0
+    folder: Path, targets: Mapping[str, Stored], stem: str, *, rank: int = 0
 ) -> dict[Path, FileChecksum]:
     """Fill `targets` in place, converting the data type: whole tensors, or this rank's shards of DTensors.
 
@@ -149,11 +207,11 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
 class _Found:
     """Tensors to fill, and where they and all others of their files lie."""
 
-    targets: Mapping[str, torch.Tensor]
+    targets: Mapping[str, Stored]
     stored: dict[str, StoredTensor]
 
 
-def _find(folder: Path, targets: Mapping[str, torch.Tensor], stem: str) -> _Found:
+def _find(folder: Path, targets: Mapping[str, Stored], stem: str) -> _Found:
     stored = find_tensors(folder, stem)
     missing = sorted(targets.keys() - stored.keys())
     if missing:
@@ -173,9 +231,9 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
     for files in found:
         for name, target in files.targets.items():
             stored = files.stored[name]
-            first = _first_item(target) if isinstance(target, DTensor) else None
             with torch.no_grad():
-                local = local_values(target).detach()
+                local, first = _local(target)
+                local = local.detach()
             flat = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
             if not local.is_contiguous():
                 scattered.append((local, flat))
@@ -195,7 +253,7 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
 
 def load_step(
     folder: Path,
-    tensors: Mapping[str, Mapping[str, torch.Tensor]],
+    tensors: Mapping[str, Mapping[str, Stored]],
     *,
     rank: int = 0,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],

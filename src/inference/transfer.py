@@ -26,7 +26,7 @@ from typing import Any, ClassVar, Union
 import torch
 import torch.distributed as dist
 
-from cairn.checkpoint.tensors import local_part
+from cairn.checkpoint.tensors import Stored, local_part
 from cairn.run.directory import WEIGHT_SOURCE
 from cairn.run.files import read_json, write_json
 from cairn.run.rendezvous import address_towards, host_store
@@ -116,7 +116,7 @@ class WeightSender:
         device: where the tensors are.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], *, rank: int, host: str, device: torch.device):
+    def __init__(self, tensors: Mapping[str, Stored], *, rank: int, host: str, device: torch.device):
         self._shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
         self._values: dict[str, torch.Tensor] = {}

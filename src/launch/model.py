@@ -66,7 +66,7 @@ def _fetch(name: str) -> str:
 
 def _create(source: Path, seed: int) -> Path:
     """Random weights for the configuration in `source`; the same files and seed give the same weights."""
-    digest = hashlib.blake2b(str(seed).encode(), digest_size=8)
+    digest = hashlib.blake2b(f"{seed}, hub names".encode(), digest_size=8)
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         digest.update(file.name.encode() + file.read_bytes())
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "models"
@@ -76,7 +76,8 @@ def _create(source: Path, seed: int) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from cairn.checkpoint.tensors import write_tensors
+    from cairn.checkpoint.names import layout_of, tensors_in_memory
+    from cairn.checkpoint.tensors import at_places, write_tensors
     from cairn.run.seeds import derive
 
     print(f"making a model with random weights (seed {seed}) from {source}", flush=True)
@@ -87,7 +88,8 @@ def _create(source: Path, seed: int) -> Path:
         torch.manual_seed(derive(seed, "model weights"))
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source), dtype=torch.float32)
         model.config.save_pretrained(folder)
-        write_tensors(folder, dict(model.named_parameters()), "model")
+        tensors = at_places(tensors_in_memory(model), layout_of(model).places)
+        write_tensors(folder, tensors, "model")
         try:
             folder.rename(target)
         except OSError:  # somebody else was faster

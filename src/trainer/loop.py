@@ -29,7 +29,7 @@ from cairn.run.errors import CairnError
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
 from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
-from cairn.trainer.model import build_model, weights
+from cairn.trainer.model import build_model, weights_in
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import Work, make_work
 from cairn.trainer.prefetch import Prefetch
@@ -86,7 +86,7 @@ class _Training:
         if resume_from:
             parent = self.state.load(resume_from)
         else:
-            read_tensors(model_folder, weights(model), "model")
+            read_tensors(model_folder, weights_in(model, model_folder), "model")
 
         self._prefetch = self._publisher = self._checkpoints = self._tracker = None
         identity = None

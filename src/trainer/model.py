@@ -11,6 +11,9 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.names import layout_of, tensors_in_memory
+from cairn.checkpoint.tensors import Stored, at_places
 from cairn.config.trainer import TrainerBase
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -48,10 +51,23 @@ def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
     return [module for module in model.modules() if type(module).__name__ in names]
 
 
-def weights(model: PreTrainedModel) -> Mapping[str, torch.Tensor]:
-    """The weights (DTensors) by Hugging Face name; a tied weight stands once, as in saved models."""
-    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
-    return {name: tensor for name, tensor in model.state_dict().items() if name in once}
+def weights(model: PreTrainedModel) -> Mapping[str, Stored]:
+    """The weights (DTensors) by the hub's name; a tied weight stands once, as in saved models.
+
+    They are the model's own tensors, and sections of those that are several tensors in a file.
+    """
+    return at_places(tensors_in_memory(model), layout_of(model).places)
+
+
+def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
+    """The same tensors, under the names that they have in the files in `folder`, which may be older ones.
+
+    Raises:
+        FileNotFoundError: there are no files.
+        Damaged: a file is damaged.
+    """
+    places = layout_of(model).find(find_tensors(folder, "model").keys())
+    return at_places(tensors_in_memory(model), places)
 
 
 def companions(model: PreTrainedModel, source: Path) -> dict[str, bytes]:

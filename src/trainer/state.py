@@ -15,7 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.layout import find_tensors
-from cairn.checkpoint.manifest import CheckpointError, Origin
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver, Tensors
 from cairn.checkpoint.store import CheckpointStore
@@ -25,7 +25,7 @@ from cairn.config.trainer import TrainerBase, TrainerConfig
 from cairn.run.directory import Attempt
 from cairn.run.files import read_json
 from cairn.trainer.group import Group
-from cairn.trainer.model import companions, weights
+from cairn.trainer.model import companions, weights, weights_in
 from cairn.trainer.scoring import Scorer
 
 # What of the configuration says where and how long a run goes, and not what it computes.
@@ -94,7 +94,11 @@ class TrainerState:
         stateless = not list((folder / "trainer").glob("optimizer*.safetensors"))
         self._create_optimizer_state([] if stateless else find_tensors(folder / "trainer", "optimizer"))
         group = self.group
-        manifest = load_step(folder, self.tensors(), rank=group.rank, gather=group.gather_objects)
+        try:
+            tensors = {**self.tensors(), "model/model": weights_in(self.model, folder / "model")}
+        except FileNotFoundError as error:
+            raise Damaged(f"{error.filename}: {error.strerror}") from None
+        manifest = load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
         return Origin(run_id=manifest.run_id, step=manifest.step)
 
     def _create_optimizer_state(self, saved: Collection[str]) -> None:

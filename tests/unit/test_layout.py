@@ -8,13 +8,10 @@ from pathlib import Path
 import pytest
 import safetensors.torch
 import torch
-import torch.distributed as dist
+from fake_ranks import FakeRank, as_rank, rows_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
@@ -143,12 +140,6 @@ LAID_OUT = st.lists(
 LARGE = st.tuples(st.just("F32"), st.tuples(st.integers(1, 9), st.sampled_from([1, 7001, 40_000, 65_536])))
 
 
-def rows_of(rank: int, world_size: int, count: int) -> tuple[int, int]:
-    """The rows that torch.chunk, and so FSDP2, gives to a rank: first and behind the last."""
-    each = -(-count // world_size)
-    return min(rank * each, count), min((rank + 1) * each, count)
-
-
 def held_by(rank: int, world_size: int, specs: list[TensorSpec]) -> dict[str, tuple[int, int]]:
     """What a rank holds: shards on dimension 0, and on rank 0 what can't be cut."""
     held = {}
@@ -215,36 +206,6 @@ def test_ranks_write_every_byte_once(kinds, world_size, limit):
             assert begin == position
             position = end
         assert position == file.size
-
-
-class FakeRank:
-    """One rank of a group whose other ranks do not exist, as a context manager: its mesh."""
-
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
-
-    def __enter__(self):
-        _clear_sharding_prop_cache()  # it would hand out tensors of the rank before, whose mesh is equal
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world_size)
-        return init_device_mesh("cpu", (self.world_size,))
-
-    def __exit__(self, *_):
-        dist.destroy_process_group()
-
-
-def as_rank(tensors: dict[str, torch.Tensor], mesh) -> dict[str, torch.Tensor]:
-    """Each tensor as a rank has it under FSDP2: shards on dimension 0, scalars whole."""
-    own = {}
-    for name, tensor in tensors.items():
-        if not tensor.ndim:
-            own[name] = tensor.clone()
-            continue
-        begin, end = rows_of(mesh.get_local_rank(), mesh.size(), tensor.shape[0])
-        shape, stride = tensor.shape, tensor.contiguous().stride()
-        own[name] = DTensor.from_local(
-            tensor[begin:end].clone(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
-        )
-    return own
 
 
 @settings(max_examples=15, deadline=None)

@@ -1,0 +1,173 @@
+"""Under which names a model's tensors stand in files: the hub's, which transformers and vLLM both open.
+
+transformers 5 keeps some models' tensors otherwise in memory than their makers publish them: the experts of a
+layer are one tensor, and some modules have other names. Its own conversion, run on tensors without memory,
+tells for every name of the hub which part of which tensor in memory it is. That part is always a contiguous
+one, so each rank still writes and reads its own ranges of files, without a gather.
+"""
+
+import re
+import weakref
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.overrides import TorchFunctionMode
+
+from cairn.run.errors import UsageError
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+
+class LayoutUnknown(UsageError):
+    """The model's tensors can't be written under the hub's names."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file's tensor in memory: `shape` values of the model's tensor `name`, from item `first` on."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Layout:
+    """What a model's folder holds.
+
+    places: by the hub's name, in the order in which they are written. tied: names of the hub that are not
+    written, since each is tied to another of its names; some folders hold a copy. shapes: of the tensors in
+    memory, by transformers' name.
+    """
+
+    places: dict[str, Place]
+    tied: dict[str, str]
+    shapes: dict[str, tuple[int, ...]]
+    _renamings: list[Any]
+    _prefix: str
+
+    def find(self, stored: Collection[str]) -> dict[str, Place]:
+        """Where the tensors of a folder that holds `stored` belong, by their names there.
+
+        The names may be the hub's, transformers' own, or older ones that transformers renames on loading;
+        what is none of them is left out. Tensors that are missing stand under the hub's names.
+        """
+        own = {name: Place(name, 0, shape) for name, shape in self.shapes.items()}
+        for known in (self.places, own):
+            if known.keys() <= set(stored):
+                return dict(known)
+        renamed = {self._rename(name): place for name, place in self.places.items()} | own
+        found = {}
+        for name in stored:
+            short = self._rename(name)
+            bare = re.sub(f"^{re.escape(self._prefix)}\\.", "", short)
+            for guess in (short, f"{self._prefix}.{short}", bare):
+                if guess in renamed:
+                    found[name] = renamed[guess]
+                    break
+        there = set(found.values())
+        whole = {place.name for place in there if place == own.get(place.name)}
+        missing = {
+            name: place
+            for name, place in self.places.items()
+            if place not in there and place.name not in whole
+        }
+        return found | missing
+
+    def _rename(self, name: str) -> str:
+        for renaming in self._renamings:
+            name, _ = renaming.rename_source_key(name)
+        return name
+
+
+def hub_layout(config: "PreTrainedConfig") -> Layout:
+    """The names and shapes of the tensors in a folder of the model that `config` describes.
+
+    It is what the trainer writes into `model/` and into a policy's folder. For a reader of such folders
+    `places` has the exact names and, in `Place.shape`, shapes; every tensor may have any floating-point type.
+    The model is built without memory, which takes a moment: keep the answer.
+
+    Raises:
+        LayoutUnknown: transformers converts a tensor in a way that can't be written part by part.
+    """
+    from transformers import AutoModelForCausalLM
+    from transformers.conversion_mapping import get_model_conversion_mapping
+    from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    model.tie_weights()
+    mine = tensors_in_memory(model)
+    blanks = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
+    owners = {blank.untyped_storage()._cdata: name for name, blank in blanks.items()}
+    with _Views():
+        converted = revert_weight_conversion(model, dict(blanks))
+    places: dict[str, Place] = {}
+    for name, view in converted.items():
+        owner = owners.get(view.untyped_storage()._cdata)
+        if owner is None or not view.is_contiguous():
+            raise LayoutUnknown(
+                f"{type(model).__name__} can't be trained: its files hold {name}, which transformers makes "
+                "of its own tensors by more than cutting and renaming, and Cairn writes and reads files in "
+                "parts"
+            )
+        places[name] = Place(owner, view.storage_offset(), tuple(view.shape))
+    order = {name: number for number, name in enumerate(blanks)}
+    places = dict(sorted(places.items(), key=lambda item: (order[item[1].name], item[1].first)))
+    hub_names = {place.name: name for name, place in places.items()}
+    tied = {
+        hub_names[name]: hub_names[target]
+        for name, target in model.all_tied_weights_keys.items()
+        if name not in mine
+    }
+    places = {name: place for name, place in places.items() if place.name in mine}
+    _check_covered(places.values(), mine)
+    renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
+    shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
+    return Layout(places, tied, shapes, renamings, model.base_model_prefix)
+
+
+def tensors_in_memory(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
+    """The state of a model by transformers' name, its buffers too; what is tied stands once."""
+    once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
+    return {name: tensor for name, tensor in model.state_dict().items() if name in once}
+
+
+def layout_of(model: "PreTrainedModel") -> Layout:
+    """`hub_layout` of a model that is there, kept as long as the model is."""
+    if model not in _LAYOUTS:
+        _LAYOUTS[model] = hub_layout(model.config)
+    return _LAYOUTS[model]
+
+
+_LAYOUTS: "weakref.WeakKeyDictionary[torch.nn.Module, Layout]" = weakref.WeakKeyDictionary()
+
+
+class _Views(TorchFunctionMode):
+    """Leaves views as they are where they would be copied, so that they tell what they are parts of."""
+
+    def __torch_function__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func is torch.Tensor.contiguous:
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+def _check_covered(places: Iterable[Place], tensors: Mapping[str, torch.Tensor]) -> None:
+    """Every value stands in a file once.
+
+    Raises:
+        LayoutUnknown: one stands in none or in two.
+    """
+    ends = dict.fromkeys(tensors, 0)
+    for place in places:
+        if ends[place.name] != place.first:
+            raise LayoutUnknown(f"the files would not hold every value of {place.name} once")
+        ends[place.name] += torch.Size(place.shape).numel()
+    for name, tensor in tensors.items():
+        if ends[name] != tensor.numel():
+            raise LayoutUnknown(f"the files would not hold every value of {name}")

@@ -1,0 +1,44 @@
+"""Ranks of a group whose others do not exist: what each would hold, without a process for each."""
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+
+def rows_of(rank: int, world_size: int, count: int) -> tuple[int, int]:
+    """The rows that torch.chunk, and so FSDP2, gives to a rank: first and behind the last."""
+    each = -(-count // world_size)
+    return min(rank * each, count), min((rank + 1) * each, count)
+
+
+class FakeRank:
+    """One rank of a group whose other ranks do not exist, as a context manager: its mesh."""
+
+    def __init__(self, rank: int, world_size: int):
+        self.rank, self.world_size = rank, world_size
+
+    def __enter__(self) -> DeviceMesh:
+        _clear_sharding_prop_cache()  # it would hand out tensors of the rank before, whose mesh is equal
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world_size)
+        return init_device_mesh("cpu", (self.world_size,))
+
+    def __exit__(self, *_: object) -> None:
+        dist.destroy_process_group()
+
+
+def as_rank(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, torch.Tensor]:
+    """Each tensor as a rank has it under FSDP2: shards on dimension 0, scalars whole."""
+    own = {}
+    for name, tensor in tensors.items():
+        if not tensor.ndim:
+            own[name] = tensor.clone()
+            continue
+        begin, end = rows_of(mesh.get_local_rank(), mesh.size(), tensor.shape[0])
+        shape, stride = tensor.shape, tensor.contiguous().stride()
+        own[name] = DTensor.from_local(
+            tensor[begin:end].clone(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
+        )
+    return own

@@ -1,0 +1,125 @@
+"""Names and parts of tensors in files: the hub's, whatever transformers makes of them in memory."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from fake_ranks import FakeRank, as_rank
+from families import FAMILIES, make, make_config, make_model
+from runs import assert_same_bits
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.names import LayoutUnknown, hub_layout, tensors_in_memory
+from cairn.checkpoint.tensors import at_places, read_tensors, write_tensors
+from cairn.config.model import ModelConfig
+from cairn.launch.model import resolve_model
+
+CONVERTED = ["gpt_neox", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "jamba", "gemma3"]
+"""Families whose files hold other names or tensors than transformers has in memory, each in its own way."""
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_folder_of_the_hub_is_written_as_it_was_read(tmp_path: Path, family: str):
+    """By three ranks, each of which reads and writes its ranges of files only: names, shapes and values."""
+    published = make(family, tmp_path / "published")
+    expected = load_file(published / "model.safetensors")
+    layout = hub_layout(AutoConfig.from_pretrained(published))
+    assert {name: place.shape for name, place in layout.places.items()} == {
+        name: tuple(tensor.shape) for name, tensor in expected.items()
+    }
+    blank = {name: torch.zeros_like(t) for name, t in tensors_in_memory(make_model(family)).items()}
+    written = tmp_path / "written"
+    written.mkdir()
+    seen = None
+    for rank in range(3):
+        with FakeRank(rank, 3) as mesh:
+            shards = as_rank(blank, mesh)
+            places = layout.find(find_tensors(published, "model").keys())
+            (checksum,) = read_tensors(published, at_places(shards, places), "model", rank=rank).values()
+            seen = seen or FileChecksum(checksum.size)
+            seen.merge(checksum)
+            write_tensors(written, at_places(shards, layout.places), "model", rank=rank)
+    assert seen.nbytes == seen.size
+    assert_same_bits(load_file(written / "model.safetensors"), expected)
+
+
+@pytest.mark.parametrize("family", CONVERTED)
+def test_files_under_transformers_own_names_are_read(tmp_path: Path, family: str):
+    """As earlier versions of Cairn wrote them."""
+    model = make_model(family)
+    own = {name: tensor.detach() for name, tensor in tensors_in_memory(model).items()}
+    layout = hub_layout(make_config(family))
+    assert layout.places.keys() != own.keys()
+    write_tensors(tmp_path, own, "model")
+    targets = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    places = layout.find(find_tensors(tmp_path, "model").keys())
+    read_tensors(tmp_path, at_places(targets, places), "model")
+    assert_same_bits(targets, own)
+
+
+@pytest.mark.parametrize(
+    ("family", "renames"),
+    [
+        pytest.param("gpt2", [("transformer.", "")], id="without the base model's prefix"),
+        pytest.param("bloom", [("transformer.", "")], id="the same, tied"),
+        pytest.param("qwen3_moe", [("model.", "")], id="experts without the prefix"),
+        pytest.param(
+            "gemma3",
+            [("language_model.model.", "model.language_model."), ("vision_tower.", "model.vision_tower.")],
+            id="some names new and some old",
+        ),
+    ],
+)
+def test_older_names_are_read(tmp_path: Path, family: str, renames: list[tuple[str, str]]):
+    """Those that transformers renames on loading, and copies of tied tensors or others that it leaves out."""
+    published = make(family, tmp_path / "published")
+    held = load_file(published / "model.safetensors")
+    for old, new in renames:
+        held = {new + name.removeprefix(old) if name.startswith(old) else name: t for name, t in held.items()}
+    held["rotary_emb.inv_freq"] = torch.zeros(4)
+    save_file(held, published / "model.safetensors", {"format": "pt"})
+    own = tensors_in_memory(make_model(family))
+    targets = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    places = hub_layout(make_config(family)).find(held.keys())
+    read_tensors(published, at_places(targets, places), "model")
+    assert_same_bits(targets, {name: tensor.detach() for name, tensor in own.items()})
+
+
+def test_what_is_missing_is_named_as_on_the_hub(tmp_path: Path):
+    """One expert's matrix of a layer."""
+    published = make("qwen3_moe", tmp_path)
+    held = load_file(published / "model.safetensors")
+    del held["model.layers.1.mlp.experts.2.up_proj.weight"]
+    save_file(held, published / "model.safetensors")
+    model = make_model("qwen3_moe")
+    targets = at_places(tensors_in_memory(model), hub_layout(model.config).find(held.keys()))
+    with pytest.raises(CheckpointError, match=r"layers.1.mlp.experts.2.up_proj.weight' \(1 missing in all"):
+        read_tensors(published, targets, "model")
+
+
+def test_tensors_that_are_joined_on_the_hub_are_refused():
+    """HRM's files hold one tensor of what transformers keeps as several."""
+    sizes = {"num_hidden_layers": 2, "hidden_size": 64, "num_attention_heads": 2, "vocab_size": 32}
+    config = AutoConfig.for_model("hrm_text", **sizes)
+    with pytest.raises(LayoutUnknown, match=r"HrmTextForCausalLM can't be trained: its files hold .*proj"):
+        hub_layout(config)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "deepseek_v3", "mixtral"])
+def test_a_model_from_a_seed_is_as_transformers_would_publish_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, family: str
+):
+    """With the buffers that belong to it."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "config"
+    make_config(family).save_pretrained(config)
+    folder = Path(resolve_model(ModelConfig(name=str(config), init_seed=3)))
+    model, about = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
+    assert not about["missing_keys"] | about["unexpected_keys"]
+    model.save_pretrained(tmp_path / "again")
+    ours, theirs = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
+    assert_same_bits(ours, theirs)
