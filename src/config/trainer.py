@@ -9,9 +9,6 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.supervision import SupervisionConfig
 
-# The kinds of data files, and the builder of `datasets` that reads each.
-DATA_FILES = {".jsonl": "json", ".json": "json", ".parquet": "parquet"}
-
 
 class OptimizerConfig(BaseConfig):
     """AdamW."""
@@ -120,9 +117,9 @@ class SFTDataConfig(BaseConfig):
     """Records with `messages`, or with `prompt` and `completion`."""
 
     name: str = "configs/reverse_text/sft.jsonl"
-    """A .jsonl or .parquet file, a folder that datasets.load_dataset understands, or a hub name."""
+    """A .jsonl, .json, .parquet or .csv file, a folder of them or from save_to_disk, or a hub name."""
     split: str = "train"
-    """Split to train on, where the data set has several."""
+    """Split to train on; a part of it as train[:1000]. A single file has only train."""
     batch_size: int = Field(64, ge=1)
     """Records in one optimiser step, over all ranks."""
     shuffle: bool = True

@@ -10,7 +10,7 @@ from pathlib import Path
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import DATA_FILES, SFTConfig, SFTDataConfig, TrainerConfig
+from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient, ServerUnavailable
 from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start
 from cairn.launch.model import resolve_model
@@ -32,8 +32,6 @@ ANSWER_SECONDS = 30.0
 def train(config: SFTConfig | TrainerConfig) -> int:
     """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
     sft = isinstance(config, SFTConfig)
-    if sft:
-        _check_data_file(Path(config.data.name))
     start = choose_start(config, needs=_needed_parts(config))
     if sft:
         _check_data(config.data, start.folder)
@@ -122,33 +120,26 @@ def orchestrate(config: OrchestratorConfig) -> int:
             print(over, flush=True)
 
 
-def _check_data_file(data: Path) -> None:
-    if data.suffix in DATA_FILES:
-        if not data.is_file():
-            raise UsageError(f"--data.name {data}: there is no such file")
-        if not data.stat().st_size:
-            raise UsageError(f"--data.name {data}: the file is empty")
-
-
 def _check_data(config: SFTDataConfig, checkpoint: Path | None) -> None:
-    """Fetch what lies on the hub, before all ranks want it; compare with what a checkpoint was trained on."""
-    if checkpoint is None and Path(config.name).suffix in DATA_FILES:
-        return
-    from cairn.trainer.sft_data import BadRecord, check_identity, load_records
+    """Look at every record before anything is started; compare with what a checkpoint was trained on.
+
+    What lies on the hub is fetched on the way, before all ranks want it.
+    """
+    from cairn.trainer.records import BadRecord, examine, load_records, same_records
 
     try:
         records = load_records(config)
-    except (OSError, ValueError, BadRecord) as error:
-        raise UsageError(
-            f"--data.name {config.name}: {error}; give a file ({', '.join(DATA_FILES)}), a folder, or a data "
-            f"set on the hub with --data.split (now {config.split}), which is cached if there is no network"
-        ) from None
+        identity = examine(config, records)
+    except BadRecord as error:
+        raise UsageError(f"--data.name {error}") from None
     if checkpoint is not None:
-        saved = read_json(checkpoint / "trainer" / "state.json") or {}
-        try:
-            check_identity(config.name, records, saved.get("data"))
-        except BadRecord as error:
-            raise UsageError(f"--data.name {error}") from None
+        saved = (read_json(checkpoint / "trainer" / "state.json") or {}).get("data")
+        if saved and not same_records(saved, identity):
+            raise UsageError(
+                f"--data.name {config.name} is not the checkpoint's data set: that has {saved['records']} "
+                f"records, this has {identity['records']}, or they hold something else; start a new run from "
+                "the checkpoint's weights with --model.name"
+            )
 
 
 def _check_environment(config: EnvironmentConfig) -> None:

@@ -33,8 +33,9 @@ from cairn.trainer.model import build_model, weights_in
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import Work, make_work
 from cairn.trainer.prefetch import Prefetch
+from cairn.trainer.records import examine
 from cairn.trainer.rl_data import RLData, VersionPublisher
-from cairn.trainer.sft_data import SFTData, check_identity, identity_of
+from cairn.trainer.sft_data import SFTData
 from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
 from cairn.trainer.tracking import Tracker
 
@@ -93,9 +94,10 @@ class _Training:
         if isinstance(config, SFTConfig):
             self._loss_function = sft_loss
             tokenizer = AutoTokenizer.from_pretrained(model_folder)
-            self._data = SFTData(config.data, tokenizer, config.seed, self.state.progress.total_samples)
-            check_identity(config.data.name, self._data.records, self.state.data_identity)
-            identity = identity_of(self._data.records)
+            position = self.state.progress.total_samples
+            self._data = SFTData(config.data, tokenizer, config.seed, position, row_length=config.seq_len)
+            identity = examine(config.data, self._data.records)
+            self._data.check_start()
             first = self.state.progress.step + 1
             self._prefetch = Prefetch(self._next_work, first, config.max_steps)
             closing.callback(self._prefetch.close)
@@ -270,8 +272,9 @@ def train_step(
         **_combine(all_sums, tokens, group),
         "lr": rate,
         "grad_norm": norm.item(),
-        "learned_tokens": tokens,
+        "learned_tokens": work.learned,
         **({"cut_samples": work.cut} if work.cut else {}),
+        **({"unlearned_samples": work.unlearned} if work.unlearned else {}),
     }
 
 

@@ -40,7 +40,8 @@ class Work:
     """A step's batch as one of the ranks goes through it.
 
     micros: this rank's micro-batches. Of the whole batch: temperature of its sampler; numbers of samples, of
-    their tokens, of those that are learned, and of samples that were cut; its digest and its metrics.
+    their tokens, of those that are learned, of samples that were cut, and of those of which nothing is
+    learned; its digest and its metrics.
     """
 
     micros: list[MicroBatch]
@@ -49,6 +50,7 @@ class Work:
     tokens: int
     learned: int
     cut: int
+    unlearned: int
     digest: str
     metrics: dict[str, float]
 
@@ -56,6 +58,7 @@ class Work:
 def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) -> Work:
     """Cut what is too long, pack, and count."""
     samples = [sample.cut(config.seq_len) for sample in batch.samples]
+    learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
     return Work(
         micros=make_micro_batches(
             samples,
@@ -67,8 +70,9 @@ def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) 
         temperature=batch.sampling.temperature,
         samples=len(samples),
         tokens=sum(len(sample.token_ids) for sample in samples),
-        learned=sum(int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples),
+        learned=sum(learned),
         cut=sum(len(sample.token_ids) > config.seq_len for sample in batch.samples),
+        unlearned=learned.count(0),
         digest=batch.digest(),
         metrics=batch.metrics,
     )

@@ -1,26 +1,29 @@
 """Records to samples, in a seeded order that does not depend on the number of ranks."""
 
-import hashlib
-import json
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from cairn.config.trainer import DATA_FILES, SFTDataConfig
+from cairn.config.trainer import SFTDataConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
-from cairn.run.errors import CairnError
+from cairn.run.errors import UsageError
 from cairn.run.seeds import permutation
+from cairn.trainer.records import BadRecord, load_records, locate, problem_of
+
+logger = logging.getLogger(__name__)
 
 CACHED_TOKENS = 1 << 24
 """Tokens of encoded records that are kept for later epochs; with their masks they take 80 MiB."""
 
 
-class BadRecord(CairnError):
-    """A record can't be trained on; the message says which and why."""
+FIRST_RECORDS = 64
+"""At least so many records must not all be without anything to learn, or a run does not start."""
+WARNINGS = 5
+"""Records that are named in the log because nothing of them is learned; metrics count them all."""
 
 
 class SFTData:
@@ -29,35 +32,117 @@ class SFTData:
     `position` counts the records taken so far: all that a resumed run needs to go on.
     """
 
-    def __init__(self, config: SFTDataConfig, tokenizer: PreTrainedTokenizerBase, seed: int, position: int):
+    def __init__(
+        self,
+        config: SFTDataConfig,
+        tokenizer: PreTrainedTokenizerBase,
+        seed: int,
+        position: int,
+        *,
+        row_length: int | None = None,
+        template_arguments: Mapping[str, Any] | None = None,
+    ):
+        """Read the records.
+
+        Args:
+            row_length: tokens after which a sample is cut, so that nothing behind them is learned.
+            template_arguments: what the chat template gets beside the messages.
+        """
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
         self.position = position
+        self.row_length = row_length
+        self.template_arguments = template_arguments or {}
         self.records = load_records(config)
         self._epoch = -1
         self._order: list[int] = []
         self._encoded: dict[int, Sample] = {}
         self._room = CACHED_TOKENS
+        self._warnings = WARNINGS
+
+    def check_start(self) -> None:
+        """See that something is learned of the records that a fresh run begins with.
+
+        They are the same wherever this run goes on, so one that could begin can also go on.
+
+        Raises:
+            UsageError: of none of them is anything learned; or one can't be trained on.
+        """
+        count = min(max(self.config.batch_size, FIRST_RECORDS), len(self.records))
+        indices = [self._index(i) for i in range(count)]
+        try:
+            samples = self._samples(indices)
+        except BadRecord as error:
+            raise UsageError(f"--data.name {error}") from None
+        if not any(self._teaches(sample) for sample in samples):
+            raise UsageError(
+                f"--data.name {self.config.name}: nothing can be learned from the first {count} of its "
+                f"{len(self.records)} records, in the order of training; {locate(self.config, indices[0])}: "
+                f"{self._why_not(indices[0], samples[0])}"
+            )
 
     def next_batch(self, step: int) -> Batch:
-        """The next `batch_size` records; a batch may span two epochs."""
+        """The next `batch_size` records; a batch may span two epochs.
+
+        Raises:
+            BadRecord: one of them can't be trained on.
+        """
         indices = [self._index(self.position + i) for i in range(self.config.batch_size)]
         self.position += len(indices)
+        epoch = self.position / len(self.records)
+        return Batch(self._samples(indices), {"epoch": epoch}, sampling=FROM_TEXT)
+
+    def _samples(self, indices: list[int]) -> list[Sample]:
         new = self._encode([index for index in dict.fromkeys(indices) if index not in self._encoded])
         samples = [self._encoded.get(index) or new[index] for index in indices]
         for index, sample in new.items():
             if len(sample.token_ids) <= self._room:
                 self._room -= len(sample.token_ids)
                 self._encoded[index] = sample
-        return Batch(samples, {"epoch": self.position / len(self.records)}, sampling=FROM_TEXT)
+            if self._warnings and not self._teaches(sample):
+                self._warnings -= 1
+                why = self._why_not(index, sample)
+                logger.warning("nothing is learned from %s: %s", locate(self.config, index), why)
+        return samples
 
     def _encode(self, indices: list[int]) -> dict[int, Sample]:
         if not indices:
             return {}
+        samples = encode(
+            self._records(indices),
+            self.tokenizer,
+            indices,
+            where=lambda index: locate(self.config, index),
+            template_arguments=self.template_arguments,
+        )
+        return dict(zip(indices, samples, strict=True))
+
+    def _records(self, indices: list[int]) -> list[dict[str, Any]]:
         columns = self.records[indices]
-        records = [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
-        return dict(zip(indices, encode(records, self.tokenizer, indices), strict=True))
+        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+    def _teaches(self, sample: Sample) -> bool:
+        """Whether any token of it is learned, as far as it goes into a row; nothing predicts the first."""
+        return bool(sample.loss_mask[1 : self.row_length].any())
+
+    def _why_not(self, index: int, sample: Sample) -> str:
+        """Why nothing is learned of a record."""
+        if sample.loss_mask[1:].any():
+            first = int(sample.loss_mask.argmax())
+            return (
+                f"{first} tokens come before the first that is learned, and --seq-len {self.row_length} "
+                "cuts the record before that"
+            )
+        (record,) = self._records([index])
+        if isinstance(record.get("completion"), str) and not record.get("messages"):
+            return "its completion is empty, and the tokenizer has no end-of-text token"
+        messages = record.get("messages") or record["completion"]
+        roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+        return (
+            f"it has no turn of the assistant (roles: {roles}), and only those are learned; the role must be "
+            'written "assistant"'
+        )
 
     def _index(self, position: int) -> int:
         epoch, place = divmod(position, len(self.records))
@@ -69,46 +154,13 @@ class SFTData:
         return self._order[place]
 
 
-def load_records(config: SFTDataConfig) -> Any:
-    """The data set: a .jsonl, .json or .parquet file, a folder, or a name on the hub."""
-    import datasets
-
-    datasets.disable_progress_bars()
-    path = Path(config.name)
-    builder = DATA_FILES.get(path.suffix)
-    if builder:
-        records = datasets.load_dataset(builder, data_files=str(path), split="train")
-    else:
-        records = datasets.load_dataset(config.name, split=config.split)
-    if not len(records):
-        raise BadRecord(f"{config.name} holds no records")
-    return records
-
-
-def identity_of(records: Any) -> dict[str, Any]:
-    """What tells this data set from another: a position in one means nothing in the other."""
-    first = json.dumps(records[0], sort_keys=True, default=str)
-    last = json.dumps(records[-1], sort_keys=True, default=str)
-    digest = hashlib.blake2b(f"{first}\n{last}".encode(), digest_size=8).hexdigest()
-    return {"records": len(records), "first_and_last": digest}
-
-
-def check_identity(name: str, records: Any, saved: dict[str, Any] | None) -> None:
-    """Refuse to go on in another data set than the checkpoint's, whose identity is `saved`.
-
-    Raises:
-        BadRecord: naming both.
-    """
-    if saved is not None and saved != identity_of(records):
-        raise BadRecord(
-            f"{name} is not the checkpoint's data set: that has {saved['records']} records, "
-            f"this has {len(records)}, or they begin or end otherwise; start a new run from the "
-            "checkpoint's weights with --model.name"
-        )
-
-
 def encode(
-    records: list[Mapping[str, Any]], tokenizer: PreTrainedTokenizerBase, indices: list[int]
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    indices: Sequence[int],
+    *,
+    where: Callable[[int], str] = "record {}".format,
+    template_arguments: Mapping[str, Any] | None = None,
 ) -> list[Sample]:
     """Tokens of each record, and which of them are learned: what the assistant says.
 
@@ -120,40 +172,86 @@ def encode(
         records: at least one.
         tokenizer: with a chat template, if there are messages.
         indices: the records' places in the data set.
+        where: names a record by its place, for messages.
+        template_arguments: what the chat template gets beside the messages.
 
     Raises:
-        BadRecord: one has neither, or the chat template does not render turn by turn.
+        BadRecord: one has neither, or its learned tokens can't be told from the others.
     """
     texts: dict[int, tuple[str, str]] = {}
     conversations: dict[int, _Conversation] = {}
     for place, (record, index) in enumerate(zip(records, indices, strict=True)):
+        if problem := problem_of(record):
+            raise BadRecord(f"{where(index)}: {problem}")
         prompt, completion = record.get("prompt"), record.get("completion")
         if record.get("messages"):
             conversations[place] = _Conversation(index, record["messages"], 0)
-        elif prompt is None or completion is None:
-            raise BadRecord(
-                f"record {index} has the fields {sorted(record)}; it needs messages, or prompt and completion"
-            )
-        elif isinstance(prompt, str) and isinstance(completion, str):
+        elif isinstance(prompt, str):
             texts[place] = (prompt, completion)
         else:
             conversations[place] = _Conversation(index, [*prompt, *completion], len(prompt))
-    samples = zip(texts, _encode_texts(list(texts.values()), tokenizer), strict=True)
-    talks = zip(conversations, _encode_conversations(list(conversations.values()), tokenizer), strict=True)
+    renderer = _Renderer(tokenizer, where, template_arguments or {})
+    names = [indices[place] for place in texts]
+    samples = zip(texts, _encode_texts(list(texts.values()), names, tokenizer, where), strict=True)
+    talks = zip(conversations, _encode_conversations(list(conversations.values()), renderer), strict=True)
     return [sample for _, sample in sorted([*samples, *talks], key=lambda placed: placed[0])]
 
 
-def _encode_texts(texts: list[tuple[str, str]], tokenizer: PreTrainedTokenizerBase) -> list[Sample]:
+def _encode_texts(
+    texts: list[tuple[str, str]],
+    indices: list[int],
+    tokenizer: PreTrainedTokenizerBase,
+    where: Callable[[int], str],
+) -> list[Sample]:
+    """Prompt and completion are tokenised as the one text that they are.
+
+    What is learned begins with the first token that holds something of the completion. One that holds the
+    end of the prompt as well, such as a space before a word, is learned too. The text ends with one
+    end-of-text token, whether the tokenizer appends it, the completion has it, or neither.
+    """
     if not texts:
         return []
-    prompts, completions = map(list, zip(*texts, strict=True))
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    befores = tokenizer(prompts)["input_ids"]
-    afters = tokenizer(completions, add_special_tokens=False)["input_ids"]
-    return [
-        _sample([*before, *after, *end], [(len(before), len(before) + len(after) + len(end))])
-        for before, after in zip(befores, afters, strict=True)
-    ]
+    wholes = [prompt + completion for prompt, completion in texts]
+    if tokenizer.is_fast:
+        encoded = tokenizer(wholes, return_offsets_mapping=True)
+        tokens = encoded["input_ids"]
+        starts = [
+            _first_behind(offsets, len(prompt))
+            for (prompt, _), offsets in zip(texts, encoded["offset_mapping"], strict=True)
+        ]
+    else:
+        tokens = tokenizer(wholes)["input_ids"]
+        starts = []
+        for i, (before, after) in enumerate(
+            zip(tokenizer([prompt for prompt, _ in texts])["input_ids"], tokens, strict=True)
+        ):
+            if before and before[-1] == tokenizer.eos_token_id:
+                del before[-1]
+            if after[: len(before)] != before:
+                raise BadRecord(
+                    f"{where(indices[i])}: the tokenizer ({type(tokenizer).__name__}) does not say where its "
+                    "tokens stand, and makes others of the prompt alone than of prompt and completion, so "
+                    "what is learned can't be told; use a fast tokenizer, or messages"
+                )
+            starts.append(len(before))
+    samples = []
+    eos = tokenizer.eos_token_id
+    for ids, start in zip(tokens, starts, strict=True):
+        last = len(ids)
+        while eos is not None and last > start and ids[last - 1] == eos:
+            last -= 1
+        whole = [*ids[:last], *([] if eos is None else [eos])]
+        samples.append(_sample(whole, [(start, len(whole))]))
+    return samples
+
+
+def _first_behind(offsets: Sequence[tuple[int, int]], length: int) -> int:
+    """The first token that holds a character from place `length` on; else the first that stands for nothing
+    behind the last that stands for something."""
+    for i, (start, end) in enumerate(offsets):
+        if end > max(start, length):
+            return i
+    return max((i + 1 for i, (start, end) in enumerate(offsets) if end > start), default=0)
 
 
 @dataclass(frozen=True)
@@ -172,48 +270,81 @@ class _Conversation:
         ]
 
 
-def _encode_conversations(
-    conversations: list[_Conversation], tokenizer: PreTrainedTokenizerBase
-) -> list[Sample]:
+class _Renderer:
+    """Turns conversations into tokens with the tokenizer's chat template."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str], arguments: Mapping[str, Any]
+    ):
+        self.tokenizer = tokenizer
+        self.where = where
+        self.arguments = arguments
+
+    def render(
+        self, conversations: list[tuple[int, list[dict[str, Any]]]], *, asking: bool
+    ) -> list[list[int]]:
+        """Tokens of each record's messages, all at once; an empty conversation has none.
+
+        Raises:
+            BadRecord: the template refuses one.
+        """
+        filled = [messages for _, messages in conversations if messages]
+        try:
+            rendered = iter(self._tokens(filled, asking=asking) if filled else [])
+        except Exception as error:  # whatever a template raises, which says nothing of the record
+            for index, messages in conversations:
+                try:
+                    self._tokens([messages] if messages else [], asking=asking)
+                except Exception as cause:
+                    what = f"{self.where(index)}: the chat template refuses it: {cause}"
+                    raise BadRecord(what) from None
+            raise BadRecord(f"the chat template fails: {error}") from None
+        return [next(rendered) if messages else [] for _, messages in conversations]
+
+    def _tokens(self, conversations: list[list[dict[str, Any]]], *, asking: bool) -> list[list[int]]:
+        if not conversations:
+            return []
+        return self.tokenizer.apply_chat_template(
+            conversations, add_generation_prompt=asking, tokenize=True, return_dict=True, **self.arguments
+        )["input_ids"]
+
+
+def _encode_conversations(conversations: list[_Conversation], renderer: _Renderer) -> list[Sample]:
     """What is learned of a turn is what comes after the prompt that asks for it."""
-    if conversations and tokenizer.chat_template is None:
+    if conversations and renderer.tokenizer.chat_template is None:
         raise BadRecord(
-            f"record {conversations[0].index} has messages, and the tokenizer has no chat template to "
-            "render them"
+            f"{renderer.where(conversations[0].index)}: it has messages, and the tokenizer has no chat "
+            "template to render them"
         )
     turns = [(talk, i) for talk in conversations for i in talk.learned]
-    wholes = _render([talk.messages for talk in conversations], tokenizer, asking=False)
-    prompts = iter(_render([talk.messages[:i] for talk, i in turns], tokenizer, asking=True))
-    within = [talk.messages[: i + 1] for talk, i in turns if i + 1 < len(talk.messages)]
-    ends = iter(_render(within, tokenizer, asking=False))
+    wholes = renderer.render([(talk.index, talk.messages) for talk in conversations], asking=False)
+    prompts = iter(renderer.render([(talk.index, talk.messages[:i]) for talk, i in turns], asking=True))
+    within = [(talk.index, talk.messages[: i + 1]) for talk, i in turns if i + 1 < len(talk.messages)]
+    ends = iter(renderer.render(within, asking=False))
     samples = []
     for talk, tokens in zip(conversations, wholes, strict=True):
         learned = []
         for i in talk.learned:
             before, after = next(prompts), next(ends) if i + 1 < len(talk.messages) else tokens
             if tokens[: len(before)] != before or tokens[: len(after)] != after:
-                raise BadRecord(
-                    f"record {talk.index}: the chat template renders message {i} differently at the end of a "
-                    "conversation than within it, so its tokens can't be told; split it into single turns"
-                )
+                raise BadRecord(f"{renderer.where(talk.index)}: {_why_unclear(talk, i)}")
             learned.append((len(before), len(after)))
         samples.append(_sample(tokens, learned))
     return samples
 
 
-def _render(
-    conversations: list[list[dict[str, Any]]], tokenizer: PreTrainedTokenizerBase, *, asking: bool
-) -> list[list[int]]:
-    """Their tokens; an empty conversation has none."""
-    filled = [messages for messages in conversations if messages]
-    if not filled:
-        return [[] for _ in conversations]
-    rendered = iter(
-        tokenizer.apply_chat_template(filled, add_generation_prompt=asking, tokenize=True, return_dict=True)[
-            "input_ids"
-        ]
+def _why_unclear(talk: _Conversation, i: int) -> str:
+    """Why the tokens of turn `i` can't be told from the others, and what to do about it."""
+    if len(talk.messages) == i + 1 and len(talk.learned) == 1:
+        return (
+            f"the chat template opens message {i} otherwise when it asks for it (add_generation_prompt) than "
+            "when it renders it, so its tokens can't be told; mend the template, or give prompt and "
+            "completion as text"
+        )
+    return (
+        f"the chat template renders message {i} differently at the end of a conversation than within it, so "
+        "its tokens can't be told; split it into single turns"
     )
-    return [next(rendered) if messages else [] for messages in conversations]
 
 
 def _sample(tokens: list[int], learned: list[tuple[int, int]]) -> Sample:

@@ -558,7 +558,7 @@ def test_records_of_all_kinds_together(tokenizer: PreTrainedTokenizerBase):
 
 @pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "ab"}, {"messages": [], "completion": "b"}])
 def test_a_record_of_another_kind(tokenizer: PreTrainedTokenizerBase, record: dict):
-    with pytest.raises(BadRecord, match=r"record 17 has the fields .*; it needs messages, or prompt and"):
+    with pytest.raises(BadRecord, match=r"record 17: it has the fields .*; it needs messages, or prompt and"):
         encode([record], tokenizer, [17])
 
 
@@ -576,7 +576,7 @@ def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBa
 
 def test_messages_without_a_template(tokenizer: PreTrainedTokenizerBase):
     tokenizer.chat_template = None
-    with pytest.raises(BadRecord, match="record 3 has messages, and the tokenizer has no chat template"):
+    with pytest.raises(BadRecord, match="record 3: it has messages, and the tokenizer has no chat template"):
         encode([{"messages": turns("a", "b")}], tokenizer, [3])
     encode([{"prompt": "a", "completion": "b"}], tokenizer, [3])
 
@@ -643,9 +643,9 @@ def test_a_record_is_encoded_once_if_there_is_room_to_keep_it(
     expected = [SFTData(config, tokenizer, 3, 7 * step).next_batch(step).digest() for step in range(5)]
     encode, asked = sft_data.encode, []
 
-    def counted(records: list, tokenizer: PreTrainedTokenizerBase, indices: list[int]) -> list[Sample]:
+    def counted(records: list, tokenizer: object, indices: list[int], **how: object) -> list[Sample]:
         asked.extend(indices)
-        return encode(records, tokenizer, indices)
+        return encode(records, tokenizer, indices, **how)
 
     monkeypatch.setattr(sft_data, "CACHED_TOKENS", room)
     monkeypatch.setattr(sft_data, "encode", counted)
