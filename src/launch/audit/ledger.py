@@ -1,288 +1,20 @@
-"""`ckpt audit`: what a run has trained on, proved from its manifests, its metrics and its ledger.
-
-They are read in this order, and whoever writes them writes in the other: a run that goes on meanwhile only
-adds what a later one of them must hold.
-"""
+"""RL: what the ledger says of each prompt, answer and batch."""
 
 import bisect
 import contextlib
-import itertools
 import json
 import math
 import sqlite3
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
 from urllib.parse import quote
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.store import CheckpointStore
+from cairn.launch.audit.report import Epoch, Report, Row
 from cairn.run.directory import Attempt, RunDirectory, policy_step
-from cairn.run.errors import UsageError
-from cairn.run.files import read_json
 from cairn.run.seeds import permutation
-
-Row = dict[str, Any]
-
-
-@dataclass(frozen=True)
-class Violation:
-    """A promise that was broken: what kind of promise, how, and the rows that show it."""
-
-    kind: str
-    what: str
-    rows: list[Any] = field(default_factory=list)
-
-
-@dataclass
-class Epoch:
-    """What became of the prompts (RL) or records (SFT) of one epoch."""
-
-    epoch: int
-    problems: int | None
-    issued: int = 0
-    trained: int = 0
-    waiting: int = 0
-    """Issued, finished or shipped, and not trained on yet."""
-    dropped: dict[str, int] = field(default_factory=dict)
-    """Tries that were thrown away, by reason; the prompt itself is asked again."""
-    repeated: int = 0
-    missing: int = 0
-
-
-@dataclass
-class Report:
-    """What was found. `staleness`: the most steps between a token's policy and the one that it trained."""
-
-    run: str
-    command: str
-    first_step: int | None = None
-    last_step: int | None = None
-    checkpoints: list[int] = field(default_factory=list)
-    epochs: list[Epoch] = field(default_factory=list)
-    staleness: int | None = None
-    max_off_policy_steps: int | None = None
-    violations: list[Violation] = field(default_factory=list)
-    notes: list[str] = field(default_factory=list)
-    """What can't be decided from what is left, and is no violation."""
-
-    @property
-    def ok(self) -> bool:
-        """Whether all promises were kept."""
-        return not self.violations
-
-    def broken(self, kind: str, what: str, *rows: Any) -> None:
-        """Add a violation."""
-        self.violations.append(Violation(kind, what, list(rows)))
-
-    def to_json(self) -> dict[str, Any]:
-        """For programs."""
-        return {"ok": self.ok, **asdict(self)}
-
-
-def audit(path: Path) -> Report:
-    """Check every promise that can be checked from what lies in a run directory; nothing is written.
-
-    Raises:
-        UsageError: it is no run directory.
-        CheckpointError: the run's ledger is missing or damaged.
-    """
-    try:
-        attempt = RunDirectory(path).attempt()
-        config = read_json(path / "config.json")
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: roles.json or config.json is damaged: {error!r}") from None
-    if attempt is None or config is None:
-        raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
-    run = RunDirectory(path, (config.get("ckpt") or {}).get("dir"))
-    report = Report(str(path), attempt.command)
-    store = CheckpointStore(run.checkpoints)
-    manifests = _read_manifests(store, report)
-    rows = _read_metrics(run.metrics.path, report)
-    _check_steps(rows, manifests, attempt, store, report)
-    _check_lineage(manifests, config, attempt, report)
-    _check_manifests(store, manifests, rows, report)
-    if attempt.command == "sft":
-        _check_records(store, manifests, rows, config, report)
-    else:
-        ledger = read_ledger(run.ledger)
-        _add_unnoted(ledger, run, attempt)
-        _check_ledger(ledger, rows, manifests, attempt, report)
-        _check_snapshots(store, manifests, ledger, report)
-    return report
-
-
-# Metrics
-
-
-def _read_metrics(path: Path, report: Report) -> list[Row]:
-    """The rows as they stand in the file; only the last line may have been cut short."""
-    lines = path.read_text().split("\n") if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
-        try:
-            row = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, KeyError, TypeError):
-            if number < len(lines):
-                report.broken("metrics", f"line {number} of metrics.jsonl is no row of a step", line)
-    return rows
-
-
-def _check_steps(
-    rows: list[Row],
-    manifests: dict[int, Manifest],
-    attempt: Attempt,
-    store: CheckpointStore,
-    report: Report,
-) -> None:
-    """Every step once, in order, from the run's start to at least its newest checkpoint."""
-    report.checkpoints = sorted(manifests)
-    numbers = [row["step"] for row in rows]
-    for before, after in itertools.pairwise(numbers):
-        if after <= before:
-            report.broken("metrics", f"step {after} stands after step {before} in metrics.jsonl", after)
-        elif after > before + 1:
-            missing = list(range(before + 1, after))
-            report.broken("metrics", f"metrics.jsonl misses steps {before + 1} to {after - 1}", *missing)
-    if numbers:
-        report.first_step, report.last_step = numbers[0], max(numbers)
-        if numbers[0] != 1 and not _starts_after(numbers[0] - 1, manifests, attempt, store):
-            report.broken("metrics", f"metrics.jsonl begins with step {numbers[0]}", numbers[0])
-    newest = max(manifests, default=0)
-    if newest > max(numbers, default=0) and not _starts_after(newest, manifests, attempt, store):
-        report.broken("metrics", f"step {newest} is a checkpoint and not in metrics.jsonl", newest)
-
-
-def _starts_after(
-    step: int, manifests: dict[int, Manifest], attempt: Attempt, store: CheckpointStore
-) -> bool:
-    """Whether the run is a fork of another from its step `step`."""
-    if attempt.start_step == step and attempt.resume_from:
-        resumed = Path(attempt.resume_from).parent
-        if resumed != store.root:
-            return True
-    parents = [manifest.parent for manifest in manifests.values() if manifest.parent]
-    run_ids = {manifest.run_id for manifest in manifests.values()}
-    return any(parent.step == step and parent.run_id not in run_ids for parent in parents)
-
-
-# Checkpoints
-
-
-def _read_manifests(store: CheckpointStore, report: Report) -> dict[int, Manifest]:
-    manifests = {}
-    for step in store.steps():
-        try:
-            manifests[step] = load_manifest(store.folder(step))
-        except CheckpointError as error:
-            if store.exists(step):  # and was not deleted just now
-                report.broken("manifest", str(error), step)
-    return manifests
-
-
-def _check_lineage(
-    manifests: dict[int, Manifest], config: dict[str, Any], attempt: Attempt, report: Report
-) -> None:
-    """Each checkpoint goes on from the one before it, the first from nothing or from another run."""
-    deletes = any((config.get("ckpt") or {}).get(rule) for rule in ("keep_last", "keep_best"))
-    before = None
-    for step, manifest in sorted(manifests.items()):
-        parent = manifest.parent
-        row = {"step": step, "run_id": manifest.run_id, "parent": parent and parent.model_dump()}
-        if manifest.run_id != attempt.run_id:
-            report.broken("lineage", f"step {step} is of run {manifest.run_id}, not {attempt.run_id}", row)
-        elif parent is None or parent.run_id != manifest.run_id:
-            if before is not None:
-                report.broken("lineage", f"step {step} does not go on from step {before}", row)
-        elif parent.step >= step or (before is not None and parent.step < before):
-            report.broken("lineage", f"step {step} goes on from step {parent.step}, not from {before}", row)
-        elif parent.step not in manifests and not deletes:
-            gone = f"step {step} goes on from step {parent.step}, which is gone"
-            report.notes.append(f"{gone}, and no rule of the run deletes it")
-        before = step
-
-
-def _check_manifests(
-    store: CheckpointStore, manifests: dict[int, Manifest], rows: list[Row], report: Report
-) -> None:
-    """What a checkpoint says of its step is what metrics.jsonl says, and what its state says."""
-    by_step = {row["step"]: row for row in rows}
-    for step, manifest in manifests.items():
-        row = by_step.get(step)
-        if row is None:
-            continue  # of a fork's start; others were found before
-        different = {
-            key: [value, row.get(key)]
-            for key, value in manifest.metrics.items()
-            if json.dumps(value) != json.dumps(row.get(key))  # NaN is NaN
-        }
-        if different:
-            report.broken("manifest", f"step {step}: manifest and metrics.jsonl differ", different)
-        if (state := _state(store, step, report)) is None:
-            continue
-        progress = state.get("progress", {})
-        wrong = {key: [value, row.get(key)] for key, value in progress.items() if value != row.get(key)}
-        if wrong:
-            report.broken("progress", f"step {step}: trainer/state.json and metrics.jsonl differ", wrong)
-
-
-def _state(store: CheckpointStore, step: int, report: Report) -> dict[str, Any] | None:
-    """The trainer's state of a step; None if it has none (weights only), or was deleted just now."""
-    try:
-        return read_json(store.folder(step) / "trainer" / "state.json")
-    except ValueError as error:
-        report.broken("progress", f"step {step}: trainer/state.json is damaged: {error}", step)
-        return None
-
-
-# SFT: the position in the data is the number of samples trained on
-
-
-def _check_records(
-    store: CheckpointStore,
-    manifests: dict[int, Manifest],
-    rows: list[Row],
-    config: dict[str, Any],
-    report: Report,
-) -> None:
-    """Each step takes up the data where the step before left it, so no record is left out or comes twice."""
-    states = [(step, state) for step in sorted(manifests) if (state := _state(store, step, report))]
-    records = next((state["data"]["records"] for _, state in states if state.get("data")), None)
-    before = None if report.first_step != 1 else {"step": 0, "total_samples": 0, "total_tokens": 0}
-    for row in rows:
-        if before is not None and row["step"] == before["step"] + 1:
-            of_step = next((state for step, state in states if step >= row["step"]), None)
-            recipe = of_step["config"] if of_step else config
-            _check_position(row, before, recipe["data"]["batch_size"], report)
-        if records and row["epoch"] != row["total_samples"] / records:
-            what = (
-                f"step {row['step']}: {row['total_samples']} samples of {records} are {row['epoch']} epochs"
-            )
-            report.broken("position", what, row)
-        before = row
-    if not rows:
-        return
-    total, counted = rows[-1]["total_samples"], 0
-    for number in itertools.count():
-        count = total - counted if records is None else min(records, total - counted)
-        report.epochs.append(Epoch(number, records, issued=count, trained=count))
-        counted += count
-        if counted >= total:
-            return
-
-
-def _check_position(row: Row, before: Row, batch_size: int, report: Report) -> None:
-    grown = row["total_samples"] - before["total_samples"]
-    if grown != batch_size:
-        what = f"step {row['step']}: total_samples grew by {grown}, and a batch has {batch_size}"
-        report.broken("position", what, before, row)
-    if row["total_tokens"] <= before["total_tokens"]:
-        report.broken("position", f"step {row['step']}: total_tokens did not grow", before, row)
-
-
-# RL: the ledger
 
 
 @dataclass(frozen=True)
@@ -350,7 +82,7 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
     return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
 
 
-def _add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> None:
+def add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> None:
     """Add the batch whose file is there and that the ledger does not know of: its note comes right after."""
     step = max(ledger.batches, default=0) + 1
     batch = run.batch(attempt, step)
@@ -363,7 +95,7 @@ def _add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> 
             group["batch"] = step
 
 
-def _check_ledger(
+def check_ledger(
     ledger: LedgerContent, rows: list[Row], manifests: dict[int, Manifest], attempt: Attempt, report: Report
 ) -> None:
     own = (ledger.run["run_id"], ledger.run["branch"])
@@ -520,7 +252,7 @@ def _check_staleness(ledger: LedgerContent, report: Report) -> None:
             report.broken("version", f"{what}, allowed are {max(first, 0)} to {last}", sample)
 
 
-def _check_snapshots(
+def check_snapshots(
     store: CheckpointStore, manifests: dict[int, Manifest], ledger: LedgerContent, report: Report
 ) -> None:
     """Each checkpoint's copy of the ledger says of the batches up to its step what the ledger says."""

@@ -1,0 +1,51 @@
+"""`ckpt audit`: what a run has trained on, proved from its manifests, its metrics and its ledger.
+
+They are read in this order, and whoever writes them writes in the other: a run that goes on meanwhile only
+adds what a later one of them must hold.
+"""
+
+from pathlib import Path
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.store import CheckpointStore
+from cairn.launch.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_ledger
+from cairn.launch.audit.positions import check_records
+from cairn.launch.audit.report import Report
+from cairn.launch.audit.steps import check_lineage, check_manifests, check_steps, read_manifests, read_metrics
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.files import read_json
+
+__all__ = ["Report", "audit"]
+
+
+def audit(path: Path) -> Report:
+    """Check every promise that can be checked from what lies in a run directory; nothing is written.
+
+    Raises:
+        UsageError: it is no run directory.
+        CheckpointError: the run's ledger is missing or damaged.
+    """
+    try:
+        attempt = RunDirectory(path).attempt()
+        config = read_json(path / "config.json")
+    except (ValueError, KeyError) as error:
+        raise CheckpointError(f"{path}: roles.json or config.json is damaged: {error!r}") from None
+    if attempt is None or config is None:
+        raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
+    run = RunDirectory(path, (config.get("ckpt") or {}).get("dir"))
+    report = Report(str(path), attempt.command)
+    store = CheckpointStore(run.checkpoints)
+    manifests = read_manifests(store, report)
+    rows = read_metrics(run.metrics.path, report)
+    check_steps(rows, manifests, attempt, store, report)
+    check_lineage(manifests, config, attempt, report)
+    check_manifests(store, manifests, rows, report)
+    if attempt.command == "sft":
+        check_records(store, manifests, rows, config, report)
+    else:
+        ledger = read_ledger(run.ledger)
+        add_unnoted(ledger, run, attempt)
+        check_ledger(ledger, rows, manifests, attempt, report)
+        check_snapshots(store, manifests, ledger, report)
+    return report

@@ -1,0 +1,61 @@
+"""What an audit found: violations, notes, and what became of each epoch."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Violation:
+    """A promise that was broken: what kind of promise, how, and the rows that show it."""
+
+    kind: str
+    what: str
+    rows: list[Any] = field(default_factory=list)
+
+
+@dataclass
+class Epoch:
+    """What became of the prompts (RL) or records (SFT) of one epoch."""
+
+    epoch: int
+    problems: int | None
+    issued: int = 0
+    trained: int = 0
+    waiting: int = 0
+    """Issued, finished or shipped, and not trained on yet."""
+    dropped: dict[str, int] = field(default_factory=dict)
+    """Tries that were thrown away, by reason; the prompt itself is asked again."""
+    repeated: int = 0
+    missing: int = 0
+
+
+@dataclass
+class Report:
+    """What was found. `staleness`: the most steps between a token's policy and the one that it trained."""
+
+    run: str
+    command: str
+    first_step: int | None = None
+    last_step: int | None = None
+    checkpoints: list[int] = field(default_factory=list)
+    epochs: list[Epoch] = field(default_factory=list)
+    staleness: int | None = None
+    max_off_policy_steps: int | None = None
+    violations: list[Violation] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    """What can't be decided from what is left, and is no violation."""
+
+    @property
+    def ok(self) -> bool:
+        """Whether all promises were kept."""
+        return not self.violations
+
+    def broken(self, kind: str, what: str, *rows: Any) -> None:
+        """Add a violation."""
+        self.violations.append(Violation(kind, what, list(rows)))
+
+    def to_json(self) -> dict[str, Any]:
+        """For programs."""
+        return {"ok": self.ok, **asdict(self)}
