@@ -12,11 +12,28 @@ import torch
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import layerwise_groups
-from vllm.model_executor.layers.linear import LinearBase
+from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
+from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
+from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
+from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
+from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
+from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
+from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from cairn.inference.weight_files import WORKERS
+
+
+class Unfit(RuntimeError):
+    """The server can't be given other weights; it may have some of them now."""
+
+    mark = "server unfit for updates: "
+
+    def __init__(self, reason: str):
+        super().__init__(self.mark + reason)
 
 
 class RepackableLoader(DefaultModelLoader):
@@ -54,7 +71,79 @@ def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:
             dispatch_cpu_unquantized_gemm(module, remove_weight=False)
 
 
-def load_and_pack(model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]]) -> set[str]:
+def load_weights(
+    model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
+) -> set[str]:
+    """Put other weights, in the hub's layout, into a loaded model, and process them as at its start.
+
+    Returns vLLM's names of the parameters that were loaded.
+
+    Raises:
+        Unfit: vLLM has not taken the weights of some layers; the others are loaded.
+    """
+    if next(model.parameters()).device.type != "cpu" or config.quantization is not None:
+        return _load_layerwise(model, parts, config)
+    if _is_plain(model):
+        return _load_and_pack(model, parts)
+    return _load_as_at_start(model, parts, config)
+
+
+def _is_processed(module: torch.nn.Module) -> bool:
+    """Whether a layer (on the CPU) computes from more than its weights and a packed copy of them."""
+    plain = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
+    return (
+        type(getattr(module, "quant_method", None)) not in plain
+        or isinstance(module, MLAAttention)  # products of its weights
+        or hasattr(module, "_cpu_unpacked_conv_weight")  # packed in place
+    )
+
+
+def _is_plain(model: torch.nn.Module) -> bool:
+    return not any(map(_is_processed, model.modules()))
+
+
+def _load_as_at_start(
+    model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
+) -> set[str]:
+    """Undo what processing has made of the parameters, load into them, and process them anew.
+
+    vLLM's own reload is wrong on the CPU: it hands unpacked experts to kernels that expect packed ones,
+    and loses what a model copies into its parameters without their loaders, as gpt-oss does.
+    """
+    for module in model.modules():
+        for name, initial in get_layerwise_info(module).restore_metadata[0].items():
+            current = getattr(module, name, None)
+            if _is_processed(module) or current is None or current.shape != initial.shape:
+                fresh = materialize_meta_tensor(initial).zero_()
+                module.register_parameter(name, restore_layer_refs(fresh, module))
+        if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
+            method.moe_kernel = None  # it packs experts when it is made, and only then
+    loaded = {name for part in parts for name in model.load_weights(part.items())}
+    process_weights_after_loading(model, config, torch.device("cpu"))
+    pack_linear_weights(model.modules())
+    return loaded
+
+
+def _load_layerwise(
+    model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
+) -> set[str]:
+    """vLLM's own reload, which keeps the places in memory of what compiled graphs compute from."""
+    initialize_layerwise_reload(model)
+    loaded = {name for part in parts for name in model.load_weights(part.items())}
+    passed_by = {
+        type(module).__name__
+        for module in model.modules()
+        if (info := get_layerwise_info(module)).can_load() and not info.load_numel
+        if any(True for _ in module.parameters(recurse=False))
+    }
+    finalize_layerwise_reload(model, config)
+    pack_linear_weights(model.modules())
+    if passed_by:
+        raise Unfit(f"vLLM cannot update the weights of {', '.join(sorted(passed_by))} in a running server")
+    return loaded
+
+
+def _load_and_pack(model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]]) -> set[str]:
     """Copy weights straight into the parameters, and pack each layer while it is in the processor's cache.
 
     Layers are taken by several threads while this one goes on through the `parts`; none is in two of them.

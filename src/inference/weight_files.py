@@ -1,13 +1,17 @@
-"""Read and check the tensors of a model directory. Neither vllm nor transformers is imported."""
+"""Read and check the tensors of a model directory."""
 
+import contextlib
 import json
 import os
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cairn.inference.expected import Layout
 from cairn.inference.transfer import Unchanged
 
 FLOATS = ("F64", "F32", "F16", "BF16")
@@ -22,59 +26,70 @@ class Refused(Unchanged):
 
 
 def read_weights(
-    path: str, shapes: dict[str, list[int]], tied: dict[str, str], dtype: torch.dtype
+    path: str, layout_of: Callable[[Iterable[str]], Layout], dtype: torch.dtype
 ) -> dict[str, torch.Tensor]:
     """Read and check all tensors of a model directory.
 
     Args:
         path: The directory, with model.safetensors or shards and their index.
-        shapes: Shape of every tensor of the model.
-        tied: Of the tied tensors (`lm_head.weight`, mostly) the one that each is tied to. They may be absent,
-            or be there and equal that one.
+        layout_of: The layout that tensors of some names should have. Its tied tensors (mostly
+            `lm_head.weight`) may be absent; otherwise they must equal those that they are tied to.
         dtype: Type that the server computes with.
 
     Returns:
-        Tensor by Hugging Face name, on the CPU, in `dtype`; mapped from the file where it has that type.
+        Tensor by name, on the CPU, mapped from the file; tied ones are left out.
 
     Raises:
         Refused: something is missing, unexpected, damaged, of another shape, not floating-point, or not
             finite in `dtype`.
     """
-    weights: dict[str, torch.Tensor] = {}
-    for file in _files(path):
-        try:
-            with safe_open(file, "pt") as opened:
+    with contextlib.ExitStack() as stack:
+        where: dict[str, tuple[Path, Any]] = {}
+        for file in _files(path):
+            with _refusing(file):
+                opened = stack.enter_context(safe_open(file, "pt"))
                 for name in opened.keys():  # noqa: SIM118 (not a mapping)
-                    if name not in shapes:
-                        raise Refused(f"{file}: unexpected tensor {name}")
-                    if name in weights:
+                    if name in where:
                         raise Refused(f"{file}: tensor {name} is in another file as well")
-                    header = opened.get_slice(name)
-                    shape, kind = header.get_shape(), header.get_dtype()
-                    if shape != shapes[name]:
-                        raise Refused(f"{file}: tensor {name} has shape {shape}, not {shapes[name]}")
-                    if kind not in FLOATS:
-                        raise Refused(f"{file}: tensor {name} has type {kind}, not a floating-point one")
-                    weights[name] = opened.get_tensor(name)
-        except (SafetensorError, OSError) as error:
-            raise Refused(f"{file}: not a whole safetensors file: {error}") from None
-    if missing := sorted(shapes.keys() - weights.keys() - tied.keys()):
+                    where[name] = file, opened
+        layout = layout_of(where)
+        weights = {}
+        for name, (file, opened) in where.items():
+            if name not in layout.shapes:
+                raise Refused(f"{file}: unexpected tensor {name}")
+            with _refusing(file):
+                header = opened.get_slice(name)
+                shape, kind = header.get_shape(), header.get_dtype()
+                if shape != layout.shapes[name]:
+                    raise Refused(f"{file}: tensor {name} has shape {shape}, not {layout.shapes[name]}")
+                if kind not in FLOATS:
+                    raise Refused(f"{file}: tensor {name} has type {kind}, not a floating-point one")
+                weights[name] = opened.get_tensor(name)
+    tied = layout.tied
+    if missing := sorted(layout.shapes.keys() - weights.keys() - tied.keys()):
         raise Refused(f"{path}: tensor {missing[0]} is missing" + _and_more(missing))
     for name in tied.keys() & weights.keys():
         if not torch.equal(weights.pop(name), weights[tied[name]]):
             raise Refused(f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to")
-    weights = {name: tensor.to(dtype) for name, tensor in weights.items()}
     with ThreadPoolExecutor(WORKERS) as workers:
-        finite = workers.map(is_finite, weights.values())
+        finite = workers.map(lambda tensor: is_finite(tensor, dtype), weights.values())
         for name, good in zip(weights, finite, strict=True):
             if not good:
                 raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
     return weights
 
 
-def is_finite(tensor: torch.Tensor) -> bool:
-    """Whether all values are; least and greatest are 30 times as fast as asking each, and NaN is both."""
-    return tensor.numel() == 0 or all(bound.isfinite().item() for bound in tensor.aminmax())
+@contextlib.contextmanager
+def _refusing(file: Path) -> Iterator[None]:
+    try:
+        yield
+    except (SafetensorError, OSError) as error:
+        raise Refused(f"{file}: not a whole safetensors file: {error}") from None
+
+
+def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether all values are, in `dtype`. Their extremes are 30 times as fast as all of them; NaN is both."""
+    return tensor.numel() == 0 or all(bound.to(dtype).isfinite().item() for bound in tensor.aminmax())
 
 
 def identities(path: str) -> list[tuple[str, int, int]]:

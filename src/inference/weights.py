@@ -5,6 +5,7 @@ Files are validated before any of the old weights is touched.
 Runs inside vLLM's processes only.
 """
 
+import copy
 import functools
 import math
 import time
@@ -13,7 +14,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from transformers import AutoModelForCausalLM
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -22,12 +22,10 @@ from vllm.distributed.weight_transfer.base import (
     layerwise_groups,
 )
 from vllm.logger import init_logger
-from vllm.model_executor.layers.linear import UnquantizedLinearMethod
-from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader import register_model_loader
-from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 
-from cairn.inference.loading import RepackableLoader, load_and_pack, pack_linear_weights
+from cairn.inference.expected import ExpectedTensors
+from cairn.inference.loading import RepackableLoader, load_weights
 from cairn.inference.transfer import Source, WeightReceiver, read_source
 from cairn.inference.weight_files import Refused, identities, is_finite, read_weights
 
@@ -98,18 +96,12 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         dtype = self.model_config.dtype
         parts: Iterable[dict[str, torch.Tensor]]
         if source is None:
-            weights = read_weights(update_info.path, *self._expected, dtype)
+            weights = read_weights(update_info.path, self._expected.layout_of, dtype)
             parts, items = [weights], sum(tensor.numel() for tensor in weights.values())
         else:
             parts, items = self._from_trainer(source), sum(map(math.prod, source.shapes.values()))
         checked = time.perf_counter()
-        if self._plain:
-            loaded = load_and_pack(self.model, parts)
-        else:
-            initialize_layerwise_reload(self.model)
-            loaded = {name for part in parts for name in self.model.load_weights(part.items())}
-            finalize_layerwise_reload(self.model, self.model_config)
-            pack_linear_weights(self.model.modules())
+        loaded = load_weights(self.model, map(self._in_hub_layout, parts), self.model_config)
         if missed := {name for name, _ in self.model.named_parameters()} - loaded:
             raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
         logger.info(
@@ -133,7 +125,7 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
                 f"the trainer has them on {source.device} and this server computes on {self.device.type}: "
                 "set --trainer.weight-transport to files"
             )
-        shapes, tied = self._expected
+        shapes, tied = self._expected.own.shapes, self._expected.own.tied
         for name in shapes.keys() ^ source.shapes.keys():
             if name not in tied:
                 raise Refused(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")
@@ -146,7 +138,7 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         def checked() -> Iterator[dict[str, torch.Tensor]]:
             for weights in parts:
                 for name, tensor in weights.items():
-                    if not is_finite(tensor):
+                    if not is_finite(tensor, tensor.dtype):
                         raise RuntimeError(f"the trainer's tensor {name} holds NaN or infinity")
                 yield weights
 
@@ -156,17 +148,16 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
     def _receiver(self) -> WeightReceiver:
         return WeightReceiver(self.device)
 
-    @functools.cached_property
-    def _plain(self) -> bool:
-        """Whether the parameters are the weights themselves: on the CPU, and nothing is quantized."""
-        methods = {type(getattr(module, "quant_method", None)) for module in self.model.modules()}
-        plain = {type(None), UnquantizedLinearMethod, UnquantizedEmbeddingMethod}
-        return self.device.type == "cpu" and methods <= plain
+    def _in_hub_layout(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """The tensors of whole layers as vLLM takes them."""
+        if weights.keys() <= self._expected.hub.shapes.keys():
+            return weights
+        return self._expected.to_hub(weights)
 
     @functools.cached_property
-    def _expected(self) -> tuple[dict[str, list[int]], dict[str, str]]:
-        """Shape of every tensor of the Hugging Face model, and of the tied ones what they are tied to."""
-        with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(self.model_config.hf_config)
-        shapes = {name: list(tensor.shape) for name, tensor in model.state_dict().items()}
-        return shapes, model.all_tied_weights_keys
+    def _expected(self) -> ExpectedTensors:
+        config = self.model_config.hf_config
+        if self.model_config.word_embeddings_untied_by_checkpoint:  # until it had compared them
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
+        return ExpectedTensors(config)
