@@ -1,6 +1,6 @@
 """When to save, where, and what to go on from."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, model_validator
 from pydantic_config import BaseConfig
@@ -14,7 +14,7 @@ class CkptConfig(BaseConfig):
     dir: str | None = None
     """Folder of the step_N folders; default: checkpoints in the output folder."""
     resume_step: int | None = Field(None, ge=1)
-    """Go on from this step of the run; later steps are set aside."""
+    """Resume from this step of the run; later steps are set aside. -1 is `resume = latest`."""
     resume: str | None = None
     """latest (an error if there is none), auto (go on, or start fresh), or the path of a step_N folder."""
     interval_minutes: float | None = Field(None, gt=0)
@@ -39,6 +39,14 @@ class CkptConfig(BaseConfig):
     """Check all bytes when loading; save: also read them back when saving; off: sizes only."""
     part_timeout: float = Field(300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _minus_one_is_latest(cls, data: Any) -> Any:
+        """What prime-rl's users are used to."""
+        if not isinstance(data, dict) or str(data.get("resume_step")) != "-1" or data.get("resume"):
+            return data
+        return {**data, "resume_step": None, "resume": "latest"}
 
     @model_validator(mode="after")
     def _best_by_something(self) -> "CkptConfig":

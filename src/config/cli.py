@@ -5,71 +5,124 @@ or written.
 """
 
 import sys
-from pathlib import Path
+from collections import Counter
+from collections.abc import Collection
 from typing import Any, TypeVar
 
-from pydantic_config import BaseConfig, ConfigFileError, cli
+from pydantic import ValidationError
+from pydantic_config import BaseConfig
 
-from cairn.config.rl import SHARED, RLConfig
+from cairn.config import hints
+from cairn.config.arguments import Arguments, Layer, take_apart
+from cairn.config.inference import InferenceConfig
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.rl import RLConfig
+from cairn.config.settings import Setting, settings_of
+from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
 
+COMMANDS: dict[str, type[BaseConfig]] = {
+    "sft": SFTConfig,
+    "rl": RLConfig,
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
+}
+"""The commands that take a configuration, and its class."""
+
+BOUNDS = {
+    "greater_than": ("more than", "gt"),
+    "greater_than_equal": ("at least", "ge"),
+    "less_than": ("less than", "lt"),
+    "less_than_equal": ("at most", "le"),
+}
+KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
+
 
 def load(cls: type[Config], argv: list[str]) -> Config:
-    """The configuration that `argv` asks for: `@ file.toml`, then flags over it.
+    """The configuration that `argv` asks for: `@ file.toml`, overridden by flags.
 
     Prints and exits with 0 on `--help` and `--dry-run`.
 
     Raises:
         UsageError: unknown key or flag, missing file, impossible or contradictory value.
     """
-    argv = _separate_at_signs(argv)
-    if cls is RLConfig:
-        _check_shared_values(argv)
+    root = settings_of(cls)
+    if "--help" in argv or "-h" in argv:
+        from cairn.config.help import render
+
+        print(render(_name_of(cls), root, shared_settings(root)), end="", flush=True)
+        sys.exit(0)
+    arguments = take_apart(argv, root)
+    _check_shared_values(arguments, root)
+    values, sources = arguments.merged(root)
     try:
-        config = cli(cls, args=argv)
-    except ConfigFileError as error:
-        raise UsageError(_readable(error.message)) from None
-    except OSError as error:
-        raise UsageError(f"{error.filename}: {error.strerror}") from None
+        config = cls.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(_readable(error, cls, values, sources, arguments.layers)) from None
     if config.dry_run:
         print(config.model_dump_json(indent=2), flush=True)
         sys.exit(0)
     return config
 
 
-def _separate_at_signs(argv: list[str]) -> list[str]:
-    """`@file` means `@ file`, at the top as after a flag."""
-    separated = []
-    for arg in argv:
-        separated += ["@", arg[1:]] if arg.startswith("@") and len(arg) > 1 else [arg]
-    return separated
+def require(config: BaseConfig, *names: str) -> None:
+    """Refuse a configuration in which a setting that has no sensible default was not given.
+
+    Raises:
+        UsageError: it names all that are missing.
+    """
+    root = settings_of(type(config))
+    missing = []
+    for name in names:
+        value: Any = config
+        for key in name.split("."):
+            value = getattr(value, key)
+        if not value:
+            missing.append(root.find(tuple(name.split("."))))
+    if missing:
+        command = _name_of(type(config))
+        what = "".join(f"\n  {setting.flag}  {setting.doc}" for setting in missing)
+        raise UsageError(
+            f"{command} needs {' and '.join(setting.flag for setting in missing)}, as a flag or in a file "
+            f"({command} @ file.toml); {command} --help lists all settings{what}"
+        )
 
 
-def _readable(message: str) -> str:
-    lines = message.splitlines()
-    if len(lines) > 1 and lines[0].startswith("Failed to validate"):
-        pairs = zip(lines[1::2], lines[2::2], strict=False)
-        return "\n".join(f"{flag}: {what.strip().removeprefix('Value error, ')}" for flag, what in pairs)
-    return message
+def _name_of(cls: type[BaseConfig]) -> str:
+    return next((name for name, known in COMMANDS.items() if known is cls), cls.__name__)
 
 
-def _check_shared_values(argv: list[str]) -> None:
+# What the roles of a run share.
+
+
+def _shared_keys(root: Setting) -> dict[str, tuple[str, ...]]:
+    return getattr(root.models[0], "shared", {})
+
+
+def _is_shared(root: Setting, path: tuple[str, ...]) -> bool:
+    return len(path) > 1 and path[1] in _shared_keys(root).get(path[0], ())
+
+
+def shared_settings(root: Setting) -> set[tuple[str, ...]]:
+    """The settings of roles that are set once for the whole run."""
+    return {leaf.path for leaf in root.leaves() if _is_shared(root, leaf.path)}
+
+
+def _check_shared_values(arguments: Arguments, root: Setting) -> None:
     """Refuse two files that disagree on a shared value, and a shared value given to one role alone."""
-    overridden = set()
-    for arg in argv:
-        if not arg.startswith("--"):
-            continue
-        flag = arg[2:].split("=")[0]
-        for role, keys in SHARED.items():
-            shared = flag.removeprefix(f"{role}.").removeprefix("no-")
-            if flag.startswith(f"{role}.") and shared.split(".")[0].replace("-", "_") in keys:
-                raise UsageError(f"--{flag}: all roles share this value; give it once, as --{shared}")
-        overridden.add(flag.removeprefix("no-").replace("-", "_"))
-
+    for path, value in arguments.flags:
+        if _is_shared(root, path):
+            if root.find(path) is None:
+                raise UsageError(
+                    f"{_flag(path)}: {hints.unknown_setting(path, root, shared_settings(root), value)}"
+                )
+            raise UsageError(f"{_flag(path)}: all roles share this value; give it once, as {_flag(path[1:])}")
+    overridden = {".".join(path) for path, _ in arguments.flags}
     first: dict[str, tuple[Any, str]] = {}
-    for source, values in _shared_values_in_files(argv):
+    for source, values in _shared_values_in_files(arguments.layers, root):
         for key, value in values.items():
             if key in overridden:
                 continue
@@ -81,32 +134,21 @@ def _check_shared_values(argv: list[str]) -> None:
             first.setdefault(key, (value, source))
 
 
-def _shared_values_in_files(argv: list[str]) -> list[tuple[str, dict[str, Any]]]:
+def _shared_values_in_files(layers: list[Layer], root: Setting) -> list[tuple[str, dict[str, Any]]]:
+    keys = _shared_keys(root)
     found = []
-    for i, arg in enumerate(argv[:-1]):
-        if arg != "@":
-            continue
-        role = argv[i - 1][2:] if i and argv[i - 1].startswith("--") else None
-        content = _read(Path(argv[i + 1]))
-        sections = {role: content} if role else {None: content, **{r: content.get(r, {}) for r in SHARED}}
-        for section, values in sections.items():
-            keys = SHARED.get(section or "trainer", ())
-            where = argv[i + 1] if section == role else f"{argv[i + 1]} [{section}]"
-            found.append((where, _leaves({k: v for k, v in values.items() if k in keys})))
+    for layer in layers:
+        if layer.section:
+            sections = {layer.section[0]: layer.content} if len(layer.section) == 1 else {}
+        else:
+            sections = {None: layer.content, **{role: layer.content.get(role) for role in keys}}
+        for role, content in sections.items():
+            if not isinstance(content, dict):
+                continue
+            shared = keys.get(role, ()) if role else {key for of_role in keys.values() for key in of_role}
+            where = layer.file if layer.section or role is None else f"{layer.file} [{role}]"
+            found.append((where, _leaves({key: content[key] for key in content if key in shared})))
     return found
-
-
-def _read(path: Path) -> dict[str, Any]:
-    """A config file's content; what is wrong with it is reported by the parser proper, later."""
-    import json
-    import tomllib
-
-    try:
-        text = path.read_text()
-        content = json.loads(text) if path.suffix == ".json" else tomllib.loads(text)
-    except (OSError, ValueError):
-        return {}
-    return content if isinstance(content, dict) else {}
 
 
 def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -117,3 +159,114 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
         else:
             leaves[prefix + key] = value
     return leaves
+
+
+# What is wrong, in words.
+
+
+def _readable(
+    error: ValidationError,
+    cls: type[BaseConfig],
+    values: dict[str, Any],
+    sources: dict[tuple[str, ...], str],
+    layers: list[Layer],
+) -> str:
+    """One line for each mistake; a file that is for another command or role says so once."""
+    root = settings_of(cls)
+
+    def source(path: tuple[str, ...]) -> str | None:
+        """The file that a value came from; a shared one may stand in a role's section of it."""
+        places = [path, *((role, *path) for role in _shared_keys(root))]
+        return next((sources[place[:end]] for end in range(len(path) + 1, 0, -1) for place in places
+                     if place[:end] in sources), None)  # fmt: skip
+
+    found = []
+    for problem in error.errors():
+        path = _path_of(problem["loc"], values)
+        path = path[1:] if _is_shared(root, path) else path
+        if problem["type"] == "extra_forbidden" and isinstance(problem["input"], dict):
+            below = _leaves(problem["input"])
+            found += [
+                ((*path, *keys.split(".")), {**problem, "input": value}) for keys, value in below.items()
+            ]
+        else:
+            found.append((path, problem))
+    unknown = Counter(source(path) for path, problem in found if problem["type"] == "extra_forbidden")
+    strangers = {layer.file: _stranger(layer, cls) for layer in layers if unknown[layer.file]}
+    lines = [text for text in dict.fromkeys(strangers.values()) if text]
+    for path, problem in found:
+        file = source(path)
+        if strangers.get(file):
+            continue
+        where = _flag(path) + (f" (in {file})" if file else "")
+        lines.append(f"{where}: {_plain(path, problem, root)}" if path else _plain(path, problem, root))
+    return "\n".join(dict.fromkeys(lines))
+
+
+def _path_of(loc: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
+    """The keys of the value that an error is about, without what pydantic says of unions and lists."""
+    path = []
+    for i, part in enumerate(loc):
+        if not isinstance(part, str):
+            break
+        last = i == len(loc) - 1
+        if isinstance(values, dict) and (part in values or last):
+            path.append(part)
+            values = values.get(part)
+    return tuple(path)
+
+
+def _flag(path: Collection[str]) -> str:
+    return f"--{'.'.join(path).replace('_', '-')}"
+
+
+def _stranger(layer: Layer, cls: type[BaseConfig]) -> str | None:
+    """What to say if a file's settings are those of another command or role."""
+    own = settings_of(cls).find(layer.section)
+    if own is None or _fits(layer.content, own):
+        return None
+    fitting = [name for name, other in COMMANDS.items() if _fits(layer.content, settings_of(other))]
+    kind = f"{layer.file} holds settings of {' or '.join(fitting)}"
+    role = next((name for name in fitting if name in settings_of(cls).children), None)
+    if role:
+        return f"{kind}: give it as --{role} @{layer.file}"
+    return f"{kind}, not of {_name_of(cls)}" if fitting else None
+
+
+def _fits(content: dict[str, Any], section: Setting) -> bool:
+    """Whether all keys of a file are known in a section, and below it."""
+    for key, value in content.items():
+        child = section.children.get(key)
+        if child is None:
+            return False
+        if child.kind == "section" and isinstance(value, dict) and not _fits(value, child):
+            return False
+    return True
+
+
+def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
+    """What is wrong with one value."""
+    kind, given, context = problem["type"], problem.get("input"), problem.get("ctx") or {}
+    setting = root.find(path)
+    if kind == "extra_forbidden":
+        return hints.unknown_setting(path, root, shared_settings(root), given)
+    if kind == "value_error":
+        return str(context["error"])
+    if kind in BOUNDS:
+        words, key = BOUNDS[kind]
+        return f"it is {given}, and must be {words} {context[key]:g}"
+    if kind == "literal_error":
+        choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
+        return f"{given!r} is none of {', '.join(choices)}{hints.one_of(given, choices)}"
+    if setting and setting.kind == "section":
+        first = next(iter(setting.children.values())).flag
+        return f"{given!r} is one value, and this is a section; did you mean {first}?"
+    if setting and setting.kind == "list" and kind in ("missing", "too_long", "too_short"):
+        count = len(getattr(setting.annotation, "__args__", ()))
+        return f"it takes {count} values"
+    expected, _, how = kind.partition("_")
+    if expected in KINDS and how in ("parsing", "type", "from_float", "unicode"):
+        return f"{given!r} is not {KINDS[expected]}"
+    if kind in ("list_type", "tuple_type"):
+        return f"{given!r} is not a list"
+    return problem["msg"]

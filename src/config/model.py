@@ -7,7 +7,7 @@ from pydantic_config import BaseConfig
 class ModelConfig(BaseConfig):
     """Model and tokenizer."""
 
-    name: str = "Qwen/Qwen3-0.6B"
+    name: str = ""
     """A Hugging Face directory, a checkpoint's step_N (or its model/), or a hub name."""
     init_seed: int | None = Field(None, ge=0)
     """Seed for random weights where the directory holds a config and a tokenizer but no weights."""

@@ -1,6 +1,6 @@
 """Configuration of a whole RL run: the roles' own, and what they share."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, model_validator
 
@@ -11,16 +11,28 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerConfig
 
+RUN = ("model", "seed", "max_steps", "output_dir", "ckpt", "dry_run")
+
 # Which of the run's shared values each role has a field for.
 SHARED = {
-    "trainer": ("model", "seed", "max_steps", "output_dir", "ckpt", *SupervisionConfig.model_fields),
-    "orchestrator": ("model", "seed", "max_steps", "output_dir", "ckpt"),
-    "inference": ("model",),
+    "trainer": (
+        "model",
+        "seed",
+        "max_steps",
+        "output_dir",
+        "ckpt",
+        "dry_run",
+        *SupervisionConfig.model_fields,
+    ),
+    "orchestrator": ("model", "seed", "max_steps", "output_dir", "ckpt", "dry_run"),
+    "inference": ("model", "dry_run"),
 }
 
 
 class RLConfig(SupervisionConfig):
     """Reinforcement learning: trainer, orchestrator and, unless one runs already, a server."""
+
+    shared: ClassVar[dict[str, tuple[str, ...]]] = SHARED
 
     model: ModelConfig = ModelConfig()
     seed: int = Field(0, ge=0)

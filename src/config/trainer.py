@@ -116,7 +116,7 @@ class TrainerBase(SupervisionConfig):
 class SFTDataConfig(BaseConfig):
     """Records with `messages`, or with `prompt` and `completion`."""
 
-    name: str = "configs/reverse_text/sft.jsonl"
+    name: str = ""
     """A .jsonl, .json, .parquet or .csv file, a folder of them or from save_to_disk, or a hub name."""
     split: str = "train"
     """Split to train on; a part of it as train[:1000]. A single file has only train."""

@@ -3,7 +3,7 @@
 0: done. 2: bad usage or configuration, before anything is touched. 75: stopped by a signal after saving, run
 it again to go on. 1: anything else.
 
-Whatever is heavy is imported after the command line has been read, so that --help answers at once.
+Heavy modules are imported after the command line has been read, so that --help answers at once.
 """
 
 import os
@@ -11,7 +11,8 @@ import signal
 import sys
 from collections.abc import Callable
 
-from cairn.config.cli import load
+from cairn import __version__
+from cairn.config.cli import load, require
 from cairn.run.errors import CairnError, UsageError
 
 EXIT_USAGE = 2
@@ -25,6 +26,7 @@ def sft() -> int:
 
     def run() -> int:
         config = load(SFTConfig, sys.argv[1:])
+        require(config, "model.name", "data.name")
         from cairn.launch.commands import train
 
         return train(config)
@@ -38,6 +40,7 @@ def trainer() -> int:
 
     def run() -> int:
         config = load(TrainerConfig, sys.argv[1:])
+        require(config, "model.name")
         from cairn.launch.commands import train
 
         return train(config)
@@ -64,6 +67,7 @@ def inference() -> int:
 
     def run() -> int:
         config = load(InferenceConfig, sys.argv[1:])
+        require(config, "model.name")
         from cairn.inference.server import run as serve
         from cairn.launch.model import resolve_model
 
@@ -78,6 +82,7 @@ def rl() -> int:
 
     def run() -> int:
         config = load(RLConfig, sys.argv[1:])
+        require(config, "model.name")
         from cairn.launch.commands import reinforce
 
         return reinforce(config)
@@ -87,14 +92,21 @@ def rl() -> int:
 
 def ckpt() -> int:
     """`ckpt list|show|verify|audit ... PATH`: look at checkpoints and runs."""
-    from cairn.launch.ckpt import run
 
-    return answer(run)
+    def command() -> int:
+        from cairn.launch.ckpt import run
+
+        return run()
+
+    return answer(command)
 
 
 def answer(run: Callable[[], int]) -> int:
     """Run a command; an error that a user can do something about is one message, not a traceback."""
     try:
+        if sys.argv[1:] == ["--version"]:
+            print(f"cairn {__version__}", flush=True)
+            return 0
         code = run()
         sys.stdout.flush()
         return code

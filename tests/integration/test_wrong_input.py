@@ -89,7 +89,7 @@ def test_an_unknown_key_in_a_file(refused: Refused, tmp_path: Path):
 def test_an_unknown_key_is_answered_with_the_one_that_was_meant(refused: Refused, tmp_path: Path):
     file = write(tmp_path / "typo.toml", "max_step = 3\n")
     message = refused("sft", *SFT, "@", file, "--output-dir", tmp_path / "run")
-    assert "--max-step:" in message
+    assert f"--max-step (in {file}):" in message
     assert "did you mean --max-steps?" in message
 
 
@@ -215,9 +215,19 @@ def test_a_model_that_is_not_there(refused: Refused, tmp_path: Path, command: st
     assert f"--model.name {name}: there is no such folder" in message
 
 
+@pytest.mark.parametrize(
+    ("command", "needs"),
+    [("sft", "--model.name and --data.name"), ("rl", "--model.name"), ("trainer", "--model.name")],
+)
+def test_a_command_that_is_told_nothing(refused: Refused, command: str, needs: str):
+    """It says what it needs, and takes no model or data of its own choice."""
+    assert refused(command).startswith(f"error: {command} needs {needs}, as a flag or in a file")
+
+
 def test_a_model_without_weights(refused: Refused, tmp_path: Path):
     model = without_weights(tmp_path / "model")
-    file = write(tmp_path / "sft.toml", f'[model]\nname = "{model}"\n')
+    data = f'[data]\nname = "{CONFIGS}/sft.jsonl"\n'
+    file = write(tmp_path / "sft.toml", f'[model]\nname = "{model}"\n{data}')
     message = refused("sft", "@", file, "--output-dir", tmp_path / "run")
     assert f"--model.name {model}: there are no safetensors weights" in message
     assert "--model.init-seed" in message

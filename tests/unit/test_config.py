@@ -3,33 +3,31 @@
 import ast
 import inspect
 import json
+import re
 import subprocess
 import sys
 import textwrap
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Annotated, Literal, get_args
 
 import pytest
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, Field, ValidationError
 from pydantic_config import BaseConfig
 
+import cairn
+from cairn.config import hints
 from cairn.config.ckpt import CkptConfig
-from cairn.config.cli import load
-from cairn.config.inference import InferenceConfig
+from cairn.config.cli import COMMANDS, load, require, shared_settings
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SHARED, RLConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.settings import settings_of
+from cairn.config.trainer import SFTConfig
+from cairn.launch import main
 from cairn.run.errors import UsageError
 
-COMMANDS = {
-    "sft": SFTConfig,
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
-    "orchestrator": OrchestratorConfig,
-    "inference": InferenceConfig,
-}
-HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy", "wandb", "fastapi"}
+HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy", "wandb", "fastapi", "yaml"}
 
 
 def imported_by(code: str) -> set[str]:
@@ -227,6 +225,314 @@ def test_server_addresses():
     assert config.inference_url == ["http://a:1", "https://b"]
     with pytest.raises(UsageError, match=r"--inference-url: 'a:1' is not a URL"):
         load(OrchestratorConfig, ["--inference-url", "a:1"])
+
+
+CKPT_50 = ["--ckpt.interval", "50"]
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "path", "value"),
+    [
+        ("sft", ["--ckpt.interval=5"], "ckpt.interval", 5),
+        ("sft", ["--wandb.mode=offline"], "wandb.mode", "offline"),
+        ("sft", ["--max-steps=7"], "max_steps", 7),
+        ("sft", ["--max_steps", "7"], "max_steps", 7),
+        ("sft", ["--optimizer.betas", "0.8", "0.9"], "optimizer.betas", (0.8, 0.9)),
+        ("sft", ["--optimizer.betas", "[0.8, 0.9]"], "optimizer.betas", (0.8, 0.9)),
+        ("sft", ["--optimizer.betas=0.8,0.9"], "optimizer.betas", (0.8, 0.9)),
+        ("rl", ["--trainer.optimizer.betas", "0.8", "0.9"], "trainer.optimizer.betas", (0.8, 0.9)),
+        ("sft", ["--ckpt.milestones", "5", "10"], "ckpt.milestones", [5, 10]),
+        ("sft", ["--ckpt.milestones", "5", "--seed", "1"], "ckpt.milestones", [5]),
+        ("sft", ["--no-data.shuffle"], "data.shuffle", False),
+        ("sft", ["--data.no-shuffle"], "data.shuffle", False),
+        ("sft", ["--data.shuffle", "false"], "data.shuffle", False),
+        ("sft", ["--data.shuffle=false"], "data.shuffle", False),
+        ("sft", ["--compile"], "compile", True),
+        ("sft", ["--no-ckpt.save-async"], "ckpt.save_async", False),
+        ("sft", ["--ckpt.save-async", "False"], "ckpt.save_async", False),
+        ("sft", [*CKPT_50, "--ckpt"], "ckpt.interval", 50),
+        ("sft", [*CKPT_50, "--no-ckpt"], "ckpt", None),
+        ("sft", [*CKPT_50, "--ckpt", "None"], "ckpt", None),
+        ("sft", ["--ckpt.keep", "3"], "ckpt.keep_last", 3),
+        ("sft", ["--ckpt.interval", "None"], "ckpt.interval", None),
+        ("sft", ["--ckpt.resume-step", "-1"], "ckpt.resume", "latest"),
+        ("sft", ["--ckpt.resume-step", "-1"], "ckpt.resume_step", None),
+        ("inference", ["--vllm-args", "a", "b"], "vllm_args", ["a", "b"]),
+        ("inference", ["--vllm-args=--enforce-eager"], "vllm_args", ["--enforce-eager"]),
+        (
+            "orchestrator",
+            ["--inference-url", "http://a", "http://b"],
+            "inference_url",
+            ["http://a", "http://b"],
+        ),
+        ("orchestrator", ["--environment.args", '{"a": [1]}'], "environment.args", {"a": [1]}),
+        ("orchestrator", ["--environment.args.min-length", "3"], "environment.args", {"min_length": 3}),
+    ],
+)
+def test_how_flags_are_written(command: str, argv: list[str], path: str, value: object):
+    """With a space or =, lists as words, JSON or numbers with commas, switches with and without a value."""
+    config = load(COMMANDS[command], argv)
+    for key in path.split("."):
+        config = getattr(config, key)
+    assert config == value
+
+
+def test_a_flag_replaces_a_files_table(tmp_path: Path):
+    """As a whole, so that a flag can choose another environment; a single key is added to it."""
+    path = tmp_path / "o.toml"
+    path.write_text("[environment]\nargs = { problems = 3, seed = 1 }\n")
+    args = load(OrchestratorConfig, ["@", str(path), "--environment.args", "{}"]).environment.args
+    assert args == {}
+    args = load(OrchestratorConfig, ["@", str(path), "--environment.args.seed", "2"]).environment.args
+    assert args == {"problems": 3, "seed": 2}
+
+
+def test_a_section_of_several_kinds_in_files_and_flags(tmp_path: Path):
+    """Another `type` drops what was said of the first one; else settings are added."""
+
+    class Round(BaseConfig):
+        type: Literal["round"] = "round"
+        radius: float = 1.0
+
+    class Square(BaseConfig):
+        type: Literal["square"] = "square"
+        side: float = 1.0
+
+    class Shape(BaseConfig):
+        dry_run: bool = False
+        shape: Annotated[Round | Square, Field(discriminator="type")] = Round()
+
+    path = tmp_path / "shape.toml"
+    path.write_text("[shape]\nradius = 3.0\n")
+    assert load(Shape, ["@", str(path)]).shape == Round(radius=3)
+    assert load(Shape, ["@", str(path), "--shape.type", "square"]).shape == Square()
+    assert load(Shape, ["@", str(path), "--shape.type", "round"]).shape == Round(radius=3)
+    assert load(Shape, ["--shape.type", "square", "--shape.side", "2"]).shape == Square(side=2)
+    with pytest.raises(
+        UsageError, match=r"--shape\.sid: there is no such setting; did you mean --shape\.side"
+    ):
+        load(Shape, ["--shape.type", "square", "--shape.sid", "2"])
+
+
+FILE = "sft.toml"
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "message"),
+    [
+        ("sft", [FILE], "sft.toml: a configuration file is given as `@ sft.toml`"),
+        ("sft", ["--config", FILE], "--config: .* a configuration file is given as `@ sft.toml`"),
+        ("sft", ["-c", FILE], "-c: a configuration file is given as `@ sft.toml`"),
+        ("sft", ["@"], "@ must be followed by a configuration file"),
+        ("sft", ["-max-steps", "5"], "-max-steps: did you mean --max-steps"),
+        ("sft", ["max_steps=5"], "max_steps=5: did you mean --max_steps=5"),
+        ("sft", ["--seed", "1", "2"], "unexpected argument '2': --seed takes one value"),
+        ("sft", ["--seed"], "--seed needs a value"),
+        ("sft", ["--seed", "--compile"], "--seed needs a value"),
+        ("sft", ["--ckpt", "true"], "--ckpt takes no 'true': --ckpt alone turns it on"),
+        ("sft", ["--ckpt=false"], "--ckpt takes no 'false': --no-ckpt turns it off"),
+        ("sft", ["--ckpt", "50"], r"--ckpt takes no value; did you mean --ckpt\.interval 50\?"),
+        ("sft", ["--model", "m"], r"--model takes no value; did you mean --model\.name m\?"),
+        ("sft", ["--optimizer"], r"--optimizer is a section: give .* such as --optimizer\.lr"),
+        ("rl", ["--trainer", "t.toml"], "--trainer takes a configuration file: --trainer @t.toml"),
+        ("sft", ["--lr", "1"], r"--lr: there is no such setting; did you mean --optimizer\.lr\?"),
+        ("rl", ["--lr", "1"], r"--lr: there is no such setting; did you mean --trainer\.optimizer\.lr\?"),
+        ("sft", ["--learning-rate", "1"], r"did you mean --optimizer\.lr\?"),
+        ("sft", ["--optimizer.learning-rate", "1"], r"did you mean --optimizer\.lr\?"),
+        (
+            "sft",
+            ["--optim.lr", "1"],
+            r"--optim\.lr: .* did you mean --optimizer\.lr\?",
+        ),
+        ("sft", ["--epochs", "3"], r"did you mean --max-steps\? \(training is counted in optimiser steps\)"),
+        ("sft", ["--batch-size", "3"], r"did you mean --data\.batch-size\? \(records in one optimiser step"),
+        ("rl", ["--batch-size", "3"], r"did you mean --orchestrator\.prompts-per-step\?"),
+        ("rl", ["--group-size", "3"], r"did you mean --orchestrator\.samples-per-prompt\?"),
+        ("rl", ["--num-generations", "3"], r"did you mean --orchestrator\.samples-per-prompt\?"),
+        ("rl", ["--wandb.mode", "offline"], r"did you mean --trainer\.wandb\.mode\?"),
+        ("rl", ["--inference.model.max-model-len", "5"], r"did you mean --inference\.max-model-len\?"),
+        ("rl", ["--trainer.model.lora.rank", "5"], "no such setting; --help lists all$"),
+        ("sft", ["--trainer.optimizer.lr", "5"], r"did you mean --optimizer\.lr\?"),
+        ("sft", ["--optimizer.foo", "5"], r"\[optimizer\] has lr, betas, eps, weight-decay"),
+        ("sft", ["--packing"], "samples are always packed"),
+        ("sft", ["--resume.step", "5"], r"did you mean --ckpt\.resume-step\?"),
+        ("sft", ["--resume"], r"did you mean --ckpt\.resume\? \(latest, auto"),
+        ("sft", ["--max-steps", "1e3"], "^--max-steps: '1e3' is not a whole number$"),
+        ("sft", ["--optimizer.lr", "fast"], r"^--optimizer\.lr: 'fast' is not a number$"),
+        ("sft", ["--data.shuffle=maybe"], r"^--data\.shuffle: 'maybe' is not true or false$"),
+        ("sft", ["--max-steps", "0"], "^--max-steps: it is 0, and must be at least 1$"),
+        (
+            "sft",
+            ["--scheduler.type", "cosin"],
+            "'cosin' is none of constant, .*; did you mean cosine",
+        ),
+        ("sft", ["--optimizer.betas", "0.9"], r"^--optimizer\.betas: it takes 2 values$"),
+        ("orchestrator", ["--environment.args", "{a}"], r"--environment\.args: '\{a\}' is not valid JSON"),
+    ],
+)
+def test_what_is_wrong_and_what_was_meant(command: str, argv: list[str], message: str):
+    """One line in plain words, with the setting that was meant; never one that the command does not have."""
+    with pytest.raises(UsageError, match=message) as refused:
+        load(COMMANDS[command], argv)
+    text = str(refused.value)
+    assert len(text.splitlines()) == 1
+    assert not re.search(r"[Ii]nput|permitted|pydantic|validation", text)
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_hints_name_settings_that_exist(command: str):
+    """Of every foreign name: what is suggested is not refused in its turn, and some command has it."""
+    root = settings_of(COMMANDS[command])
+    allowed = {leaf.flag for leaf in root.leaves() if leaf.path not in shared_settings(root)}
+    for name in [*hints.RENAMED, *hints.MISSING, *hints.BATCH_SIZES]:
+        path = tuple(name.split("."))
+        if root.find(path):
+            continue
+        said = hints.unknown_setting(path, root, shared_settings(root), "x")
+        suggested = re.findall(r"did you mean (.*?)\?", said)
+        for flag in " or ".join(suggested).split(" or ") if suggested else ():
+            assert flag in allowed, (name, said)
+
+
+def test_every_foreign_name_has_an_answer():
+    """Its setting is one of some command."""
+    ends = {leaf.name for cls in COMMANDS.values() for leaf in settings_of(cls).leaves()}
+    for name, here in hints.RENAMED.items():
+        assert any(f".{end}".endswith(f".{here.replace('_', '-')}") for end in ends), name
+    assert set(hints.NOTES) <= set(hints.RENAMED)
+
+
+@pytest.mark.parametrize(
+    ("command", "argv", "message"),
+    [
+        ("sft", ["@rl.toml"], "rl.toml holds settings of rl, not of sft"),
+        ("sft", ["@orch.toml"], "orch.toml holds settings of orchestrator, not of sft"),
+        ("trainer", ["@infer.toml"], "infer.toml holds settings of inference, not of trainer"),
+        ("rl", ["@train.toml"], "train.toml holds settings of trainer: give it as --trainer @train.toml"),
+        ("rl", ["--trainer", "@orch.toml"], "orch.toml holds .*: give it as --orchestrator @orch.toml"),
+        ("rl", ["--orchestrator", "@train.toml"], "train.toml holds .*: give it as --trainer @train.toml"),
+        ("rl", ["--trainer", "@sft.toml"], "sft.toml holds settings of sft, not of rl"),
+    ],
+)
+def test_a_file_for_another_role_says_so_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, command: str, argv: list[str], message: str
+):
+    """Not a line for each of its settings."""
+    monkeypatch.chdir(tmp_path)
+    Path("sft.toml").write_text("seed = 1\n[data]\nbatch_size = 3\nshuffle = false\n")
+    Path("train.toml").write_text("seq_len = 9\nweight_transport = 'files'\n[loss]\nclip_low = 0.1\n")
+    Path("orch.toml").write_text("prompts_per_step = 2\n[sampling]\nmax_tokens = 3\n")
+    Path("infer.toml").write_text("port = 2\nmax_num_seqs = 3\n")
+    Path("rl.toml").write_text("[trainer]\nseq_len = 9\n[orchestrator]\nprompts_per_step = 2\n")
+    with pytest.raises(UsageError, match=f"^{message}$"):
+        load(COMMANDS[command], argv)
+
+
+def test_a_mistake_in_a_file_names_the_file(tmp_path: Path):
+    """A flag that overrides the value does not."""
+    path = tmp_path / "t.toml"
+    path.write_text("max_steps = 0\nmax_step = 3\n[optimizer]\nlrr = 1\n")
+    with pytest.raises(UsageError) as refused:
+        load(SFTConfig, ["@", str(path)])
+    assert sorted(str(refused.value).splitlines()) == [
+        f"--max-step (in {path}): there is no such setting; did you mean --max-steps?",
+        f"--max-steps (in {path}): it is 0, and must be at least 1",
+        f"--optimizer.lrr (in {path}): there is no such setting; did you mean --optimizer.lr?",
+    ]
+    path.write_text("max_steps = 0\n")
+    with pytest.raises(UsageError, match=r"^--max-steps: it is -1, and must be at least 1$"):
+        load(SFTConfig, ["@", str(path), "--max-steps", "-1"])
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.toml", b"x = = 1", "a.toml is not valid TOML: "),
+        ("a.json", b"{x: 1}", "a.json is not valid JSON: "),
+        ("a.json", b"[1]", "a.json holds a list where settings"),
+        ("a.toml", b"name = '\xe9'", r"a.toml is not UTF-8 text \(byte 8\)"),
+        ("a.ini", b"", r"a.ini: a configuration file ends in \.toml"),
+    ],
+)
+def test_a_file_that_can_not_be_read(tmp_path: Path, name: str, content: bytes, message: str):
+    """It is named, with what is wrong."""
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(UsageError, match=message):
+        load(SFTConfig, ["@", str(tmp_path / name)])
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_help_shows_what_can_be_set_and_nothing_else(command: str, capsys: pytest.CaptureFixture[str]):
+    """Every flag that is shown is accepted: in `rl`, shared values are shown once, and not for each role."""
+    with pytest.raises(SystemExit):
+        load(COMMANDS[command], ["--help"])
+    shown = re.findall(r"^  (--[a-z][\w.-]*)", capsys.readouterr().out, flags=re.MULTILINE)
+    root = settings_of(COMMANDS[command])
+    expected = {leaf.flag for leaf in root.leaves() if leaf.path not in shared_settings(root)}
+    assert len(shown) == len(set(shown))
+    assert set(shown) == expected | {"--version"}
+    for flag in expected:
+        refused = ""
+        try:
+            load(COMMANDS[command], [f"{flag}=1"])
+        except SystemExit:
+            assert flag == "--dry-run"
+        except UsageError as error:
+            refused = str(error)
+        assert not re.search("no such setting|all roles share", refused), flag
+
+
+def test_help_begins_with_what_people_set_first(capsys: pytest.CaptureFixture[str]):
+    """And ends with what few ever do."""
+    for command, order in {
+        "sft": ["model", "data", "general", "optimizer", "scheduler", "ckpt", "ray", "supervision"],
+        "rl": [
+            "model",
+            "orchestrator.environment",
+            "general",
+            "ckpt",
+            "trainer.optimizer",
+            "inference",
+            "supervision",
+        ],
+    }.items():
+        with pytest.raises(SystemExit):
+            load(COMMANDS[command], ["--help"])
+        titles = re.findall(r"^([a-z][\w.-]*)$", capsys.readouterr().out, flags=re.MULTILINE)
+        assert [title for title in titles if title in order] == order
+        assert titles[-1] == "supervision"
+
+
+def test_help_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
+    monkeypatch.setenv("COLUMNS", "80")
+    for config in COMMANDS.values():
+        with pytest.raises(SystemExit):
+            load(config, ["--help"])
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+def test_settings_without_a_default_are_asked_for():
+    """All of them at once."""
+    require(load(SFTConfig, ["--model.name", "m", "--data.name", "d"]), "model.name", "data.name")
+    with pytest.raises(UsageError, match=r"^sft needs --model\.name and --data\.name, as a flag"):
+        require(load(SFTConfig, []), "model.name", "data.name")
+    with pytest.raises(UsageError, match=r"^rl needs --model\.name, "):
+        require(load(RLConfig, []), "model.name")
+
+
+def test_the_version_is_the_packages():
+    """In pyproject.toml and on `import cairn`."""
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())["project"]
+    assert cairn.__version__ == project["version"]
+
+
+@pytest.mark.parametrize("command", [*COMMANDS, "ckpt"])
+def test_every_command_tells_its_version(
+    command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.setattr("sys.argv", [command, "--version"])
+    assert getattr(main, command)() == 0
+    assert capsys.readouterr().out == f"cairn {cairn.__version__}\n"
 
 
 def test_help_and_dry_run_end_the_process(capsys: pytest.CaptureFixture[str]):

@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import os
 import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -720,4 +719,3 @@ def test_the_next_batch_is_made_while_a_step_goes_backward(step: Step):
 def test_defaults_fit_each_other():
     """A configuration without any key is one that can be trained with."""
     assert SFTConfig().seq_len >= SFTConfig().micro_batch_size
-    assert os.path.exists(Path(__file__).parents[2] / SFTConfig().data.name)

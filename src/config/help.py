@@ -1,0 +1,142 @@
+"""`--help`: every setting with its default, those first that people set first."""
+
+import os
+import shutil
+import sys
+import textwrap
+from collections.abc import Iterable
+from typing import Any, Literal, get_args, get_origin
+
+from pydantic import BaseModel
+
+from cairn.config.settings import Setting
+from cairn.config.supervision import SupervisionConfig
+
+FIRST = (
+    "model", "data", "environment", "orchestrator.environment", "", "optimizer", "scheduler", "ckpt",
+    "orchestrator", "orchestrator.sampling", "trainer", "trainer.optimizer", "trainer.scheduler", "sampling",
+    "trainer.loss", "trainer.precision", "loss", "precision", "wandb",
+)  # fmt: skip
+"""Sections in the order in which they are shown; "" holds the settings at the top. Others follow."""
+LAST = ("inference", "ray", "supervision")
+"""`supervision` is not a section of a file: its settings are at the top, but few people ever set them."""
+LEADING = ("max_steps", "output_dir", "seed", "host", "port")
+"""What comes first in its section."""
+WIDEST = 110
+FLAG_COLUMN = 36
+TYPES = {int: "INT", float: "NUMBER", str: "TEXT"}
+
+
+def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
+    """The help of a command.
+
+    Args:
+        hidden: settings that are refused where they stand.
+    """
+    width = min(shutil.get_terminal_size().columns, WIDEST)
+    bold = _bold if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else str
+    roles = [name for name, child in root.children.items() if _has_sections(child)]
+    files = ["[@ FILE]", *(f"[--{role} @FILE]" for role in roles)]
+    usage = textwrap.wrap(
+        f"usage: {command} {' '.join(files)} [--FLAG VALUE]...".replace(" @", "\0@"),
+        width, subsequent_indent=" " * len(f"usage: {command} "), break_on_hyphens=False,
+    )  # fmt: skip
+    lines = [line.replace("\0", " ") for line in usage]
+    lines += ["", *_fill(root.doc.strip().partition("\n")[0], width), ""]
+    lines += _fill(
+        "Settings come from files (TOML or JSON); flags override them. The flag --model.name is the key name "
+        "in the section [model] of a file. --no-FLAG turns a switch off.",
+        width,
+    )
+    lines += ["", bold("help")]
+    lines += _row("-h, --help", "Show this and exit.", width)
+    lines += _row("--version", "Show the version and exit.", width)
+    for name, leaves in _by_section(root, hidden):
+        section = root.find(tuple(name.replace("-", "_").split("."))) if name else None
+        doc = section.doc if section else (SupervisionConfig.__doc__ if name == "supervision" else "")
+        doc = doc.strip().partition("\n")[0]
+        if section and section.optional:
+            doc += f" Off by default; --{name} turns it on."
+        lines += ["", bold(name or "general"), *_fill(doc, width, "  ")]
+        for leaf in leaves:
+            lines += _row(f"{leaf.flag} {_values(leaf)}".rstrip(), _explained(leaf), width)
+    return "\n".join(lines) + "\n"
+
+
+def _by_section(root: Setting, hidden: set[tuple[str, ...]]) -> list[tuple[str, list[Setting]]]:
+    sections: dict[str, list[Setting]] = {}
+    for leaf in root.leaves():
+        if leaf.path in hidden:
+            continue
+        name = ".".join(leaf.path[:-1]).replace("_", "-")
+        if leaf.path[-1] in SupervisionConfig.model_fields and not name:
+            name = "supervision"
+        sections.setdefault(name, []).append(leaf)
+
+    def rank(name: str) -> tuple[int, int]:
+        if name in FIRST:
+            return 0, FIRST.index(name)
+        group = name.partition(".")[0]
+        return (2, LAST.index(group)) if group in LAST else (1, 0)
+
+    for leaves in sections.values():
+        leaves.sort(
+            key=lambda leaf: LEADING.index(leaf.path[-1]) if leaf.path[-1] in LEADING else len(LEADING)
+        )
+    return sorted(sections.items(), key=lambda item: rank(item[0]))
+
+
+def _has_sections(setting: Setting) -> bool:
+    return any(child.kind == "section" for child in setting.children.values())
+
+
+def _values(leaf: Setting) -> str:
+    match leaf.kind:
+        case "flag":
+            return ""
+        case "table":
+            return "JSON"
+        case "list":
+            kinds = [part for part in get_args(leaf.annotation) if part is not Ellipsis]
+            names = [_type(kind) for kind in kinds] or ["VALUE"]
+            return " ".join(names) if get_origin(leaf.annotation) is tuple else f"{names[0]}..."
+        case _:
+            return _type(leaf.annotation)
+
+
+def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Literal:
+        return "|".join(str(choice) for choice in get_args(annotation))
+    return TYPES.get(annotation, "VALUE")
+
+
+def _explained(leaf: Setting) -> str:
+    """The docstring with the default, unless that says nothing."""
+    default = leaf.default
+    if isinstance(default, BaseModel) or default in (None, "", [], {}, ()):
+        return leaf.doc
+    if leaf.kind == "flag":
+        shown = "on" if default else "off"
+    elif isinstance(default, list | tuple):
+        shown = " ".join(map(str, default))
+    else:
+        shown = str(default)
+    return f"{leaf.doc} [{shown}]".strip()
+
+
+def _row(flag: str, text: str, width: int) -> list[str]:
+    body = _fill(text, width, " " * FLAG_COLUMN) or [""]
+    if len(flag) + 4 > FLAG_COLUMN:
+        return [f"  {flag}", *body]
+    return [f"  {flag}".ljust(FLAG_COLUMN) + body[0].lstrip(), *body[1:]]
+
+
+def _fill(text: str, width: int, indent: str = "") -> Iterable[str]:
+    return textwrap.wrap(
+        text, max(width, FLAG_COLUMN + 30), initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def _bold(text: str) -> str:
+    return f"\033[1m{text}\033[0m"
