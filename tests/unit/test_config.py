@@ -153,7 +153,7 @@ def test_documented_flags_exist(command: str, flag: str):
     ("flag", "value", "reason"),
     [
         ("top-p", "0.9", "answers from the whole distribution .* lower sampling.temperature"),
-        ("temperature", "0.001", "greater than or equal to 0.01"),
+        ("temperature", "0.001", "at least 0.01"),
         ("temperature", "inf", "finite"),
         ("temperature", "nan", "."),
     ],
