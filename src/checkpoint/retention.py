@@ -1,7 +1,6 @@
 """Which steps to keep: a pure rule over what is on disk, so that it survives restarts."""
 
 import logging
-import math
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -10,7 +9,7 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
-from cairn.run.files import read_json, write_json
+from cairn.run.files import DamagedFile, read_json, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -64,7 +63,7 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
 
 def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
     value = metrics.get(name)
-    return isinstance(value, int | float) and not math.isnan(value)
+    return isinstance(value, int | float) and value == value
 
 
 def read_steps(store: CheckpointStore) -> list[Step]:
@@ -86,13 +85,9 @@ def pins(store: CheckpointStore) -> set[int]:
     """
     path = store.root / PINS
     try:
-        pinned = read_json(path)
-        pinned = [] if pinned is None else pinned
-    except ValueError:
-        pinned = None
-    if not isinstance(pinned, list) or any(type(step) is not int for step in pinned):
-        raise CheckpointError(f"{path}: is not a list of steps; mend or remove it")
-    return set(pinned)
+        return set(read_json(path, list[int]) or [])
+    except DamagedFile as error:
+        raise CheckpointError(f"{error}; it has to be a list of steps: mend or remove it") from None
 
 
 def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:

@@ -24,7 +24,7 @@ from cairn.checkpoint.manifest import (
 )
 from cairn.checkpoint.parts import part_content, read_part
 from cairn.run.faults import fault_point
-from cairn.run.files import check_written, read_json, sync, write_atomic, write_json
+from cairn.run.files import check_written, read_note, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
 
 BEGUN = ".begun.json"
@@ -35,6 +35,8 @@ class CheckpointStore:
 
     def __init__(self, root: str | Path):
         self.root = Path(root).absolute()
+        self.abandoned = self.root / "abandoned"
+        """Steps that the run went back behind, where no reader looks."""
 
     def folder(self, step: int) -> Path:
         """Where step `step` lies, or would lie."""
@@ -231,7 +233,7 @@ class CheckpointStore:
         Returns that folder, or None if there was nothing to move.
         """
         later = [number for number in self._folders() if number > step]
-        aside = self.root / "abandoned" / name
+        aside = self.abandoned / name
         for number in later:
             if not self.exists(number):
                 shutil.rmtree(self.folder(number), ignore_errors=True)
@@ -247,8 +249,8 @@ class CheckpointStore:
 
 def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
     """What a writer's note says, if it is there and of this attempt or session."""
-    content = read_json(path)
-    return content if content and content["attempt"] == attempt else None
+    content = read_note(path, dict)
+    return content if content and content.get("attempt") == attempt else None
 
 
 def verify(

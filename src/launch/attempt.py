@@ -1,10 +1,13 @@
 """Starting a run, or going on with one: decided once, here, before any role runs."""
 
+import contextlib
 import dataclasses
 import importlib.metadata
 import json
 import logging
+import os
 import platform
+import re
 import secrets
 import tempfile
 from dataclasses import dataclass
@@ -23,6 +26,9 @@ logger = logging.getLogger(__name__)
 
 # What config.json says beside the architecture.
 NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
+
+ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
+"""Of the folders of what attempts have set aside."""
 
 RunConfig = SFTConfig | TrainerConfig | RLConfig
 
@@ -87,10 +93,11 @@ def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -
     _make_folder(run.path, f"--output-dir {config.output_dir}")
     if not run.lock():
         raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
+    run.mend()
     run.end_roles("failed", "")  # those of an attempt that was killed, before anybody takes them for ours
     earlier = run.attempt()
     own_step = 0 if start.is_fork else start.step
-    number = (earlier.number if earlier else 0) + 1
+    number = _newest_attempt(run, start.store) + 1
     rewinds = (start.store.latest() or 0) > own_step
     if own_step:
         run_id, branch = start.manifest.run_id, start.manifest.branch
@@ -110,8 +117,9 @@ def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -
     aside = start.store.set_aside_after(own_step, name)
     if aside:
         print(f"the checkpoints after step {own_step} are now in {aside}", flush=True)
-    run.set_batches_aside(start.store.root / "abandoned" / name, attempt)
-    goes_on = earlier is not None and earlier.run_id == run_id
+    run.set_batches_aside(start.store.abandoned / name, attempt)
+    # Without roles.json, which may have been damaged, a checkpoint says that it is the same run.
+    goes_on = earlier.run_id == run_id if earlier else own_step > 0
     if not goes_on:
         run.history.path.unlink(missing_ok=True)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
@@ -119,9 +127,28 @@ def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -
     wanted = rewinds and config.ckpt.resume not in ("auto", "latest")  # the user goes back on purpose
     run.history.recompute(dropped if goes_on and not wanted else 0)
     run.clear_weights()
-    write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode())
+    write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode(), durable=True)
     run.begin(attempt)
     return attempt
+
+
+def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
+    """The number of the newest attempt of the run; 0 if there was none.
+
+    It names branches and folders of abandoned steps, so it must not be taken twice, even if roles.json, which
+    says what it is, was lost.
+    """
+    earlier = run.attempt()
+    aside = os.listdir(store.abandoned) if store.abandoned.is_dir() else []
+    numbers = [int(match[1]) for match in map(ASIDE_NAME.fullmatch, aside) if match]
+    if earlier:
+        numbers.append(earlier.number)
+    else:
+        numbers.append(run.history.newest_attempt())
+        for step in store.steps():
+            with contextlib.suppress(CheckpointError):
+                numbers.append(load_manifest(store.folder(step)).attempt)
+    return max(numbers, default=0)
 
 
 def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -> Attempt:

@@ -106,7 +106,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
             whom=f"a trainer in {run.path}",
             setting="--version-timeout",
         )
-        trainer = CONFIGS[attempt.command].model_validate_json(run.config.read_text())
+        trainer = run.read_config(CONFIGS[attempt.command])
         if not isinstance(trainer, TrainerConfig):
             raise RoleFailed(
                 f"{run.path} is a run of {attempt.command}, which needs no orchestrator of its own"

@@ -7,6 +7,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from cairn.run.directory import RunDirectory
 from cairn.run.history import PREFIX, Account, History
+from cairn.run.metrics import number
 
 
 class StepDisplay:
@@ -74,5 +75,7 @@ class StepDisplay:
 
 def _values(row: dict) -> str:
     names = {"loss": "loss", "reward/mean": "reward", "lr": "lr"}
-    shown = [f"{label} {row[key]:.4g}" for key, label in names.items() if key in row]
-    return "  ".join([*shown, f"{row['time/step']:.2f} s/step"])
+    values = {label: number(row, key) for key, label in names.items()}
+    shown = [f"{label} {value:.4g}" for label, value in values.items() if value is not None]
+    seconds = number(row, "time/step")
+    return "  ".join([*shown, *([] if seconds is None else [f"{seconds:.2f} s/step"])])

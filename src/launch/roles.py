@@ -21,6 +21,7 @@ from cairn.launch.process import RayFailed, stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.background import in_background
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.files import DamagedFile
 from cairn.run.lifetime import die_with
 from cairn.run.logs import start_logging
 
@@ -151,7 +152,9 @@ def _main(role: str, folder: str, launcher: str, *standby: str) -> int:
     start_logging()
     run = RunDirectory(folder)
     attempt = run.attempt()
-    config = CONFIGS[attempt.command].model_validate_json(run.config.read_text())
+    if attempt is None:
+        raise DamagedFile(f"{run.roles}: is damaged or gone; start the run again with --ckpt.resume auto")
+    config = run.read_config(CONFIGS[attempt.command])
     run = RunDirectory(folder, config.ckpt and config.ckpt.dir)
     turn = Turn(role, run, standby=bool(standby))
     of_role = getattr(config, role) if attempt.command == "rl" else config

@@ -24,7 +24,7 @@ from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
 from cairn.run.batches import Batch, Sampling, batch_path, write_batch
-from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.directory import Announcement, Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed
@@ -179,10 +179,10 @@ class Orchestrator:
         while True:
             message = await self._announcement(step + 1)
             while message is not None:  # whoever lags behind serves the newest only, but leaves out no save
-                step = message["version"]
-                if message["save"]:
+                step = message.version
+                if message.save:
                     await self._save(step)
-                last = message["last"]
+                last = message.last
                 message = self._announced(step + 1)
             self.progress = {later: p for later, p in self.progress.items() if later >= step}
             self.ledger.fold(self.store.latest() or 0)
@@ -193,7 +193,7 @@ class Orchestrator:
                 return step
             await serve
 
-    async def _announcement(self, step: int) -> dict:
+    async def _announcement(self, step: int) -> Announcement:
         """The trainer's announcement of policy version `step`; its deadline runs while it has the batch.
 
         Raises:
@@ -220,7 +220,7 @@ class Orchestrator:
             await asyncio.sleep(POLL_SECONDS)
         return message
 
-    def _announced(self, step: int) -> dict | None:
+    def _announced(self, step: int) -> Announcement | None:
         """The announcement of version `step`; it can be there before its batch is noted as shipped."""
         return self.run_directory.announced_version(self.attempt, step) if step <= self.shipped else None
 

@@ -4,20 +4,25 @@ A batch file is one safetensors file, so that anything can read it: the samples'
 lengths, and what belongs to each token. Its metadata says which step of which run it is for.
 """
 
+import contextlib
 import hashlib
 import json
 import math
 import os
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from cairn.run.errors import UsageError
-from cairn.run.files import write_atomic
+from cairn.run.files import DamagedFile, write_atomic
+
+COLUMNS = ("token_ids", "loss_mask", "logprobs", "advantages")
+"""What belongs to each token of a sample."""
 
 
 class BadBatch(UsageError):
@@ -106,6 +111,7 @@ def write_batch(path: Path, batch: Batch) -> None:
     }
     parts = {"metrics": batch.metrics, "info": batch.info, "sampling": asdict(batch.sampling)}
     metadata = {name: json.dumps(part) for name, part in parts.items()}
+    metadata["digest"] = _file_digest(batch.digest(), metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(tensors, metadata=metadata), durable=True)
 
@@ -115,11 +121,12 @@ def read_info(path: Path) -> dict[str, Any]:
 
     Raises:
         FileNotFoundError: there is no such batch yet.
+        DamagedFile: it is not as it was written.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(path)
-    with safe_open(path, framework="numpy") as file:
-        return json.loads((file.metadata() or {}).get("info", "{}"))
+    with _damage_named(path), safe_open(path, framework="numpy") as file:
+        return _object((file.metadata() or {}).get("info", "{}"))
 
 
 def read_batch(path: Path) -> Batch:
@@ -128,17 +135,46 @@ def read_batch(path: Path) -> Batch:
     Raises:
         FileNotFoundError: there is no such batch yet.
         BadBatch: it doesn't say how its answers were sampled, or in a way that the loss doesn't know.
+        DamagedFile: it is not as it was written.
     """
     if not os.path.exists(path):
         raise FileNotFoundError(path)
-    with safe_open(path, framework="numpy") as file:
-        metadata = file.metadata() or {}
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    sampling = _sampling(path, metadata.get("sampling", "nothing"))
-    ends = np.cumsum(tensors["lengths"])[:-1]
-    columns = [np.split(tensors[name], ends) for name in ("token_ids", "loss_mask", "logprobs", "advantages")]
-    samples = [Sample(*row) for row in zip(*columns, strict=True)]
-    return Batch(samples, json.loads(metadata["metrics"]), json.loads(metadata["info"]), sampling=sampling)
+    with _damage_named(path):
+        with safe_open(path, framework="numpy") as file:
+            metadata = file.metadata() or {}
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        ends = np.cumsum(tensors["lengths"])[:-1]
+        columns = [np.split(tensors[name], ends) for name in COLUMNS]
+        samples = [Sample(*row) for row in zip(*columns, strict=True)]
+        batch = Batch(samples, _object(metadata["metrics"]), _object(metadata["info"]), sampling=FROM_TEXT)
+        if metadata.get("digest", wanted := _file_digest(batch.digest(), metadata)) != wanted:
+            raise ValueError("its content is not what was written")
+    batch.sampling = _sampling(path, metadata.get("sampling", "nothing"))
+    return batch
+
+
+@contextlib.contextmanager
+def _damage_named(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
+        raise DamagedFile(
+            f"{path}: is no batch, or a damaged one ({error}); --ckpt.resume auto makes it again from the "
+            "answers in the ledger"
+        ) from None
+
+
+def _object(text: str) -> dict[str, Any]:
+    value = json.loads(text)
+    if not isinstance(value, dict):
+        raise TypeError(f"{text[:20]} is no JSON object")
+    return value
+
+
+def _file_digest(samples: str, metadata: dict[str, str]) -> str:
+    """Of all that a batch file holds, so that damage is found."""
+    parts = [samples, *(f"{name}={metadata.get(name)}" for name in ("metrics", "info", "sampling"))]
+    return hashlib.blake2b("\n".join(parts).encode(), digest_size=8).hexdigest()
 
 
 def _sampling(path: Path, found: str) -> Sampling:

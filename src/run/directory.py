@@ -2,17 +2,27 @@
 
 import contextlib
 import fcntl
+import logging
 import os
+import re
 import shutil
 import socket
-from dataclasses import asdict, dataclass
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TypeVar
 
-from cairn.run.batches import Batch, batch_path, read_batch, read_info
-from cairn.run.files import read_json, write_json
+from cairn.run.batches import BadBatch, Batch, batch_path, read_batch, read_info
+from cairn.run.files import DamagedFile, read_json, read_note, set_aside, write_json
 from cairn.run.history import History
 from cairn.run.metrics import MetricsLog
+
+logger = logging.getLogger(__name__)
+
+Config = TypeVar("Config")
+
+VERSION_NOTE = re.compile(r"v([0-9]+)\.json")
+BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
 WEIGHT_SOURCE = "source.json"
 """In a policy version's folder, in place of its tensors: where servers get them."""
@@ -59,8 +69,54 @@ class Outcome:
     """Whether the last step's checkpoint exists."""
 
 
+@dataclass(frozen=True)
+class RoleEntry:
+    """What roles.json says of one role. `state`: running, waiting, done, stopped or failed."""
+
+    role: str
+    pid: int
+    host: str
+    attempt: int
+    state: str
+
+
+@dataclass(frozen=True)
+class _Roles(Attempt):
+    """The content of roles.json: the attempt, and who is at work on it."""
+
+    roles: dict[str, RoleEntry] = field(default_factory=dict)
+
+    @property
+    def attempt(self) -> Attempt:
+        return Attempt(**{name: getattr(self, name) for name in Attempt.__dataclass_fields__})
+
+
+@dataclass(frozen=True)
+class _Stop:
+    """The content of stop.json."""
+
+    reason: str
+
+
+@dataclass(frozen=True)
+class Announcement:
+    """That the policy after `version` steps is there to be served, in `weights/v<version>`.
+
+    `save`: that step is a checkpoint, so every role saves its part. `last`: the run ends there.
+    """
+
+    attempt: str
+    version: int
+    save: bool
+    last: bool
+
+
 class RunDirectory:
-    """Everything that a run owns (docs/training.md, "The run directory")."""
+    """Everything that a run owns (docs/training.md, "The run directory"), and nobody else writes to.
+
+    Any of its files may be damaged when a run starts: a power cut leaves files empty, disks lose sectors.
+    Those that are read here are read with that in mind; `mend` makes room for what has to be written.
+    """
 
     def __init__(self, path: str | Path, checkpoints: str | Path | None = None):
         self.path = Path(path).absolute()
@@ -77,20 +133,68 @@ class RunDirectory:
         self.servers = self.path / "servers.json"
         self._stop = self.path / "stop.json"
         self._lock: int | None = None
+        self._known: Attempt | None = None
+        """The newest attempt that was read or begun here, in case that roles.json is damaged meanwhile."""
+
+    def mend(self) -> None:
+        """Move what can't be read or written, as a file or folder of the run, aside: `NAME.damaged-N`.
+
+        Whatever was damaged is kept, and reported here once. To be called while nobody is at work here.
+
+        Raises:
+            OSError: something can't be moved.
+        """
+        files = [self.roles, self.config, self._stop, self.metrics.path, self.history.path]
+        files += _entries(self.heartbeats, ".json")
+        folders = [self.logs, self.heartbeats, self.batches, self.weights]
+        wrong = [path for path in files if os.path.lexists(path) and not path.is_file()]
+        wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
+        for path in wrong:
+            logger.warning("%s is no %s; it is now %s", path, _kind(path in files), set_aside(path).name)
+        try:
+            read_json(self.roles, _Roles)
+        except DamagedFile as error:
+            logger.warning("%s; it is now %s", error, set_aside(self.roles).name)
+        self.history.drop()
+        for path in self._batch_files():
+            try:
+                with contextlib.suppress(BadBatch):  # of another version: whoever needs it refuses it
+                    read_batch(path)
+            except DamagedFile as error:
+                logger.warning("%s; it is now %s", error, set_aside(path).name)
+
+    def read_config(self, shape: type[Config]) -> Config:
+        """The configuration of the current attempt, which is of the pydantic model `shape`.
+
+        Raises:
+            DamagedFile: it can't be read.
+        """
+        try:
+            return shape.model_validate_json(self.config.read_bytes())
+        except (OSError, ValueError) as error:
+            reason = error.strerror if isinstance(error, OSError) else "it is damaged"
+            raise DamagedFile(
+                f"{self.config}: can't be read: {reason}; start the run again with --ckpt.resume auto"
+            ) from None
 
     # The attempt, written by whoever launches the run and read by its roles.
 
     def begin(self, attempt: Attempt) -> None:
         """Make `attempt` the current one, with no role running yet."""
         self._stop.unlink(missing_ok=True)
-        write_json(self.roles, {**asdict(attempt), "roles": {}})
+        self._known = attempt
+        write_json(self.roles, {**asdict(attempt), "roles": {}}, durable=True)
 
     def attempt(self) -> Attempt | None:
-        """The current or latest attempt, if there ever was one."""
-        content = read_json(self.roles)
-        if content is None:
-            return None
-        return Attempt(**{key: content[key] for key in Attempt.__dataclass_fields__})
+        """The current or latest attempt; None if there never was one, or if what says so is damaged."""
+        content = self._read_roles()
+        return content.attempt if content else None
+
+    def _read_roles(self) -> _Roles | None:
+        content = read_note(self.roles, _Roles)
+        if content:
+            self._known = content.attempt
+        return content
 
     def heartbeat(self, role: str) -> Path:
         """Where the process that has `role` gives its signs of life."""
@@ -109,23 +213,26 @@ class RunDirectory:
         folder = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)  # roles that were started one by one write it themselves
-            content = read_json(self.roles)
-            content["roles"][role] = {
-                "role": role,
-                "pid": pid or os.getpid(),
-                "host": host or socket.gethostname(),
-                "attempt": content["number"],
-                "state": state,
-            }
-            write_json(self.roles, content)
+            content = self._read_roles()
+            attempt = content.attempt if content else self._known
+            if attempt is None:
+                logger.warning("%s is damaged, so it does not say that %s is %s", self.roles, role, state)
+                return
+            roles = dict(content.roles) if content else {}
+            roles[role] = RoleEntry(
+                role, pid or os.getpid(), host or socket.gethostname(), attempt.number, state
+            )
+            entries = {name: asdict(entry) for name, entry in roles.items()}
+            write_json(self.roles, {**asdict(attempt), "roles": entries}, durable=True)
         finally:
             os.close(folder)
 
     def end_roles(self, state: str, *prefixes: str) -> None:
         """Set those that roles.json says are running or waiting to `state`: the names that begin so."""
-        for name, entry in (read_json(self.roles) or {}).get("roles", {}).items():
-            if name.startswith(prefixes) and entry["state"] in ("running", "waiting"):
-                self.set_role(name, state, entry["pid"], entry["host"])
+        content = self._read_roles()
+        for name, entry in (content.roles if content else {}).items():
+            if name.startswith(prefixes) and entry.state in ("running", "waiting"):
+                self.set_role(name, state, entry.pid, entry.host)
 
     def lock(self) -> bool:
         """Keep other launchers out while this process lives; False if one is at work already."""
@@ -150,8 +257,9 @@ class RunDirectory:
             fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
             return None
         except BlockingIOError:
-            roles = (read_json(self.roles) or {}).get("roles", {})
-            return self.attempt() if roles.get("trainer", {}).get("state") == "running" else None
+            content = self._read_roles()
+            trainer = content.roles.get("trainer") if content else None
+            return content.attempt if trainer and trainer.state == "running" else None
         finally:
             os.close(fd)
 
@@ -162,7 +270,8 @@ class RunDirectory:
     def set_batches_aside(self, folder: Path, attempt: Attempt) -> None:
         """Move into `folder` the batches that `attempt` does not go on with, and another branch's ledger."""
         earlier = self.attempt()
-        same = earlier and (earlier.run_id, earlier.branch) == (attempt.run_id, attempt.branch)
+        # If there is no saying, the ledger itself says whose it is to whoever opens it.
+        same = earlier is None or (earlier.run_id, earlier.branch) == (attempt.run_id, attempt.branch)
         ledger = [Path(f"{self.ledger}{suffix}") for suffix in ("", "-wal", "-shm")]
         doomed = [] if same else ledger
         if self.batch(attempt, attempt.start_step + 1) is None:
@@ -177,6 +286,7 @@ class RunDirectory:
 
         Raises:
             BadBatch: it was, by a version of Cairn that wrote too little about it.
+            DamagedFile: its file is damaged.
         """
         path = batch_path(self.batches, step)
         try:
@@ -188,9 +298,12 @@ class RunDirectory:
 
     def forget_batches(self, step: int) -> None:
         """Remove the batches through `step`, which a committed checkpoint has made needless."""
-        for path in self.batches.glob("step_*.safetensors"):
-            if int(path.stem.removeprefix("step_")) <= step:
-                path.unlink()
+        for path in self._batch_files():
+            if int(BATCH_NAME.fullmatch(path.name)[1]) <= step:
+                path.unlink(missing_ok=True)
+
+    def _batch_files(self) -> list[Path]:
+        return [path for path in _entries(self.batches, "") if BATCH_NAME.fullmatch(path.name)]
 
     # Asking a run to stop: any role may, the trainer heeds it at the next step boundary.
 
@@ -200,28 +313,28 @@ class RunDirectory:
 
     def stop_requested(self) -> str | None:
         """The reason for which somebody asked the run to stop, if so."""
-        content = read_json(self._stop)
-        return content["reason"] if content else None
+        content = read_note(self._stop, _Stop)
+        return content.reason if content else None
 
     # Policy versions, published by the trainer and picked up by the orchestrator.
 
     def announce_version(self, attempt: Attempt, step: int, *, save: bool, last: bool) -> None:
-        """Say that the policy after `step` steps lies in `weights/v<step>`.
+        """Say that the policy after `step` steps lies in `weights/v<step>`; see `Announcement`."""
+        message = Announcement(attempt.id, step, save, last)
+        write_json(self.version_folder(step).with_suffix(".json"), asdict(message))
 
-        `save`: step `step` is a checkpoint, so every role saves its part. `last`: the run ends here.
-        """
-        message = {"attempt": attempt.id, "version": step, "save": save, "last": last}
-        write_json(self.version_folder(step).with_suffix(".json"), message)
-
-    def announced_version(self, attempt: Attempt, step: int) -> dict[str, Any] | None:
+    def announced_version(self, attempt: Attempt, step: int) -> Announcement | None:
         """The announcement of version `step` by this attempt, if it is there yet."""
-        message = read_json(self.version_folder(step).with_suffix(".json"))
-        return message if message and message["attempt"] == attempt.id else None
+        message = read_note(self.version_folder(step).with_suffix(".json"), Announcement)
+        return message if message and message.attempt == attempt.id else None
 
     def announced_versions(self, attempt: Attempt) -> list[int]:
         """The versions that this attempt has announced and not yet removed, oldest first."""
-        steps = [int(path.stem.removeprefix("v")) for path in self.weights.glob("v*.json")]
-        return sorted(step for step in steps if self.announced_version(attempt, step))
+        return sorted(step for step in self._version_notes() if self.announced_version(attempt, step))
+
+    def _version_notes(self) -> Iterator[int]:
+        names = (VERSION_NOTE.fullmatch(path.name) for path in _entries(self.weights, ".json"))
+        return (int(match[1]) for match in names if match)
 
     def forget_versions(self, step: int) -> None:
         """Remove the policy versions before `step`, which no server will be given any more.
@@ -229,12 +342,13 @@ class RunDirectory:
         One of their folders becomes `spare_weights`, for the trainer to write a new version into: memory that
         the page cache has already is several times as fast to write as new memory.
         """
-        for path in self.weights.glob("v*.json"):
-            if int(path.stem.removeprefix("v")) < step:
+        for older in self._version_notes():
+            if older < step:
+                folder = self.version_folder(older)
                 with contextlib.suppress(OSError):  # there is one already, or nothing to keep
-                    os.rename(path.with_suffix(""), self.spare_weights)
-                shutil.rmtree(path.with_suffix(""), ignore_errors=True)
-                path.unlink(missing_ok=True)
+                    os.rename(folder, self.spare_weights)
+                shutil.rmtree(folder, ignore_errors=True)
+                folder.with_suffix(".json").unlink(missing_ok=True)
 
     @property
     def spare_weights(self) -> Path:
@@ -244,3 +358,16 @@ class RunDirectory:
     def version_folder(self, step: int) -> Path:
         """The Hugging Face directory of the policy after `step` steps, while it is in transit."""
         return self.weights / f"v{step}"
+
+
+def _entries(folder: Path, suffix: str) -> list[Path]:
+    """What lies in a folder under names that end so, hidden files left out; nothing if it is none."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if name.endswith(suffix) and not name.startswith(".")]
+
+
+def _kind(file: bool) -> str:
+    return "file" if file else "folder"

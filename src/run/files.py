@@ -1,10 +1,34 @@
-"""Files that other processes read while we write them."""
+"""Files that other processes read while we write them, and that a crash may leave in any state."""
 
+import contextlib
 import errno
+import functools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from cairn.run.errors import CairnError
+
+if TYPE_CHECKING:
+    from pydantic import TypeAdapter
+
+T = TypeVar("T")
+
+
+class DamagedFile(CairnError):
+    """A file does not hold what it should; the message names it and says what is wrong."""
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Have every OSError name `path`: that of a full disk, for one, names no file."""
+    try:
+        yield
+    except OSError as error:
+        error.filename, error.filename2 = str(path), None
+        raise
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -13,14 +37,20 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
     With `durable` it also survives a power cut: the file and its folder are fsynced.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    with open(temporary, "wb") as file:
-        file.write(data)
+    with naming(path):
+        try:
+            with open(temporary, "wb") as file:
+                file.write(data)
+                if durable:
+                    file.flush()
+                    os.fsync(file.fileno())
+            os.replace(temporary, path)
+        except OSError:
+            with contextlib.suppress(OSError):  # it would take the space that a full disk lacks
+                temporary.unlink()
+            raise
         if durable:
-            file.flush()
-            os.fsync(file.fileno())
-    os.replace(temporary, path)
-    if durable:
-        sync(path.parent)
+            sync(path.parent)
 
 
 def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
@@ -28,12 +58,75 @@ def write_json(path: Path, value: Any, *, durable: bool = False) -> None:
     write_atomic(path, (json.dumps(value, indent=2) + "\n").encode(), durable=durable)
 
 
-def read_json(path: Path) -> Any | None:
-    """The file's content, or None if there is no such file."""
+def read_json(path: Path, shape: type[T] = object) -> T | None:
+    """The file's content, or None if there is no such file.
+
+    Args:
+        shape: what the content has to be, such as `list[int]` or a dataclass, of which it becomes one.
+
+    Raises:
+        DamagedFile: the file is empty, torn, garbage, of another shape, or can't be read.
+    """
     try:
-        return json.loads(path.read_text())
+        content = path.read_bytes()
     except FileNotFoundError:
         return None
+    except OSError as error:
+        raise DamagedFile(f"{path}: can't be read: {error.strerror}") from None
+    if not content:
+        raise DamagedFile(f"{path}: is empty")
+    try:
+        if shape is object:
+            return json.loads(content)
+        return _adapter(shape).validate_json(content, strict=True)
+    except RecursionError:
+        raise DamagedFile(f"{path}: is damaged: it is nested too deeply") from None
+    except ValueError as error:  # no UTF-8, no JSON, or of another shape
+        raise DamagedFile(f"{path}: is damaged: {_first_problem(error)}") from None
+
+
+def read_note(path: Path, shape: type[T] = object) -> T | None:
+    """As `read_json`, but None whatever is wrong with the file.
+
+    For messages and signs of life: one that can't be read has not come, and is written again or missed by
+    whoever waits for it.
+    """
+    try:
+        return read_json(path, shape)
+    except DamagedFile:
+        return None
+
+
+@functools.cache
+def _adapter(shape: type[T]) -> "TypeAdapter[T]":
+    from pydantic import TypeAdapter  # which the processes that write checkpoints do without
+
+    return TypeAdapter(shape)
+
+
+def _first_problem(error: ValueError) -> str:
+    from pydantic import ValidationError
+
+    if not isinstance(error, ValidationError):
+        return str(error)
+    first = error.errors(include_url=False)[0]
+    place = ".".join(map(str, first["loc"]))
+    return f"{place}: {first['msg']}" if place else first["msg"]
+
+
+def set_aside(path: Path) -> Path:
+    """Move a damaged file, or whatever is in its place, out of the way; returns its new path."""
+    aside = free_name(path)
+    os.rename(path, aside)
+    return aside
+
+
+def free_name(path: Path) -> Path:
+    """`path` with the first `.damaged-N` at its end that nobody has."""
+    number = 1
+    while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
+        number += 1
+    return aside
 
 
 def sync(path: Path) -> None:

@@ -10,14 +10,27 @@ import os
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from cairn.run.files import read_json, write_json
+from cairn.run.files import read_note, write_json
 
 INTERVAL = 1.0
 """Seconds between two signs of life."""
 LONGEST_LOOK = 2.0
 """A watcher that was itself held up longer than this counts only so many seconds."""
+
+
+@dataclass(frozen=True)
+class Beat:
+    """What a process says in its file; `since`, in seconds since 1970, it has been doing what it is."""
+
+    pid: int
+    beats: int
+    marks: int
+    doing: str
+    waiting: bool
+    since: float
 
 
 class _Heart:
@@ -29,7 +42,8 @@ class _Heart:
         self.waiting = False
         self.marks = 0
         self.since = time.time()
-        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError):
+            path.parent.mkdir(parents=True, exist_ok=True)
         self.beat(0)
         threading.Thread(target=self._run, name="heartbeat", daemon=True).start()
 
@@ -38,12 +52,12 @@ class _Heart:
         while True:
             time.sleep(INTERVAL)
             beats += 1
-            with contextlib.suppress(OSError):  # a full disk is for others to report
-                self.beat(beats)
+            self.beat(beats)
 
     def beat(self, beats: int) -> None:
-        content = {"pid": os.getpid(), "beats": beats, "marks": self.marks, "doing": self.doing}
-        write_json(self.path, {**content, "waiting": self.waiting, "since": self.since})
+        beat = Beat(os.getpid(), beats, self.marks, self.doing, self.waiting, self.since)
+        with contextlib.suppress(OSError):  # a full disk is for others to report
+            write_json(self.path, asdict(beat))
 
 
 _heart: _Heart | None = None
@@ -106,20 +120,20 @@ class Watch:
         """What is wrong with the process, if anything is; call it every second or so."""
         now = time.monotonic()
         passed, self._looked = min(now - self._looked, LONGEST_LOOK), now
-        beat = read_json(self.path)
-        if beat is None or beat["pid"] != self.pid:
-            beat = {"beats": -1, "marks": -1, "doing": "starting", "waiting": False}
-        for kind, value in (("silent", beat["beats"]), ("still", beat["marks"])):
+        beat = read_note(self.path, Beat)
+        if beat is None or beat.pid != self.pid:
+            beat = Beat(self.pid, -1, -1, "starting", False, 0.0)
+        for kind, value in (("silent", beat.beats), ("still", beat.marks)):
             moved = value != self._seen[kind]
             self._seen[kind] = value
             self._ages[kind] = 0.0 if moved else self._ages[kind] + passed
-        if beat["waiting"]:
+        if beat.waiting:
             self._ages["still"] = 0.0
         if self._ages["silent"] > self.limits["silent"]:
             return (
-                f"no sign of life for {self.limits['silent']:g} s (last: {beat['doing']}); "
+                f"no sign of life for {self.limits['silent']:g} s (last: {beat.doing}); "
                 "--heartbeat-timeout allows more"
             )
         if self._ages["still"] > self.limits["still"]:
-            return f"no progress for {self.limits['still']:g} s ({beat['doing']}); {self.setting} allows more"
+            return f"no progress for {self.limits['still']:g} s ({beat.doing}); {self.setting} allows more"
         return None

@@ -5,7 +5,14 @@ from pathlib import Path
 from typing import Any
 
 from cairn.run.jsonlines import JsonLines
+from cairn.run.metrics import number
 
+FIELDS: dict[str, dict[str, type]] = {
+    "attempt": {"time": float, "number": int, "idle": float},
+    "restart": {"time": float, "role": str, "step": int, "reason": str, "how": str},
+    "recompute": {"steps": int},
+}
+"""What belongs to which event."""
 PREFIX = "run/"
 """Of the metrics that say how the run fares; like times they differ between runs with the same seed."""
 
@@ -18,6 +25,17 @@ class History(JsonLines):
       says what took its place.
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
     """
+
+    def is_row(self, value: Any) -> bool:
+        """Whether it is an event, and has what belongs to it; those of a newer version count as well."""
+        if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+            return False
+        return all(_is_a(value.get(key), kind) for key, kind in FIELDS.get(value["event"], {}).items())
+
+    def newest_attempt(self) -> int:
+        """The number of the newest attempt; 0 if there was none."""
+        numbers = (event["number"] for event in self.rows() if event["event"] == "attempt")
+        return max(numbers, default=0)
 
     def begin_attempt(self, number: int, last_sign: float | None) -> None:
         """A launcher has begun; `last_sign` is when the attempt before it was last seen alive."""
@@ -46,7 +64,7 @@ class Account:
     def __init__(self, history: Path, last_row: dict[str, Any] | None):
         """Go on after `last_row`, the newest one that is kept."""
         self._history = History(history)
-        self._useful = (last_row or {}).get(f"{PREFIX}useful_seconds", 0.0)
+        self._useful = number(last_row or {}, f"{PREFIX}useful_seconds") or 0.0
         self._began: float | None = None
         self._idle = 0.0
         self._restarts: dict[str, int] = {}
@@ -84,3 +102,9 @@ class Account:
                 self._last_restart = event["time"]
             elif event["event"] == "recompute":
                 self._recomputed += event["steps"]
+
+
+def _is_a(value: Any, kind: type) -> bool:
+    if isinstance(value, bool):
+        return False
+    return isinstance(value, int | float) if kind is float else isinstance(value, kind)

@@ -1,9 +1,21 @@
-"""Files of one JSON object a line that grow while others read them."""
+"""Files of one JSON object a line that grow while others read them.
+
+A crash, a full disk or a power cut may leave a line torn, and a bad disk worse. Readers skip damaged lines;
+`drop` takes them out of the file, and keeps them beside it.
+"""
 
 import json
+import logging
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from cairn.run.files import DamagedFile, free_name, naming, write_atomic
+
+logger = logging.getLogger(__name__)
+
+Row = dict[str, Any]
 
 
 class JsonLines:
@@ -14,34 +26,90 @@ class JsonLines:
         self._read = 0
         self._inode = 0
 
-    def append(self, row: dict[str, Any]) -> None:
-        """Add one object."""
-        with open(self.path, "a") as file:
-            file.write(json.dumps(row) + "\n")
+    def is_row(self, value: Any) -> bool:
+        """Whether `value`, the content of a line, is one of this file's objects."""
+        return isinstance(value, dict)
 
-    def rows(self) -> list[dict[str, Any]]:
-        """All objects; a last line that a crash cut short is left out."""
-        if not self.path.exists():
-            return []
-        rows = []
-        for line in self.path.read_text().splitlines():
-            try:
-                rows.append(json.loads(line))
-            except ValueError:
-                break
-        return rows
+    def append(self, row: Row) -> None:
+        """Add one object, on a line of its own even if the last one was cut short."""
+        line = (json.dumps(row) + "\n").encode()
+        with naming(self.path), open(self.path, "ab+") as file:
+            if file.tell() and _last_byte(file.fileno()) != b"\n":
+                line = b"\n" + line
+            file.write(line)
 
-    def new_rows(self) -> list[dict[str, Any]]:
-        """The objects that were added since the last call."""
-        try:
-            with open(self.path, "rb") as file:
-                if (inode := os.fstat(file.fileno()).st_ino) != self._inode:  # rows were dropped
-                    self._inode, self._read = inode, 0
-                file.seek(self._read)
-                whole = file.read().rpartition(b"\n")[0]
-        except FileNotFoundError:
-            return []
+    def rows(self) -> list[Row]:
+        """All objects.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        rows = map(self._parse, self._content().split(b"\n"))
+        return [row for row in rows if row is not None]
+
+    def new_rows(self) -> list[Row]:
+        """The objects that were added since the last call, as far as their lines have ended.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        whole = self._content(new=True).rpartition(b"\n")[0]
         if not whole:
             return []
         self._read += len(whole) + 1
-        return [json.loads(line) for line in whole.splitlines()]
+        rows = map(self._parse, whole.split(b"\n"))
+        return [row for row in rows if row is not None]
+
+    def drop(self, wanted: Callable[[Row], bool] = lambda row: True) -> int:
+        """Drop the objects that are not `wanted`, and move damaged lines to `NAME.damaged-N` beside the file.
+
+        Nobody else may write to the file meanwhile. It is durable when this returns, and left alone if there
+        is nothing to drop. Returns how many objects were dropped.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        kept, damaged, dropped = [], [], 0
+        for line in self._content().split(b"\n"):
+            row = self._parse(line)
+            if row is None:
+                damaged += [line] if line.strip() else []
+            elif wanted(row):
+                kept.append(line)
+            else:
+                dropped += 1
+        if damaged:
+            aside = free_name(self.path)
+            write_atomic(aside, b"".join(line + b"\n" for line in damaged), durable=True)
+            lines = "1 damaged line" if len(damaged) == 1 else f"{len(damaged)} damaged lines"
+            logger.warning("%s: took out %s, now in %s", self.path, lines, aside.name)
+        if damaged or dropped:
+            write_atomic(self.path, b"".join(line + b"\n" for line in kept), durable=True)
+        return dropped
+
+    def _content(self, *, new: bool = False) -> bytes:
+        """All bytes, or those after what was read before."""
+        try:
+            with open(self.path, "rb") as file:
+                if new:
+                    status = os.fstat(file.fileno())
+                    if status.st_ino != self._inode or status.st_size < self._read:  # rows were dropped
+                        self._inode, self._read = status.st_ino, 0
+                    file.seek(self._read)
+                return file.read()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise DamagedFile(f"{self.path}: can't be read: {error.strerror}") from None
+
+    def _parse(self, line: bytes) -> Row | None:
+        """The object in a line; None if there is none."""
+        try:
+            value = json.loads(line)
+        except (ValueError, RecursionError):
+            return None
+        return value if self.is_row(value) else None
+
+
+def _last_byte(fd: int) -> bytes:
+    return os.pread(fd, 1, os.fstat(fd).st_size - 1)

@@ -84,7 +84,7 @@ class VersionPublisher:
         """Whether the orchestrator was told that `step` is a checkpoint, so it saves its part; and that the
         run ends there, so it ends too."""
         message = self.run.announced_version(self.attempt, step)
-        return (message["save"], message["last"]) if message else (False, False)
+        return (message.save, message.last) if message else (False, False)
 
     def before_update(self) -> None:
         """The weights are about to change: wait for servers that are getting them."""

@@ -1,10 +1,13 @@
 """What all roles share: seeds, batches, metrics, the run directory, waiting."""
 
+import contextlib
 import dataclasses
 import itertools
 import json
 import multiprocessing
 import re
+import resource
+import signal
 import threading
 import time
 from pathlib import Path
@@ -27,7 +30,8 @@ from cairn.run.batches import (
 )
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.faults import POINTS
-from cairn.run.files import read_json, write_atomic, write_json
+from cairn.run.files import DamagedFile, read_json, read_note, write_atomic, write_json
+from cairn.run.history import Account, History
 from cairn.run.metrics import MetricsLog
 from cairn.run.seeds import derive, permutation
 from cairn.run.waiting import DeadlinePassed, wait_for
@@ -135,6 +139,29 @@ def test_a_batch_that_does_not_say_how_it_was_sampled_is_refused(tmp_path: Path,
     assert run.batch(dataclasses.replace(attempt, run_id="another"), 1) is None
 
 
+def test_a_damaged_batch_is_noticed(tmp_path: Path):
+    """Wherever it is cut or changed: the trainer never learns from it."""
+    path = batch_path(tmp_path, 1)
+    column = np.arange(3)
+    sample = Sample(*(column.astype(dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
+    write_batch(path, Batch([sample], {"reward/mean": 0.5}, {"step": 1}, sampling=FROM_TEXT))
+    whole = path.read_bytes()
+    for place in range(len(whole)):
+        path.write_bytes(whole[:place])
+        with pytest.raises(DamagedFile, match=str(path)):
+            read_batch(path)
+        path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
+        with contextlib.suppress(DamagedFile):  # a space more or less in the header changes nothing
+            found = read_batch(path)
+            assert (found.metrics, found.info) == ({"reward/mean": 0.5}, {"step": 1})
+            np.testing.assert_array_equal(found.samples[0].advantages, sample.advantages)
+            assert found.digest() == Batch([sample], sampling=FROM_TEXT).digest()
+    path.unlink()
+    path.mkdir()
+    with pytest.raises(DamagedFile, match=str(path)):
+        read_batch(path)
+
+
 @given(samples(), st.integers(1, 20))
 def test_cutting_a_sample_cuts_all_of_it(sample: Sample, length: int):
     cut = sample.cut(length)
@@ -170,6 +197,66 @@ def test_a_row_that_a_crash_cut_short_is_dropped(tmp_path: Path):
     log.keep_through(1)
     log.append({"step": 2})
     assert [json.loads(line) for line in log.path.read_text().splitlines()] == [{"step": 1}, {"step": 2}]
+
+
+DAMAGED_LINES = [
+    b'{"step": 2, "lo',
+    b'{"loss": 1.0}',
+    b'{"step": "2"}',
+    b"\xff\xfe",
+    b"[2]",
+    b"\0" * 20,
+    b"[" * 10**5,
+]
+
+
+@pytest.mark.parametrize("damaged", DAMAGED_LINES, ids=lambda line: repr(line[:12]))
+def test_a_damaged_row_costs_no_other(tmp_path: Path, caplog, damaged: bytes):
+    """Readers skip it; when the run goes on it is taken out, kept beside the file, and reported once."""
+    log, follower = (MetricsLog(tmp_path / "metrics.jsonl") for _ in range(2))
+    rows = [{"step": 1}, {"step": 3}, {"step": 4}]
+    lines = [json.dumps(row).encode() for row in rows]
+    log.path.write_bytes(b"\n".join([lines[0], damaged, *lines[1:], b""]))
+    assert log.rows() == follower.new_rows() == rows
+    assert log.keep_through(3) == 1
+    assert log.path.read_bytes() == b"\n".join([*lines[:2], b""])
+    assert (tmp_path / "metrics.jsonl.damaged-1").read_bytes() == damaged + b"\n"
+    log.append({"step": 4})
+    assert log.keep_through(4) == 0
+    assert log.rows() == rows
+    assert caplog.text.count("took out 1 damaged line, now in metrics.jsonl.damaged-1") == 1
+    assert len(list(tmp_path.iterdir())) == 2
+
+
+def test_an_event_stands_on_a_line_of_its_own(tmp_path: Path):
+    """Also after one that was cut short, wherever that was: no other event is lost with it."""
+    history = History(tmp_path / "history.jsonl")
+    history.begin_attempt(1, None)
+    first = history.path.read_bytes()
+    history.recompute(5)
+    whole = history.path.read_bytes()
+    for end in range(len(whole) + 1):
+        history.path.write_bytes(whole[:end])
+        history.begin_attempt(2, None)
+        events = [(row["event"], row.get("number")) for row in history.rows()]
+        expected = [("attempt", 1)] * (end >= len(first) - 1) + [("recompute", None)] * (
+            end >= len(whole) - 1
+        )
+        assert events == [*expected, ("attempt", 2)]
+        assert history.new_rows() == history.rows()
+        history._read = 0
+
+
+@pytest.mark.parametrize("event", [
+    {"event": "restart", "role": "trainer"}, {"event": "recompute", "steps": "5"}, {"event": 5}, {},
+    {"event": "attempt", "time": True, "number": 1, "idle": 0},
+], ids=str)  # fmt: skip
+def test_events_that_lack_something_count_as_damaged(tmp_path: Path, event: dict):
+    history = History(tmp_path / "history.jsonl")
+    history.append(event)
+    history.recompute(2)
+    assert [row["event"] for row in history.rows()] == ["recompute"]
+    assert Account(history.path, {"run/useful_seconds": "x"}).metrics()["run/recomputed_steps"] == 2
 
 
 def test_metrics_of_a_run_that_has_not_begun(tmp_path: Path):
@@ -216,6 +303,42 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path):
         assert len(set(content)) == 1
     writer.join()
     assert list(tmp_path.iterdir()) == [path]
+
+
+DAMAGE = [b"", b"{", b"\xff", b"\0\0", b"[" * 10**5, b"null", b"5", b'["2"]', b"{}"]
+
+
+@pytest.mark.parametrize("content", DAMAGE, ids=lambda content: repr(content[:12]))
+def test_damaged_json_is_an_error_that_names_the_file(tmp_path: Path, content: bytes):
+    """Or counts as not there, for messages that are written again; a folder or a missing file likewise."""
+    path = tmp_path / "a.json"
+    path.write_bytes(content)
+    with pytest.raises(DamagedFile, match=f"^{path}: is "):
+        read_json(path, list[int])
+    assert read_note(path, list[int]) is None
+
+
+def test_what_is_no_file_is_damaged_and_what_is_missing_is_not(tmp_path: Path):
+    (tmp_path / "folder").mkdir()
+    with pytest.raises(DamagedFile, match="folder: can't be read: Is a directory"):
+        read_json(tmp_path / "folder")
+    assert read_json(tmp_path / "missing", list[int]) is None
+
+
+def test_a_file_that_cannot_be_written_is_named_and_leaves_nothing(tmp_path: Path):
+    """A full disk says nothing of what was to be written; the half of it that was written goes again."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (100, limit[1]))
+        with pytest.raises(OSError, match=r"File too large: '.*a\.json'"):
+            write_json(tmp_path / "a.json", "x" * 1000)
+        with pytest.raises(OSError, match=r"File too large: '.*metrics\.jsonl'"):
+            MetricsLog(tmp_path / "metrics.jsonl").append({"step": 1, "x": "x" * 1000})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+    assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
 
 
 def test_json_comes_back(tmp_path: Path):
@@ -300,7 +423,7 @@ def test_an_earlier_attempts_versions_are_not_taken(run: RunDirectory):
     run.weights.mkdir()
     run.announce_version(run.attempt(), 11, save=True, last=False)
     announced = run.announced_version(run.attempt(), 11)
-    assert (announced["save"], announced["last"]) == (True, False)
+    assert (announced.save, announced.last) == (True, False)
     assert run.announced_version(run.attempt(), 12) is None
     assert run.announced_version(dataclasses.replace(ATTEMPT, number=3), 11) is None
     run.clear_weights()

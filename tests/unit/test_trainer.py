@@ -310,7 +310,7 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
             for parameter in model.parameters():
                 parameter.add_(step)
         publisher.publish(step, save=False, last=False)
-        assert run.announced_version(attempt, step)["version"] == step
+        assert run.announced_version(attempt, step).version == step
         file = run.version_folder(step) / "model.safetensors"
         inodes.append(file.stat().st_ino)
         published = load_file(file)

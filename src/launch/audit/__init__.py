@@ -26,11 +26,10 @@ def audit(path: Path) -> Report:
         UsageError: it is no run directory.
         CheckpointError: the run's ledger is missing or damaged.
     """
-    try:
-        attempt = RunDirectory(path).attempt()
-        config = read_json(path / "config.json")
-    except (ValueError, KeyError) as error:
-        raise CheckpointError(f"{path}: roles.json or config.json is damaged: {error!r}") from None
+    run = RunDirectory(path)
+    attempt, config = run.attempt(), read_json(run.config, dict)
+    if attempt is None and run.roles.exists():
+        raise CheckpointError(f"{run.roles}: is damaged, so there is no saying which run this is")
     if attempt is None or config is None:
         raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
     run = RunDirectory(path, (config.get("ckpt") or {}).get("dir"))

@@ -9,14 +9,14 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch.audit.report import Report, Row
 from cairn.run.directory import Attempt
-from cairn.run.files import read_json
+from cairn.run.files import DamagedFile, read_json
 
 # Metrics
 
 
 def read_metrics(path: Path, report: Report) -> list[Row]:
     """The rows as they stand in the file; only the last line may have been cut short."""
-    lines = path.read_text().split("\n") if path.exists() else []
+    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
     rows = []
     for number, line in enumerate(lines, start=1):
         try:
@@ -83,8 +83,8 @@ def read_manifests(store: CheckpointStore, report: Report) -> dict[int, Manifest
 def read_state(store: CheckpointStore, step: int, report: Report) -> dict[str, Any] | None:
     """The trainer's state of a step; None if it has none (weights only), or was deleted just now."""
     try:
-        return read_json(store.folder(step) / "trainer" / "state.json")
-    except ValueError as error:
+        return read_json(store.folder(step) / "trainer" / "state.json", dict)
+    except DamagedFile as error:
         report.broken("progress", f"step {step}: trainer/state.json is damaged: {error}", step)
         return None
 
