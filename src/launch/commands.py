@@ -24,6 +24,7 @@ from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 from cairn.run.logs import start_logging
 from cairn.run.waiting import wait_for
+from cairn.trainer.tracking import check_login
 
 ANSWER_SECONDS = 30.0
 """How long a server may take to say how it is, before a run starts."""
@@ -32,6 +33,7 @@ ANSWER_SECONDS = 30.0
 def train(config: SFTConfig | TrainerConfig) -> int:
     """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
     sft = isinstance(config, SFTConfig)
+    check_login(config)
     start = choose_start(config, needs=_needed_parts(config))
     if sft:
         _check_data(config.data, start.folder)
@@ -47,6 +49,7 @@ def reinforce(config: RLConfig) -> int:
         RoleFailed: a role died.
     """
     _check_environment(config.orchestrator.environment)
+    check_login(config.trainer)
     start = choose_start(config, needs=_needed_parts(config))
     roles = ["trainer", "orchestrator"]
     if config.orchestrator.inference_url:

@@ -4,7 +4,35 @@ from typing import Any
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.history import Account
+
+
+def check_login(config: TrainerBase) -> None:
+    """See that W&B can be logged in to, by the means that it uses itself: environment, netrc, its settings.
+
+    Workers of a running Ray cluster may have credentials that this machine does not, so they are not checked.
+
+    Raises:
+        UsageError: there is no key, or it is malformed.
+    """
+    if config.wandb is None or config.wandb.mode == "offline" or config.ray.address:
+        return
+    import wandb
+    from wandb.sdk.lib import wbauth
+
+    settings = wandb.setup().settings
+    host = wbauth.HostUrl(settings.base_url, app_url=settings.app_url)
+    try:
+        login = wbauth.authenticate_session(host=host, source="cairn", prompt=False, update_session=False)
+        problem = None if login else f"there is no API key for {host}"
+    except wandb.errors.AuthenticationError as error:
+        problem = str(error).rstrip(".")
+    if problem:
+        raise UsageError(
+            f"[wandb]: {problem}; set WANDB_API_KEY, run `uv run wandb login`, or give --wandb.mode offline "
+            "(in rl --trainer.wandb.mode offline)"
+        )
 
 
 class Tracker:

@@ -8,12 +8,17 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import pytest
+import wandb
 from runs import CONFIGS, REPOSITORY, Finished, Shell, flip, free_port, read, step_folder
 
+from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.trainer.tracking import check_login
 
 SFT = ("@", f"{CONFIGS}/sft.toml")
 RL = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml")
@@ -161,6 +166,53 @@ def test_an_impossible_value(refused: Refused, tmp_path: Path, flags: tuple, fla
 )
 def test_an_impossible_value_for_the_server(refused: Refused, flags: tuple, flag: str):
     assert flag in refused("inference", "@", f"{CONFIGS}/infer.toml", *flags)
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+@pytest.mark.parametrize(
+    ("key", "problem"), [(None, "there is no API key"), ("short", "WANDB_API_KEY invalid")]
+)
+def test_tracking_without_a_login(
+    refused: Refused,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    command: str,
+    key: str | None,
+    problem: str,
+):
+    """Found at once, and not when the trainer has started."""
+    home = tmp_path / "home"
+    home.mkdir()
+    for name in [name for name in os.environ if name.startswith("WANDB_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("NETRC", str(home / "netrc"))
+    monkeypatch.setenv("WANDB_CONFIG_DIR", str(home))
+    wandb.setup()  # makes a cache folder of its own, once in a process
+    if key:
+        monkeypatch.setenv("WANDB_API_KEY", key)
+    arguments, flag = (SFT, "--wandb") if command == "sft" else (RL, "--trainer.wandb")
+    message = refused(command, *arguments, flag, "--output-dir", tmp_path / "run")
+    for what in (problem, "WANDB_API_KEY", f"{flag}.mode offline"):
+        assert what in message
+
+
+def test_a_login_is_found_where_wandb_looks_for_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """In the environment or in netrc; none is needed offline or for a cluster's workers."""
+    netrc = tmp_path / "netrc"
+    monkeypatch.setenv("NETRC", str(netrc))
+    monkeypatch.delenv("WANDB_API_KEY", raising=False)
+    online = SFTConfig(wandb={})
+    with pytest.raises(UsageError):
+        check_login(online)
+    check_login(SFTConfig())
+    check_login(SFTConfig(wandb={"mode": "offline"}))
+    check_login(SFTConfig(wandb={}, ray={"address": "10.0.0.1:6379"}))
+    host = urlsplit(wandb.setup().settings.base_url).netloc
+    netrc.write_text(f"machine {host}\n  login user\n  password {'k' * 40}\n")
+    check_login(online)
+    netrc.unlink()
+    monkeypatch.setenv("WANDB_API_KEY", "k" * 40)
+    check_login(online)
 
 
 def test_two_files_that_disagree(refused: Refused, tmp_path: Path):
