@@ -97,6 +97,8 @@ class TrainerBase(SupervisionConfig):
     """Compile each layer with torch.compile."""
     deterministic: bool = False
     """Only deterministic kernels, slower on GPU; CPU runs are deterministic anyway."""
+    self_check: bool = True
+    """Refuse a model that scores samples in a micro-batch otherwise than alone; false trains it anyway."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
     dry_run: bool = False

@@ -88,6 +88,8 @@ class _Training:
             parent = self.state.load(resume_from)
         else:
             read_tensors(model_folder, weights_in(model, model_folder), "model")
+        heartbeat.doing("checking the model")
+        self.state.check_model()
 
         self._prefetch = self._publisher = self._checkpoints = self._tracker = None
         identity = None
@@ -121,7 +123,13 @@ class _Training:
 
     def _next_work(self, step: int) -> Work:
         batch = self._data.next_batch(step)
-        return make_work(batch, self.config, rank=self.group.rank, world_size=self.group.world_size)
+        return make_work(
+            batch,
+            self.config,
+            rank=self.group.rank,
+            world_size=self.group.world_size,
+            arrange=self.state.scorer.rows.arrange,
+        )
 
     def run(self) -> Outcome:
         """All steps, or as many as there are before somebody asks to stop."""

@@ -29,6 +29,8 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.tie_weights()
+    if _caps_attention(model) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # sdpa leaves the cap out, without a word
     model.train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -45,10 +47,21 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     return model
 
 
+def _caps_attention(model: PreTrainedModel) -> bool:
+    """Whether the scores of attention are soft-capped, as in Gemma 2."""
+    caps = (getattr(module, "attn_logit_softcapping", None) for module in model.modules())
+    return any(cap is not None for cap in caps)
+
+
 def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
-    """The decoder layers, which transformers lists as modules that must not be split."""
+    """The decoder layers, which transformers lists as modules not to be split; none is inside another."""
     names = set(model._no_split_modules or ())
-    return [module for module in model.modules() if type(module).__name__ in names]
+    layers: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if type(module).__name__ in names and not inside:
+            layers[name] = module
+    return list(layers.values())
 
 
 def weights(model: PreTrainedModel) -> Mapping[str, Stored]:

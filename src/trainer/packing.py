@@ -1,6 +1,7 @@
 """Batches to micro-batches: packed rows, with no attention across samples."""
 
 import heapq
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,6 +12,8 @@ from cairn.run.batches import Batch, Sample
 
 ROW_TOKENS = 64
 """Rows are no longer than this where all samples are shorter."""
+Arrange = Callable[[list[int], int], list[list[int]]]
+"""Which samples share a row, from their lengths and that of a row."""
 
 
 @dataclass
@@ -55,8 +58,10 @@ class Work:
     metrics: dict[str, float]
 
 
-def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) -> Work:
-    """Cut what is too long, pack, and count."""
+def make_work(
+    batch: Batch, config: TrainerBase, *, rank: int, world_size: int, arrange: Arrange | None = None
+) -> Work:
+    """Cut what is too long, pack (or arrange in rows otherwise), and count."""
     samples = [sample.cut(config.seq_len) for sample in batch.samples]
     learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
     return Work(
@@ -66,6 +71,7 @@ def make_work(batch: Batch, config: TrainerBase, *, rank: int, world_size: int) 
             rows_each=config.micro_batch_size,
             rank=rank,
             world_size=world_size,
+            arrange=arrange or pack,
         ),
         temperature=batch.sampling.temperature,
         samples=len(samples),
@@ -109,8 +115,19 @@ def pack(lengths: list[int], row_length: int) -> list[list[int]]:
     return even if max(filled)[0] <= row_length else tight
 
 
+def one_a_row(lengths: list[int], row_length: int) -> list[list[int]]:
+    """Every sample in a row of its own, with padding behind it."""
+    return [[i] for i in range(len(lengths))]
+
+
 def make_micro_batches(
-    samples: list[Sample], *, row_length: int, rows_each: int, rank: int, world_size: int
+    samples: list[Sample],
+    *,
+    row_length: int,
+    rows_each: int,
+    rank: int,
+    world_size: int,
+    arrange: Arrange = pack,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a step: number rank, rank + world_size, ... of the whole step's.
 
@@ -123,7 +140,7 @@ def make_micro_batches(
     """
     lengths = [len(sample.token_ids) for sample in samples]
     width = min(row_length, max(*lengths, ROW_TOKENS))
-    rows = pack(lengths, width)
+    rows = arrange(lengths, width)
     rows.sort(key=lambda row: -sum(lengths[i] for i in row))
     count = -(-len(rows) // (rows_each * row_length // width))
     ends = [len(rows) * (index + 1) // count for index in range(count)]
@@ -131,12 +148,13 @@ def make_micro_batches(
     while len(groups) % world_size:
         groups.append([])
     return [
-        _fill([[samples[i] for i in row] for row in groups[index]], index)
+        fill_rows([[samples[i] for i in row] for row in groups[index]], index)
         for index in range(rank, len(groups), world_size)
     ]
 
 
-def _fill(rows: list[list[Sample]], index: int) -> MicroBatch:
+def fill_rows(rows: list[list[Sample]], index: int = 0) -> MicroBatch:
+    """The micro-batch of these rows of samples, as long as the longest row."""
     samples = [sample for row in rows for sample in row]
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
     row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])

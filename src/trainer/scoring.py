@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedModel
 
 from cairn.trainer.packing import MicroBatch
+from cairn.trainer.rows import BY_POSITIONS, Rows
 
 CHUNK_LOGITS = 1 << 26
 """How many logits there are at once: 256 MiB of float32."""
@@ -21,9 +22,13 @@ CHUNK_LOGITS = 1 << 26
 class Scorer:
     """Scores micro-batches with `model`, whose weights may change in between."""
 
+    rows: Rows
+    """How samples lie in the rows of micro-batches; `self_check.find_rows` finds out how they must."""
+
     def __init__(self, model: PreTrainedModel, device: torch.device, chunk_logits: int = CHUNK_LOGITS):
         """Look at what the model does with its logits; all ranks call it."""
         self.model = model
+        self.rows = BY_POSITIONS
         self.chunk_logits = chunk_logits
         self.head = model.get_output_embeddings()
         self.is_plain = type(self.head) is nn.Linear and self._returns_them_as_they_are(device)
@@ -64,7 +69,8 @@ class Scorer:
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
         # Without a cache the model keeps apart samples whose positions start anew; with one it does not.
-        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False).logits
+        more = self.rows.arguments(self.model.config, position_ids)
+        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more).logits
 
     @torch.no_grad()
     def _returns_them_as_they_are(self, device: torch.device) -> bool:

@@ -27,6 +27,7 @@ from cairn.run.files import read_json
 from cairn.trainer.group import Group
 from cairn.trainer.model import companions, weights, weights_in
 from cairn.trainer.scoring import Scorer
+from cairn.trainer.self_check import find_rows
 
 # What of the configuration says where and how long a run goes, and not what it computes.
 NOT_RECIPE = {
@@ -38,6 +39,7 @@ NOT_RECIPE = {
     "spare_workers",
     "weight_transport",
     "threads",
+    "self_check",
     *SupervisionConfig.model_fields,
     "ray",
     "wandb",
@@ -70,11 +72,27 @@ class TrainerState:
     progress: Progress
     data_identity: dict[str, Any] | None = None
     """Of the data set that the loaded checkpoint was trained on."""
+    rows: str | None = None
+    """How samples lay in rows in the loaded checkpoint's run."""
 
     @cached_property
     def scorer(self) -> Scorer:
         """What turns micro-batches into logprobs; all ranks must ask for it first at the same place."""
         return Scorer(self.model, self.group.device)
+
+    def check_model(self) -> None:
+        """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.
+
+        Raises:
+            UsageError: the model can't be trained rightly.
+        """
+        self.scorer.rows = find_rows(
+            self.scorer,
+            self.group,
+            compute=self.config.precision.compute,
+            must_pass=self.config.self_check,
+            first=self.rows,
+        )
 
     def load(self, folder: Path) -> Origin:
         """Take everything from the checkpoint in `folder`; all ranks call it. Returns which one that was.
@@ -85,6 +103,7 @@ class TrainerState:
         """
         saved = read_json(folder / "trainer" / "state.json")
         self.data_identity = saved.get("data")
+        self.rows = saved.get("rows")
         optimizer = type(self.optimizer).__name__
         if saved.get("optimizer", optimizer) != optimizer:
             raise CheckpointError(
@@ -208,6 +227,7 @@ class TrainerCheckpoints:
                 "progress": asdict(state.progress),
                 "seed": state.config.seed,
                 "data": self.data_identity,
+                "rows": state.scorer.rows.name,
                 "optimizer": type(state.optimizer).__name__,
                 "scheduler": state.config.scheduler.model_dump(),
                 "config": state.config.model_dump(exclude=NOT_RECIPE),

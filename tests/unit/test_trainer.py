@@ -3,7 +3,6 @@
 import itertools
 import json
 import math
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +13,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from one_rank import one_rank
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
@@ -40,6 +40,8 @@ from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.rl_data import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import Progress, TrainerState
+
+group = one_rank
 
 MODEL = Path(__file__).parents[2] / "configs" / "reverse_text" / "model"
 
@@ -232,20 +234,6 @@ def test_the_sft_loss_is_the_likelihood_of_what_is_learned():
 
 
 # One step of a real model
-
-
-@pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
-    """A group of one rank, in this process."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        port = listening.getsockname()[1]
-    place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with pytest.MonkeyPatch.context() as patch:
-        for key, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
-            patch.setenv(key, value)
-        group = Group.join(threads=1, deterministic=False)
-        yield group
-        group.leave()
 
 
 @pytest.fixture(scope="module", params=[True, False], ids=["tied", "untied"])
