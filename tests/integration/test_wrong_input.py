@@ -175,6 +175,7 @@ def test_an_impossible_value_for_the_server(refused: Refused, flags: tuple, flag
 def test_tracking_without_a_login(
     refused: Refused,
     tmp_path: Path,
+    tmp_path_factory: pytest.TempPathFactory,
     monkeypatch: pytest.MonkeyPatch,
     command: str,
     key: str | None,
@@ -187,7 +188,7 @@ def test_tracking_without_a_login(
         monkeypatch.delenv(name)
     monkeypatch.setenv("NETRC", str(home / "netrc"))
     monkeypatch.setenv("WANDB_CONFIG_DIR", str(home))
-    wandb.setup()  # makes a cache folder of its own, once in a process
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))  # wandb makes a folder there
     if key:
         monkeypatch.setenv("WANDB_API_KEY", key)
     arguments, flag = (SFT, "--wandb") if command == "sft" else (RL, "--trainer.wandb")
