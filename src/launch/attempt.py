@@ -55,6 +55,9 @@ class Start:
 def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
     """Decide what the run goes on from; nothing is written.
 
+    With `--ckpt.resume auto` that may be its last step (`is_complete`): whoever runs a command again until it
+    ends with 0 gets to know that the run is done.
+
     Args:
         needs: the parts that a checkpoint to go on from must have: trainer, for RL also orchestrator.
 
@@ -66,12 +69,17 @@ def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
     start = Start(store, folder, _with_parts(folder, needs) if folder else None)
     if folder:
         _check_fit(config, start)
-    if config.max_steps <= start.step:
+    if is_complete(config, start) and config.ckpt.resume != "auto":
         raise UsageError(
             f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left "
             "to do; give a larger one"
         )
     return start
+
+
+def is_complete(config: RunConfig, start: Start) -> bool:
+    """Whether nothing is left to do."""
+    return start.step >= config.max_steps
 
 
 class NewestDamaged(Exception):

@@ -12,7 +12,7 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient, ServerUnavailable
-from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start
+from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start, is_complete
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
@@ -35,6 +35,8 @@ def train(config: SFTConfig | TrainerConfig) -> int:
     sft = isinstance(config, SFTConfig)
     check_login(config)
     start = choose_start(config, needs=_needed_parts(config))
+    if is_complete(config, start):
+        return _say_complete(config, start)
     if sft:
         _check_data(config.data, start.folder)
     return _see_through(config, start, ["trainer"], command="sft" if sft else "trainer")
@@ -51,6 +53,8 @@ def reinforce(config: RLConfig) -> int:
     _check_environment(config.orchestrator.environment)
     check_login(config.trainer)
     start = choose_start(config, needs=_needed_parts(config))
+    if is_complete(config, start):
+        return _say_complete(config, start)
     roles = ["trainer", "orchestrator"]
     if config.orchestrator.inference_url:
         resumes = config.ckpt is not None and config.ckpt.resumes
@@ -66,6 +70,15 @@ def reinforce(config: RLConfig) -> int:
 def _needed_parts(config: RunConfig) -> list[str]:
     """The parts that a checkpoint to go on from must have."""
     return ["trainer"] if isinstance(config, SFTConfig) else ["trainer", "orchestrator"]
+
+
+def _say_complete(config: RunConfig, start: Start) -> int:
+    print(
+        f"the run is complete: {start.folder} is step {start.step} of --max-steps {config.max_steps}; "
+        "a larger one goes on",
+        flush=True,
+    )
+    return 0
 
 
 def _see_through(config: RunConfig, start: Start, roles: list[str], *, command: str) -> int:

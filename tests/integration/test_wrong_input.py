@@ -28,12 +28,13 @@ Refused = Callable[..., str]
 
 
 def everything_in(*folders: Path) -> dict[str, int]:
-    """All files and folders with the times of their last change."""
+    """All files and folders with the times of their last change, but for the user's cache."""
     return {
         str(path): path.stat().st_mtime_ns
         for folder in folders
         if folder.exists()
         for path in [folder, *folder.rglob("*")]
+        if "cache" not in path.relative_to(folder).parts
     }
 
 
@@ -43,6 +44,7 @@ def call(
 ) -> Callable[..., Finished]:
     """Runs a command in this process, with a cache folder of its own and without network."""
     monkeypatch.chdir(REPOSITORY)
+    (tmp_path / "cache").mkdir()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.delenv("CAIRN_INFERENCE_TOKEN", raising=False)
@@ -398,13 +400,26 @@ def copy(trained: Path, folder: Path) -> Path:
     return shutil.copytree(trained, folder)
 
 
-@pytest.mark.parametrize("which", ["latest", "auto"])
-def test_nothing_is_left_to_do(refused: Refused, trained: Path, tmp_path: Path, which: str):
-    run = ("--output-dir", copy(trained, tmp_path / "run"), "--ckpt.resume", which)
+def test_nothing_is_left_to_do(refused: Refused, trained: Path, tmp_path: Path):
+    run = ("--output-dir", copy(trained, tmp_path / "run"), "--ckpt.resume", "latest")
     for steps in (200, 150):
         message = refused("sft", *SFT, *run, "--max-steps", steps)
         assert f"--max-steps {steps}" in message
         assert "goes on from step 200" in message
+
+
+def test_a_run_that_is_complete(call: Callable[..., Finished], trained: Path, tmp_path: Path):
+    """Whoever runs the command again until it ends with 0 is told so, and nothing is touched."""
+    run = copy(trained, tmp_path / "run")
+    before = everything_in(run)
+    for steps in (200, 150):
+        finished = call("sft", *SFT, "--output-dir", run, "--ckpt.resume", "auto", "--max-steps", steps)
+        assert finished.code == 0, finished.output
+        assert (
+            f"the run is complete: {step_folder(run, 200)} is step 200 of --max-steps {steps}"
+            in finished.output
+        )
+    assert everything_in(run) == before
 
 
 def test_no_more_steps_than_are_done(refused: Refused, trained: Path, tmp_path: Path):
@@ -489,9 +504,9 @@ def test_a_damaged_step_is_passed_over(
     os.truncate(file, file.stat().st_size - 1)
     before = everything_in(tmp_path)
     finished = call("sft", *SFT, "--output-dir", run, "--max-steps", 100, "--ckpt.resume", which)
-    assert finished.code == 2
+    assert finished.code == (2 if which == "latest" else 0)
     assert str(file) in finished.output
-    assert "goes on from step 100" in finished.output
+    assert ("goes on from step 100" if which == "latest" else "is step 100 of") in finished.output
     assert everything_in(tmp_path) == before
 
 
@@ -580,7 +595,7 @@ def test_exit_codes_of_the_commands(shell: Shell, tmp_path: Path):
     assert (wrong.code, wrong.output.count("\n")) == (2, 1)
     url = ("--orchestrator.inference-url", f"http://127.0.0.1:{free_port()}")
     assert shell.run("rl", *RL, *url, *end).code == 1
-    assert not list(tmp_path.iterdir())
+    assert list(everything_in(tmp_path)) == [str(tmp_path)]
 
 
 def test_output_that_nobody_reads():
@@ -620,7 +635,7 @@ def test_a_dry_run_prints_what_can_be_given_back(
         assert resolved["max_steps"] == 7
         assert resolved["ckpt"] is not None
         assert resolved["output_dir"].startswith("outputs/reverse_text_")
-    assert not list(tmp_path.iterdir())
+    assert list(everything_in(tmp_path)) == [str(tmp_path)]
     file = write(tmp_path / "resolved.json", finished.output)
     again = call(name, "@", file)
     assert again.code == 0
