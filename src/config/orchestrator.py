@@ -67,6 +67,10 @@ class OrchestratorConfig(BaseConfig):
     """Prompts in one batch."""
     samples_per_prompt: int = Field(8, ge=2)
     """Answers to each prompt: the group that advantages are relative to."""
+    reward_threads: int = Field(1, ge=0)
+    """Calls of the environment at once, each in a thread; 0: in the main thread, where all else waits."""
+    reward_timeout: float = Field(600, gt=0)
+    """Seconds that a reward, or a problem's messages, may take."""
     max_off_policy_steps: int = Field(1, ge=0)
     """Steps that the policy of a token may be behind; 0: generating and training take turns, exactly."""
     recompute_kv_cache: bool = False

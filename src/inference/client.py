@@ -82,6 +82,8 @@ class ServerStatus:
     paused: bool
     max_num_seqs: int
     vllm_version: str
+    max_model_len: int | None = None
+    """Tokens that a prompt and its answer may have together; None: a server of an earlier version."""
 
 
 def token_file(url: str) -> Path:

@@ -35,6 +35,7 @@ class Member:
         self.pushes = 0
         self.epoch: str | None = None
         self.capacity = 1
+        self.max_model_len: int | None = None
         self.sequences = 0
         self.requests: set[asyncio.Task[list[Generation]]] = set()
         self.silent_since: float | None = None

@@ -100,6 +100,12 @@ class ServerPool:
         """The servers that belong to the pool now, healthy or not."""
         return list(self._members)
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that a prompt and its answer may have together on each server; None if none has said."""
+        known = (member.max_model_len for member in self._members.values())
+        return min((limit for limit in known if limit is not None), default=None)
+
     async def wait_ready(self, deadline: float) -> None:
         """Wait until one server is healthy, at most `deadline` seconds; tells which are not.
 
@@ -291,6 +297,7 @@ class ServerPool:
             raise ServerUnavailable(f"{member.url} has not answered for {LOOK_TIMEOUT:g} s") from None
         member.silent_since = None
         member.capacity = max(1, status.max_num_seqs)
+        member.max_model_len = status.max_model_len
         if (status.epoch, status.weight_version) != (member.epoch, member.version):
             member.epoch, member.version, member.weights = status.epoch, status.weight_version, None
         await self._push(member)

@@ -25,7 +25,7 @@ from cairn.inference.weight_files import Refused
 
 logger = init_logger("vllm.cairn")
 
-Status = dict[str, str | bool | int]
+Status = dict[str, str | bool | int | None]
 
 UNCHANGED = {Refused.mark: 422, Gone.mark: 410, NotThere.mark: 503}
 """What weights that are not to be had are answered with, by what marks the reason."""
@@ -88,6 +88,7 @@ class CairnRoutes:
             "model": self._model,
             "paused": paused,
             "max_num_seqs": self._max_num_seqs,
+            "max_model_len": self._engine.model_config.max_model_len,
             "vllm_version": vllm.__version__,
         }
 

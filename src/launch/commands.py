@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 from cairn.config.model import ModelConfig
-from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient, ServerUnavailable
@@ -17,7 +17,8 @@ from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
-from cairn.orchestrator.environments import BadEnvironment, make_environment
+from cairn.orchestrator.calls import EnvironmentFailed, check_environment
+from cairn.orchestrator.environments import BadEnvironment
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -50,7 +51,7 @@ def reinforce(config: RLConfig) -> int:
         ServerUnavailable: no server answers at an address that was given.
         RoleFailed: a role died.
     """
-    _check_environment(config.orchestrator.environment)
+    _check_environment(config.orchestrator)
     check_login(config.trainer)
     start = choose_start(config, needs=_needed_parts(config))
     if is_complete(config, start):
@@ -111,7 +112,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         raise UsageError(
             "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
         )
-    _check_environment(config.environment)
+    _check_environment(config)
     start_logging()
     run = RunDirectory(config.output_dir)
     while True:
@@ -158,10 +159,10 @@ def _check_data(config: SFTDataConfig, checkpoint: Path | None) -> None:
             )
 
 
-def _check_environment(config: EnvironmentConfig) -> None:
+def _check_environment(config: OrchestratorConfig) -> None:
     try:
-        make_environment(config)
-    except BadEnvironment as error:
+        check_environment(config)
+    except (BadEnvironment, EnvironmentFailed) as error:
         raise UsageError(str(error)) from None
 
 

@@ -1,9 +1,10 @@
 """Where prompts and rewards come from."""
 
 import importlib
+import inspect
 import random
 import string
-from typing import Protocol
+from typing import Any, Protocol
 
 from cairn.config.orchestrator import EnvironmentConfig
 from cairn.run.errors import CairnError
@@ -15,7 +16,11 @@ class BadEnvironment(CairnError):
 
 
 class Environment(Protocol):
-    """A fixed set of problems. Problem i is the same in every process and every run."""
+    """A fixed set of problems. Problem i is the same in every process and every run.
+
+    `messages` and `reward` may be coroutines. Both are called from a thread of their own, one call at a time
+    unless `orchestrator.reward_threads` allows more (`cairn.orchestrator.calls`).
+    """
 
     def __len__(self) -> int:
         """Number of problems: the length of an epoch."""
@@ -26,7 +31,7 @@ class Environment(Protocol):
         ...
 
     def reward(self, problem: int, answer: str) -> float:
-        """How good `answer` is, for example from 0 to 1."""
+        """How good `answer` is, for example from 0 to 1; a finite number, also one of numpy or torch."""
         ...
 
 
@@ -79,7 +84,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     """The built-in environment of that name, or `module:Class`, with the configured arguments.
 
     Raises:
-        BadEnvironment: there is none, or it refuses its arguments.
+        BadEnvironment: there is none, it refuses its arguments, or it is no `Environment`.
     """
     if config.name in BUILT_IN:
         make = BUILT_IN[config.name]
@@ -87,14 +92,39 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         module, _, attribute = config.name.partition(":")
         try:
             make = getattr(importlib.import_module(module), attribute)
-        except (ImportError, AttributeError) as error:
-            raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {error}") from None
+        except Exception as error:  # the user's own code
+            what = str(error) if isinstance(error, ImportError | AttributeError) else repr(error)
+            raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {what}") from error
     else:
         known = ", ".join(BUILT_IN)
         raise BadEnvironment(
             f"orchestrator.environment.name = {config.name!r}: not one of {known}, nor module:Class"
         )
     try:
-        return make(**config.args)
-    except (TypeError, ValueError) as error:
-        raise BadEnvironment(f"orchestrator.environment.args = {config.args}: {error}") from None
+        environment = make(**config.args)
+    except Exception as error:
+        what = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+        raise BadEnvironment(f"orchestrator.environment.args = {config.args}: {what}") from error
+    if wrong := _wrong_with(environment):
+        raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {wrong}")
+    return environment
+
+
+def _wrong_with(environment: Any) -> str | None:
+    """What keeps this from being an environment, in words; None if nothing does."""
+    for name, arguments in {"messages": ("problem",), "reward": ("problem", "answer")}.items():
+        wanted = f"{name}({', '.join(arguments)})"
+        method = getattr(environment, name, None)
+        if not callable(method):
+            return f"it has no method {wanted}"
+        try:
+            inspect.signature(method).bind(*arguments)
+        except TypeError as error:
+            return f"its {name} can't be called as {wanted}: {error}"
+        except ValueError:
+            pass  # it has no signature to look at
+    try:
+        problems = len(environment)
+    except Exception as error:
+        return f"len() of it, which is its number of problems, fails: {error!r}"
+    return None if problems else "it has no problems: len() of it is 0"

@@ -36,14 +36,15 @@ CREATE TABLE groups (                   -- prompts on which the training is in n
     tries INTEGER NOT NULL,             -- 1, and 1 more for each time that its answers were dropped
     policy_step INTEGER NOT NULL,       -- of the policy that was served when it was issued
     batch INTEGER,                      -- the optimiser step that it was shipped for
-    prompt_ids TEXT                     -- unknown (NULL) where all that is left is the batch
+    prompt_ids TEXT                     -- [] until it is known; NULL where all that is left is the batch
 );
 CREATE TABLE samples (                  -- their answers
     place INTEGER NOT NULL, sample INTEGER NOT NULL, seed INTEGER NOT NULL,
     token_ids TEXT NOT NULL, logprobs TEXT NOT NULL,
     versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
     finish_reason TEXT,                 -- stop, length; NULL while it is partial
-    text TEXT NOT NULL, reward REAL,
+    text TEXT NOT NULL,                 -- of a whole answer
+    reward REAL,                        -- finite; NULL until the environment has given it
     PRIMARY KEY (place, sample)
 );
 CREATE TABLE batches (
@@ -132,7 +133,7 @@ class Ledger:
     # Prompts and answers
 
     def issue(self, group: Group) -> None:
-        """Write down that a prompt goes to a server."""
+        """Write down that a prompt is about to be answered."""
         tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
         row = (group.place, group.problem, tries.fetchone()[0] + 1, group.policy_step)
         with self._database:
@@ -140,6 +141,12 @@ class Ledger:
                 "INSERT INTO groups (place, problem, tries, policy_step, prompt_ids) VALUES (?, ?, ?, ?, ?)",
                 (*row, json.dumps(group.prompt_ids)),
             )
+
+    def set_prompt(self, group: Group) -> None:
+        """Write down the tokens of a prompt that was issued."""
+        row = (json.dumps(group.prompt_ids), group.place)
+        with self._database:
+            self._database.execute("UPDATE groups SET prompt_ids = ? WHERE place = ?", row)
 
     def record(self, place: int, rollouts: Mapping[int, Rollout]) -> None:
         """Write down how far these answers to the prompt at `place` have come, by their number."""

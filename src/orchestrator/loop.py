@@ -18,6 +18,7 @@ from pathlib import Path
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.inference.client import WeightsGone
+from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.environments import make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, to_ranges
 from cairn.orchestrator.prompts import Prompts
@@ -74,6 +75,7 @@ class Orchestrator:
         self.run_directory = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         self.store = CheckpointStore(self.run_directory.checkpoints)
         self.environment = make_environment(config.environment)
+        self._calls = EnvironmentCalls(self.environment, config)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         self.policy_folder = resume_from / "model" if resume_from else Path(config.model.name)
         self.ledger = Ledger(
@@ -86,9 +88,7 @@ class Orchestrator:
         """Names of the policies that tokens may come from now."""
         self.policy_step: int | None = None
         """Of the policy that the servers have, once they have one."""
-        self.sampler = Sampler(
-            config, self.environment, self.policy_folder, servers, self.ledger, self.versions
-        )
+        self.sampler = Sampler(config, self._calls, self.policy_folder, servers, self.ledger, self.versions)
         self.progress = self._resume(resume_from)
         """After each step whose batch is shipped, from the newest that the trainer has announced on."""
         self.shipped = max(self.progress)
@@ -147,6 +147,7 @@ class Orchestrator:
         Raises:
             DeadlinePassed: the trainer did not answer in time.
             AttemptOver: the trainer was started anew meanwhile.
+            EnvironmentFailed, PromptRefused: a problem can't be asked, or an answer not rewarded.
             Exception: what the servers' client raises where they fail for good.
         """
         following = asyncio.create_task(self._follow_trainer())
@@ -162,6 +163,7 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
             self._disk.shutdown()
+            self._calls.close()
             self.ledger.close()
 
     async def _on_disk(self, write: Callable[..., None], *arguments: object) -> None:

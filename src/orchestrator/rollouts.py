@@ -35,13 +35,18 @@ class Generation(Protocol):
 class PolicyServers(Protocol):
     """What the orchestrator needs of the inference servers, however many there are."""
 
+    @property
+    def max_model_len(self) -> int | None:
+        """Tokens that a prompt and its answer may have together on every server; None if that is unknown."""
+        ...
+
     async def serve(self, folder: str, version: str) -> None:
         """Have the servers load a Hugging Face directory as `version`, now and whenever they come back."""
         ...
 
     async def generate(
         self, prompt_ids: list[int], *, affinity: int, versions: Collection[str], n: int, max_tokens: int,
-        temperature: float, top_p: float, seed: int, stop_token_ids: list[int],
+        temperature: float, seed: int, stop_token_ids: list[int],
     ) -> list[Generation]:  # fmt: skip
         """`n` continuations, all of whose tokens come from one of `versions`; number i draws from `seed + i`.
 
@@ -60,8 +65,9 @@ class Rollout:
     """One answer to a problem, as far as it has come.
 
     token_ids, logprobs: of each token. versions: (policy version, start, end) of the spans that it sampled.
-    finish_reason: "stop" if it ended by itself, "length" at the longest allowed length, None while it is
-    partial. text, reward: once it is whole.
+    finish_reason: "stop" if it ended by itself, "length" at the longest allowed length or at the end of the
+    server's context, None while it is partial. text: once it is whole. reward: a finite number; None until
+    the environment has said it, which may be some time after the answer is whole.
     """
 
     seed: int
@@ -72,21 +78,28 @@ class Rollout:
     text: str = ""
     reward: float | None = None
 
-    def extend(self, generation: Generation, max_tokens: int) -> None:
-        """Add what was sampled after the tokens that are there; whole answers have at most `max_tokens`."""
+    def extend(self, generation: Generation, *, asked: int, longest: int) -> None:
+        """Add what was sampled after the tokens that are there.
+
+        Args:
+            asked: how many tokens the server was asked for; where it stopped at fewer, its context was full.
+            longest: how many tokens a whole answer has at most.
+        """
         before = len(self.token_ids)
         self.token_ids += generation.token_ids
         self.logprobs += generation.logprobs
         self.versions += [(s.version, before + s.start, before + s.end) for s in generation.weight_versions]
-        cut = generation.finish_reason == "length" and len(self.token_ids) < max_tokens
-        self.finish_reason = None if cut else generation.finish_reason
+        piece = generation.finish_reason == "length" and len(generation.token_ids) == asked
+        goes_on = piece and len(self.token_ids) < longest
+        self.finish_reason = None if goes_on else generation.finish_reason
 
 
 @dataclass
 class Group:
     """All rollouts of one problem; `place` is the problem's place in the run's prompt order.
 
-    policy_step: of the policy that was served when the prompt was first given to a server.
+    policy_step: of the policy that was served when the prompt was issued. prompt_ids: empty until the
+    environment has said what its messages are.
     """
 
     place: int

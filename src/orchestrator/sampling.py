@@ -1,17 +1,24 @@
 """From a prompt to its whole, rewarded answers, written down piece by piece."""
 
 import asyncio
-from collections.abc import Collection
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
+import jinja2
 from transformers import AutoTokenizer, GenerationConfig
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import Environment
+from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.ledger import Ledger
-from cairn.orchestrator.rollouts import Generation, Group, PolicyServers, Rollout
+from cairn.orchestrator.rollouts import Group, PolicyServers, Rollout
+from cairn.run.errors import CairnError
 from cairn.run.faults import fault_point
 from cairn.run.seeds import derive, permutation
+
+
+class PromptRefused(CairnError):
+    """This model on these servers can't answer a problem's messages; the message names the problem."""
 
 
 class Sampler:
@@ -25,7 +32,7 @@ class Sampler:
     def __init__(
         self,
         config: OrchestratorConfig,
-        environment: Environment,
+        calls: EnvironmentCalls,
         model: Path,
         servers: PolicyServers,
         ledger: Ledger,
@@ -38,7 +45,7 @@ class Sampler:
             versions: the policy versions that tokens may come from; the owner may change it at any time.
         """
         self.config = config
-        self.environment = environment
+        self.calls = calls
         self.servers = servers
         self.ledger = ledger
         self.versions = versions
@@ -48,16 +55,13 @@ class Sampler:
         self._order: list[int] = []
 
     def begin(self, place: int, policy_step: int) -> Group:
-        """The group of the prompt at `place` in the prompt order, without answers as yet; in the ledger."""
-        epoch, index = divmod(place, len(self.environment))
+        """The group of the prompt at `place` in the prompt order, with nothing in it yet; in the ledger."""
+        problems = len(self.calls.environment)
+        epoch, index = divmod(place, problems)
         if epoch != self._epoch:
-            self._order = permutation(len(self.environment), self.config.seed, "prompt order", epoch)
+            self._order = permutation(problems, self.config.seed, "prompt order", epoch)
             self._epoch = epoch
-        problem = self._order[index]
-        prompt_ids = self.tokenizer.apply_chat_template(
-            self.environment.messages(problem), add_generation_prompt=True, tokenize=True, return_dict=True
-        )["input_ids"]
-        group = Group(place, problem, policy_step, prompt_ids, [])
+        group = Group(place, self._order[index], policy_step, [], [])
         self.ledger.issue(group)
         return group
 
@@ -65,57 +69,100 @@ class Sampler:
         """Sample and reward whatever of the group's answers is not there yet.
 
         Raises:
+            EnvironmentFailed: the environment gave no conversation or no reward.
+            PromptRefused: the conversation is no prompt for this model and these servers.
             Exception: what the servers' client raises where they fail for good.
         """
+        if not group.prompt_ids:
+            group.prompt_ids = self._prompt(group.problem, await self.calls.messages(group.problem))
+            self.ledger.set_prompt(group)
         if not group.rollouts:
             n, seed = self.config.samples_per_prompt, self._seed(group, 0)
-            generations = await self._generate(group, group.prompt_ids, 0, seed, n)
             group.rollouts = [Rollout(seed + i) for i in range(n)]
-            self._add(group, dict(enumerate(generations)))
-        await asyncio.gather(
-            *(self._finish(group, i) for i, rollout in enumerate(group.rollouts) if rollout.reward is None)
-        )
+            await self._sample(group, range(n), seed)
+        whole = [i for i, rollout in enumerate(group.rollouts) if rollout.finish_reason is not None]
+        partial = [i for i in range(len(group.rollouts)) if i not in whole]
+        await asyncio.gather(self._reward(group, whole), *(self._finish(group, i) for i in partial))
         fault_point("orchestrator.finished_group")
         return group
 
     async def _finish(self, group: Group, i: int) -> None:
-        """Ask for the rest of answer `i`, piece by piece."""
+        """Ask for the rest of answer `i`, piece by piece, and have it rewarded."""
         rollout = group.rollouts[i]
-        while rollout.reward is None:
+        while rollout.finish_reason is None:
             done = len(rollout.token_ids)
+            if done >= self._longest(group):  # a server with a smaller context has joined
+                rollout.finish_reason = "length"
+                break
             seed = self._seed(group, done // self.config.sampling.chunk_tokens) + i
-            (piece,) = await self._generate(group, group.prompt_ids + rollout.token_ids, done, seed, 1)
-            self._add(group, {i: piece})
+            await self._sample(group, [i], seed)
+        await self._reward(group, [i])
+
+    async def _reward(self, group: Group, numbers: list[int]) -> None:
+        """Have the environment reward those of these whole answers that are not, and write it down."""
+        rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
+
+        async def reward(rollout: Rollout) -> None:
+            rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+            rollout.reward = await self.calls.reward(group.problem, rollout.text)
+
+        await asyncio.gather(*map(reward, rollouts.values()))
+        if rollouts:
+            self.ledger.record(group.place, rollouts)
+
+    def _prompt(self, problem: int, messages: list[Mapping[str, Any]]) -> list[int]:
+        """The conversation as the model's chat template renders it."""
+        about = f"environment {self.config.environment.name!r}, problem {problem}"
+        try:
+            prompt_ids = self.tokenizer.apply_chat_template(
+                messages, add_generation_prompt=True, tokenize=True, return_dict=True
+            )["input_ids"]
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
+            raise PromptRefused(f"{about}: the chat template does not take its messages: {error}") from error
+        if not prompt_ids:
+            raise PromptRefused(f"{about}: the chat template makes nothing of its messages")
+        return prompt_ids
+
+    def _longest(self, group: Group) -> int:
+        """How many tokens an answer may have: what the servers' context leaves of `sampling.max_tokens`.
+
+        Raises:
+            PromptRefused: it leaves nothing.
+        """
+        limit, prompt = self.servers.max_model_len, len(group.prompt_ids)
+        if limit is None:
+            return self.config.sampling.max_tokens
+        if prompt >= limit:
+            raise PromptRefused(
+                f"environment {self.config.environment.name!r}, problem {group.problem}: its prompt has "
+                f"{prompt} tokens, and the servers take {limit} with at least one of them for the answer; "
+                "raise the servers' --max-model-len (on rl, --inference.max-model-len), or leave it out of "
+                "the environment"
+            )
+        return min(self.config.sampling.max_tokens, limit - prompt)
 
     def _seed(self, group: Group, chunk: int) -> int:
         """Of a piece of the group's first answer; those of the others follow it."""
         return derive(self.config.seed, "sample", group.place, group.policy_step, *([chunk] if chunk else []))
 
-    async def _generate(
-        self, group: Group, token_ids: list[int], done: int, seed: int, n: int
-    ) -> list[Generation]:
-        sampling = self.config.sampling
-        return await self.servers.generate(
-            token_ids,
+    async def _sample(self, group: Group, numbers: Sequence[int], seed: int) -> None:
+        """Have the next piece sampled of these answers, which have come equally far, and write it down."""
+        so_far = group.rollouts[numbers[0]].token_ids
+        longest = self._longest(group)
+        asked = min(self.config.sampling.chunk_tokens, longest - len(so_far))
+        pieces = await self.servers.generate(
+            group.prompt_ids + so_far,
             affinity=group.place,
             versions=self.versions,
-            n=n,
-            max_tokens=min(sampling.chunk_tokens, sampling.max_tokens - done),
-            temperature=sampling.temperature,
-            top_p=sampling.top_p,
+            n=len(numbers),
+            max_tokens=asked,
+            temperature=self.config.sampling.temperature,
             seed=seed,
             stop_token_ids=self.stop_token_ids,
         )
-
-    def _add(self, group: Group, pieces: dict[int, Generation]) -> None:
-        """Add each piece to its answer, reward those that are whole now, and write all down."""
-        for i, piece in pieces.items():
-            rollout = group.rollouts[i]
-            rollout.extend(piece, self.config.sampling.max_tokens)
-            if rollout.finish_reason is not None:
-                rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
-                rollout.reward = self.environment.reward(group.problem, rollout.text)
-        self.ledger.record(group.place, {i: group.rollouts[i] for i in pieces})
+        for i, piece in zip(numbers, pieces, strict=True):
+            group.rollouts[i].extend(piece, asked=asked, longest=longest)
+        self.ledger.record(group.place, {i: group.rollouts[i] for i in numbers})
 
 
 def _stop_tokens(folder: Path, eos_token_id: int | None) -> list[int]:

@@ -83,6 +83,15 @@ class Own:
     def __init__(self, size: int = 3):
         self.size = size
 
+    def __len__(self) -> int:
+        return self.size
+
+    def messages(self, problem: int) -> list[dict[str, str]]:
+        return [{"role": "user", "content": str(problem)}]
+
+    def reward(self, problem: int, answer: str) -> float:
+        return float(len(answer))
+
 
 def test_a_built_in_environment_or_one_of_your_own():
     assert len(make_environment(EnvironmentConfig(args={"problems": 5}))) == 5
@@ -245,14 +254,14 @@ class Piece:
 def test_an_answer_grows_piece_by_piece():
     """It is whole when it ended by itself or is as long as allowed; each token keeps its version."""
     answer = Rollout(seed=3)
-    answer.extend(Piece([1, 2], "length"), max_tokens=6)
+    answer.extend(Piece([1, 2], "length"), asked=2, longest=6)
     assert answer.finish_reason is None
-    answer.extend(Piece([3, 4], "length", "r:b:2"), max_tokens=6)
+    answer.extend(Piece([3, 4], "length", "r:b:2"), asked=2, longest=6)
     assert answer.versions == [("r:b:1", 0, 2), ("r:b:2", 2, 4)]
     assert answer.finish_reason is None
     ended, cut = deepcopy(answer), deepcopy(answer)
-    ended.extend(Piece([5], "stop"), max_tokens=6)
-    cut.extend(Piece([5, 6], "length"), max_tokens=6)
+    ended.extend(Piece([5], "stop"), asked=2, longest=6)
+    cut.extend(Piece([5, 6], "length"), asked=2, longest=6)
     assert (ended.finish_reason, cut.finish_reason) == ("stop", "length")
     assert cut.token_ids == [1, 2, 3, 4, 5, 6]
     assert cut.logprobs == pytest.approx([-0.1, -0.2, -0.3, -0.4, -0.5, -0.6])

@@ -45,6 +45,7 @@ class Servers:
     asked: list[tuple[int, int, int]] = field(default_factory=list)
     """Affinity, seed and tokens given, of each request."""
     stuck: bool = False
+    max_model_len: int | None = None
 
     async def serve(self, folder: str, version: str) -> None:
         assert Path(folder).is_dir()

@@ -38,6 +38,7 @@ class FakeServer:
         self.gate = asyncio.Event()
         self.gate.set()
         self.port = 0
+        self.more_status: dict[str, Any] = {}
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
@@ -90,6 +91,7 @@ class FakeServer:
             "model": "model",
             "paused": False,
             "max_num_seqs": 8,
+            **self.more_status,
             "vllm_version": "0",
         }
 
@@ -145,6 +147,21 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
 
 
 # Routing
+
+
+@in_loop
+async def test_the_smallest_context_of_all_servers_is_known():
+    """Also while a server is gone; one of an earlier version says nothing of it."""
+    async with servers(3) as (pool, fakes):
+        assert pool.max_model_len is None
+        for fake, limit in zip(fakes, (100, 80, None), strict=True):
+            await fake.die()
+            await until(lambda url=fake.url: not pool._members[url].ready)
+            fake.more_status = {} if limit is None else {"max_model_len": limit}
+            await fake.start()
+        await until(lambda: pool.max_model_len == 80)
+        await fakes[1].die()
+        assert pool.max_model_len == 80
 
 
 @in_loop

@@ -1,0 +1,190 @@
+"""From a prompt to rewarded answers, with a server and environments that are played here."""
+
+import asyncio
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import CONFIGS, REPOSITORY
+
+from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from cairn.inference.client import Generation, VersionSpan
+from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
+from cairn.orchestrator.rollouts import Group
+from cairn.orchestrator.sampling import PromptRefused, Sampler
+
+MODEL = REPOSITORY / CONFIGS / "model"
+VERSION = "run:branch_1:0"
+RUN = LedgerRun("run", "branch_1", FORMAT, 0, 3, 1, 2, 0)
+PROMPT = 6  # tokens: <user> and <assistant> around four letters
+
+
+class Hills:
+    """The answers that were to be rewarded; `reward` is a test's."""
+
+    def __init__(self, reward: Callable[[], Any] = lambda: 0.5):
+        self._reward = reward
+        self.answers: list[str] = []
+        self.role = "user"
+
+    def __len__(self) -> int:
+        return 3
+
+    def messages(self, problem: int) -> list[dict[str, str]]:
+        return [{"role": self.role, "content": "hill"}]
+
+    def reward(self, problem: int, answer: str) -> Any:
+        self.answers.append(answer)
+        return self._reward()
+
+
+@dataclass
+class Server:
+    """Answers like vLLM: no longer than its context, where the answer's own end does not come before."""
+
+    context: int
+    answer: int = 1000
+    tells: bool = True
+    asked: list[tuple[int, int]] = field(default_factory=list)
+    """Tokens given and asked for, of each request."""
+
+    @property
+    def max_model_len(self) -> int | None:
+        return self.context if self.tells else None
+
+    async def generate(self, token_ids: list[int], *, n: int, max_tokens: int, **_: Any) -> list[Generation]:
+        self.asked.append((len(token_ids), max_tokens))
+        if len(token_ids) >= self.context or max_tokens < 1:
+            raise ValueError(f"400: The decoder prompt (length {len(token_ids)}) plus ... {max_tokens}")
+        left = self.answer - (len(token_ids) - PROMPT)
+        count = min(max_tokens, left, self.context - len(token_ids))
+        end = "stop" if count == left else "length"
+        return [Generation([30] * count, [-0.5] * count, [VersionSpan(VERSION, 0, count)], end)] * n
+
+
+def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -> Sampler:
+    """One with pieces of 4 tokens and answers of 20, unless told otherwise."""
+    config = OrchestratorConfig(
+        environment=EnvironmentConfig(name="hills:Hills"),
+        samples_per_prompt=2,
+        sampling=SamplingConfig(**{"chunk_tokens": 4, "max_tokens": 20, **sampling}),
+    )
+    calls = EnvironmentCalls(environment, config)
+    return Sampler(config, calls, MODEL, server, Ledger(folder / "ledger.sqlite", RUN, None, 0), {VERSION})
+
+
+def complete(one: Sampler, group: Group | None = None) -> Group:
+    """The prompt at place 0 with its answers, from the beginning or as far as it has come."""
+
+    async def run() -> Group:
+        try:
+            return await one.complete(group or one.begin(0, 0))
+        finally:
+            one.calls.close()
+
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize("context", [7, 9, 10, 11, 14, 25, 26, 27, 100])
+@pytest.mark.parametrize("tells", [True, False])
+def test_an_answer_ends_where_the_servers_context_does(tmp_path: Path, context: int, tells: bool):
+    """It is whole then, cut off, and nobody asks for more of it."""
+    if not tells and context in (10, 14):
+        pytest.skip("a whole piece fills the context: only a server that tells its limit can be known full")
+    server = Server(context, tells=tells)
+    group = complete(sampler(tmp_path, server, Hills()))
+    longest = min(20, context - PROMPT)
+    for rollout in group.rollouts:
+        assert (len(rollout.token_ids), rollout.finish_reason, rollout.reward) == (longest, "length", 0.5)
+        assert rollout.versions[-1][-1] == len(rollout.logprobs) == longest
+    assert max(given for given, _ in server.asked) < PROMPT + longest
+    if tells:
+        assert all(given + asked <= context for given, asked in server.asked)
+
+
+def test_an_answer_that_ends_by_itself_has_the_context_to_itself(tmp_path: Path):
+    """Even if it ends right there."""
+    (first, second) = complete(sampler(tmp_path, Server(PROMPT + 7, answer=7), Hills())).rollouts
+    assert (len(first.token_ids), first.finish_reason) == (7, "stop")
+    assert second.finish_reason == "stop"
+
+
+def test_a_server_with_a_smaller_context_that_joins_ends_answers_that_are_beyond_it(tmp_path: Path):
+    """They are as long as they are."""
+    server = Server(100)
+
+    one = sampler(tmp_path, server, Hills())
+    generate = server.generate
+
+    async def then_shrink(*arguments: Any, **sampling: Any) -> list[Generation]:
+        found = await generate(*arguments, **sampling)
+        server.context = PROMPT + 3
+        return found
+
+    server.generate = then_shrink
+    group = complete(one)
+    assert [(len(r.token_ids), r.finish_reason, r.reward) for r in group.rollouts] == [(4, "length", 0.5)] * 2
+    assert len(server.asked) == 1
+
+
+@pytest.mark.parametrize("context", [1, PROMPT - 1, PROMPT])
+def test_a_prompt_that_is_too_long_is_named(tmp_path: Path, context: int):
+    """With its length, what the servers take, and what to do; they are not asked."""
+    server = Server(context)
+    one = sampler(tmp_path, server, Hills())
+    problem = one.begin(0, 0).problem
+    what = (
+        rf"hills:Hills', problem {problem}: its prompt has {PROMPT} tokens, and the servers take {context} "
+    )
+    with pytest.raises(PromptRefused, match=rf"{what}.*--max-model-len"):
+        complete(one, one.ledger.waiting()[0])
+    assert server.asked == []
+
+
+def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path):
+    one = sampler(tmp_path, Server(100), Hills())
+    one.tokenizer.chat_template = "{{ raise_exception('no system turns, please') }}"
+    with pytest.raises(PromptRefused, match=r"hills:Hills', problem \d: .* no system turns, please"):
+        complete(one)
+    one = sampler(tmp_path / "empty", Server(100), Hills())
+    one.tokenizer.chat_template = "{# nothing #}"
+    with pytest.raises(PromptRefused, match=r"problem \d: the chat template makes nothing of its messages"):
+        complete(one)
+
+
+@pytest.mark.parametrize("returned", [None, "0.5", float("nan")])
+def test_a_reward_that_is_none_ends_it_and_the_answer_waits_for_another(tmp_path: Path, returned: Any):
+    """It is neither asked on nor taken for 0. The ledger has the answer, whole, as not yet rewarded; and who
+    takes over with a mended environment has it rewarded without asking a server.
+    """
+    environment, server = Hills(lambda: returned), Server(100, answer=6)
+    with pytest.raises(
+        EnvironmentFailed, match=r"hills:Hills.*reward of problem \d must be one finite number"
+    ):
+        complete(sampler(tmp_path, server, environment))
+    assert [asked for _, asked in server.asked][:3] == [4, 4, 4]
+    asked = len(server.asked)
+
+    after = sampler(tmp_path, server, Hills())
+    (waiting,) = after.ledger.waiting()
+    assert not waiting.whole
+    assert {(rollout.finish_reason, rollout.reward) for rollout in waiting.rollouts} == {("stop", None)}
+    group = complete(after, waiting)
+    assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]
+    assert len(server.asked) == asked
+    after.ledger.close()
+    assert sampler(tmp_path, server, Hills()).ledger.waiting() == [group]
+
+
+def test_a_prompt_whose_messages_were_not_there_yet_is_asked_for_them_again(tmp_path: Path):
+    """It was issued, so its place is nobody else's."""
+    one = sampler(tmp_path, Server(100), Hills())
+    one.begin(0, 0)
+    after = sampler(tmp_path, Server(100), Hills())
+    (waiting,) = after.ledger.waiting()
+    assert (waiting.prompt_ids, after.ledger.never_issued()) == ([], ([], 1))
+    assert len(complete(after, waiting).prompt_ids) == PROMPT
+    assert after.ledger.waiting() == [waiting]
