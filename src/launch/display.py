@@ -1,19 +1,38 @@
 """What a person sees while a run goes on: a progress bar, or lines where there is no terminal."""
 
 import time
+from collections.abc import Iterable
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.console import Console, RenderableType
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
+from rich.text import Text
 
 from cairn.run.directory import RunDirectory
+from cairn.run.files import read_note
+from cairn.run.heartbeat import Beat
 from cairn.run.history import PREFIX, Account, History
 from cairn.run.metrics import number
 
+ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",))
+"""Whose heartbeats are shown; of a trainer that of rank 0, once it has one, and else its driver's."""
+QUIET_SECONDS = 10.0
+"""After so long without a step the display says what each role is doing."""
+LINE_SECONDS = 10.0
+"""Between two such lines where there is no terminal."""
+
 
 class StepDisplay:
-    """Follows metrics.jsonl and history.jsonl; call `update` now and then."""
+    """Follows metrics.jsonl, history.jsonl and the roles' heartbeats; call `update` now and then."""
 
-    def __init__(self, run: RunDirectory, start_step: int, max_steps: int):
+    def __init__(self, run: RunDirectory, start_step: int, max_steps: int, console: Console | None = None):
+        self.run = run
         self.metrics = run.metrics
         self._history = History(run.history.path)
         self._history.new_rows()  # those of earlier attempts
@@ -21,60 +40,114 @@ class StepDisplay:
         self.step = start_step
         """The newest step that was shown."""
         self.start_step = start_step
-        self.console = Console()
-        self._printed_at = 0.0
+        self.console = console or Console()
+        self._began = time.time()
+        self._moved_at = self._printed_at = self._looked_at = time.monotonic()
         self._unprinted: dict | None = None
-        self._progress = Progress(
+        self._bar = _Bar(
             TextColumn("{task.description}"),
-            BarColumn(),
+            BarColumn(bar_width=20),
             MofNCompleteColumn(),
+            TimeElapsedColumn(),
             TimeRemainingColumn(),
-            TextColumn("{task.fields[values]}"),
+            TextColumn("left"),
             console=self.console,
             disable=not self.console.is_terminal,
         )
-        self._task = self._progress.add_task("starting", total=max_steps, completed=start_step, values="")
+        self._task = self._bar.add_task("starting", total=max_steps, completed=start_step)
 
     def __enter__(self) -> "StepDisplay":
-        self._progress.start()
+        self._bar.start()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.update(final=True)
-        self._progress.stop()
+        self._bar.stop()
 
     def update(self, *, final: bool = False) -> None:
-        """Show the newest step, if there is a new one, and who was started again."""
+        """Show the newest step, or what is being waited for, and which roles were restarted."""
         for event in self._history.new_rows():
             if event["event"] == "restart":
                 self.console.print(
                     f"{event['role']} {event['reason']} and {event['how']}", markup=False, soft_wrap=True
                 )
+        now = time.monotonic()
         rows = [row for row in self.metrics.new_rows() if row["step"] > self.start_step]
         if rows:
             row = self._unprinted = rows[-1]
             self.step = row["step"]
-            self._progress.update(
-                self._task, description="training", completed=row["step"], values=_values(row)
-            )
+            self._moved_at = now
+            self._bar.note = _values(row)
+            self._bar.update(self._task, description="training", completed=row["step"])
+        elif not final:
+            self._show_wait(now)
         row = self._unprinted
-        if row and not self.console.is_terminal and (final or time.monotonic() - self._printed_at > 2):
-            print(f"step {row['step']}/{self.max_steps}  {_values(row)}", flush=True)
-            self._printed_at = time.monotonic()
+        if row and not self.console.is_terminal and (final or now - self._printed_at > 2):
+            self._print(f"step {row['step']}/{self.max_steps}  {_values(row)}", now)
             self._unprinted = None
 
-    def account(self) -> str:
-        """What the run's restarts have cost, in a line."""
+    def _show_wait(self, now: float) -> None:
+        """Say what the roles are doing, while there is no first step or none has come for a while."""
+        quiet = now - self._moved_at
+        if now - self._looked_at < 1 or (self.step > self.start_step and quiet < QUIET_SECONDS):
+            return
+        self._looked_at = now
+        doing = "; ".join(self._doing()) or "roles are being started"
+        if self.step > self.start_step:
+            doing = f"no step for {quiet:.0f} s: {doing}"
+        self._bar.note = doing
+        if not self.console.is_terminal and not self._unprinted and now - self._printed_at > LINE_SECONDS:
+            self._print(doing if self.step > self.start_step else f"starting, {quiet:.0f} s: {doing}", now)
+
+    def _print(self, line: str, now: float) -> None:
+        self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+        self.console.file.flush()
+        self._printed_at = now
+
+    def _doing(self) -> Iterable[str]:
+        """What each role of this attempt says that it is doing, and for how long."""
+        for names in ROLES:
+            for name in names:
+                beat = read_note(self.run.heartbeat(name), Beat)
+                if beat is not None and beat.since >= self._began:
+                    seconds = time.time() - beat.since
+                    lasting = f" ({seconds:.0f} s)" if seconds >= 2 else ""
+                    yield f"{names[-1]}: {beat.doing}{lasting}"
+                    break
+
+    def account(self) -> str | None:
+        """What restarts have cost, in a line; None if there were none.
+
+        A short run spends most of its time starting: its goodput is low although nothing went wrong.
+        """
         rows = self.metrics.rows()
         account = Account(self._history.path, rows[-1] if rows else None).metrics()
         goodput, restarts, recomputed = (
             account[PREFIX + name] for name in ("goodput", "restarts", "recomputed_steps")
         )
-        return f"goodput {goodput:.2f}, {restarts} restarts, {recomputed} steps recomputed"
+        if not restarts and not recomputed:
+            return None
+        return (
+            f"{_count(restarts, 'restart')}, {_count(recomputed, 'step')} recomputed, goodput {goodput:.2f}"
+        )
+
+
+class _Bar(Progress):
+    """The bar, and below it a line of its own that is cut at the terminal's edge."""
+
+    note = ""
+
+    def get_renderables(self) -> Iterable[RenderableType]:
+        yield from super().get_renderables()
+        yield Text(f"  {self.note}", no_wrap=True, overflow="ellipsis")
+
+
+def _count(number: float, what: str) -> str:
+    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
 
 
 def _values(row: dict) -> str:
-    names = {"loss": "loss", "reward/mean": "reward", "lr": "lr"}
+    names = {"reward/mean": "reward", "loss": "loss", "lr": "lr"}
     values = {label: number(row, key) for key, label in names.items()}
     shown = [f"{label} {value:.4g}" for label, value in values.items() if value is not None]
     seconds = number(row, "time/step")

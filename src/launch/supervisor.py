@@ -45,7 +45,8 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
             run.end_roles("stopped", "")
         codes = {role.name: role.process.returncode for role in watched}
     code = _conclude(run, codes["trainer"], display.step, config)
-    print(display.account(), flush=True)
+    if account := display.account():
+        print(account, flush=True)
     return code
 
 

@@ -75,7 +75,8 @@ class _Training:
         closing: contextlib.ExitStack,
     ):
         """Load what `attempt` goes on from; `closing` ends what this starts."""
-        heartbeat.doing(f"loading what step {attempt.start_step} left")
+        step = attempt.start_step
+        heartbeat.doing(f"loading the checkpoint of step {step}" if step else "loading the model")
         self.config, self.attempt, self.group = config, attempt, group
         self.run_directory = run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
