@@ -178,29 +178,43 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """All tensors of `<stem>.safetensors`, or of the files that its index names.
+    """All tensors of `tensor_files(folder, stem)`.
+
+    Raises:
+        FileNotFoundError: there are no such files.
+        Damaged: the index or a header can't be right.
+    """
+    found: dict[str, StoredTensor] = {}
+    for path in tensor_files(folder, stem):
+        for tensor in read_header(path):
+            found[tensor.spec.name] = tensor
+    return found
+
+
+def tensor_files(folder: Path, stem: str) -> list[Path]:
+    """`<stem>.safetensors` if it is there, as in transformers, else the files that its index names.
+
+    Every reader of a model folder asks here, so that all read the same tensors.
 
     Raises:
         FileNotFoundError: there is neither.
-        Damaged: a header can't be right.
+        Damaged: the index can't be right, or a file that it names is missing.
     """
+    single = folder / f"{stem}.safetensors"
+    if single.exists():
+        return [single]
     index = folder / f"{stem}.safetensors.index.json"
-    if index.exists():
-        try:
-            names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-        except (*MALFORMED, OSError) as error:
-            raise Damaged(f"{index}: not an index of safetensors files: {error}") from None
-        if outside := [name for name in names if type(name) is not str or not PLAIN_NAME.fullmatch(name)]:
-            raise Damaged(f"{index}: names a file outside its folder: {outside[0]!r}")
-        if absent := [name for name in names if not (folder / name).is_file()]:
-            raise Damaged(f"{index}: names {absent[0]}, which is not there")
-    else:
-        names = [f"{stem}.safetensors"]
-    found: dict[str, StoredTensor] = {}
-    for name in names:
-        for tensor in read_header(folder / name):
-            found[tensor.spec.name] = tensor
-    return found
+    try:
+        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    except FileNotFoundError:
+        raise FileNotFoundError(f"{folder}: holds neither {single.name} nor {index.name}") from None
+    except (*MALFORMED, OSError) as error:
+        raise Damaged(f"{index}: not an index of safetensors files: {error}") from None
+    if outside := [name for name in names if type(name) is not str or not PLAIN_NAME.fullmatch(name)]:
+        raise Damaged(f"{index}: names a file outside its folder: {outside[0]!r}")
+    if absent := [name for name in names if not (folder / name).is_file()]:
+        raise Damaged(f"{index}: names {absent[0]}, which is not there")
+    return [folder / name for name in names]
 
 
 def read_header(path: Path) -> list[StoredTensor]:

@@ -20,6 +20,8 @@ from httpx_aiohttp import HttpxAiohttpClient
 from cairn.run.errors import CairnError
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
+EPOCH_VARIABLE = "CAIRN_INFERENCE_EPOCH"
+"""What a server that is started is to call itself, so that whoever started it knows it again."""
 BUSY = (409, 429, 503)
 """Status codes of a server that should be asked again later; 409: another update of its weights is open."""
 
@@ -29,14 +31,14 @@ class ServerUnavailable(CairnError):
 
 
 class WeightsRefused(CairnError):
-    """The server refused the pushed weights; it goes on with the ones that it had."""
+    """The server does not take the weights; unless it is unfit for updates it goes on with what it had."""
 
 
 class WeightsGone(CairnError):
     """The trainer that was to send the weights has newer ones; the server goes on with those that it had."""
 
 
-NOT_LOADED = {422: WeightsRefused, 410: WeightsGone}
+NOT_LOADED = {422: WeightsRefused, 410: WeightsGone, 501: WeightsRefused}
 """How a server answers a push that it would answer so again, and what is raised."""
 
 

@@ -4,15 +4,19 @@ Runs inside vLLM's processes only.
 """
 
 import collections
+import contextlib
 import copy
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
 
 import torch
+from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import layerwise_groups
-from vllm.model_executor.layers.attention import MLAAttention
+from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
@@ -24,16 +28,10 @@ from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
+from cairn.checkpoint.layout import tensor_files
+from cairn.inference.log_reason import MODEL_REFUSED
+from cairn.inference.transfer import Unfit
 from cairn.inference.weight_files import WORKERS
-
-
-class Unfit(RuntimeError):
-    """The server can't be given other weights; it may have some of them now."""
-
-    mark = "server unfit for updates: "
-
-    def __init__(self, reason: str):
-        super().__init__(self.mark + reason)
 
 
 class RepackableLoader(DefaultModelLoader):
@@ -49,6 +47,14 @@ class RepackableLoader(DefaultModelLoader):
         load_config.load_format = "auto"
         super().__init__(load_config)
 
+    def _prepare_weights(self, *args: Any, **kwargs: Any) -> tuple[str, list[str], bool, str]:
+        """As in the base class, but with the files that all other readers of a folder take."""
+        folder, files, use_safetensors, index = super()._prepare_weights(*args, **kwargs)
+        if index == SAFE_WEIGHTS_INDEX_NAME and use_safetensors:
+            with contextlib.suppress(FileNotFoundError):
+                files = [str(file) for file in tensor_files(Path(folder), "model")]
+        return folder, files, use_safetensors, index
+
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)
         for module in model.modules():
@@ -60,8 +66,26 @@ class RepackableLoader(DefaultModelLoader):
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
     ) -> torch.nn.Module:
         model = super().load_model(vllm_config, model_config, prefix)
+        check_heads(model)
         pack_linear_weights(model.modules())
         return model
+
+
+def check_heads(model: torch.nn.Module) -> None:
+    """Refuse attention heads that vLLM would only find out about at the first request, and die of.
+
+    Raises:
+        ValueError: the kernels take no heads of this size.
+    """
+    for module in model.modules():
+        if isinstance(module, Attention):
+            backend, size = module.get_attn_backend(), module.head_size
+            if not backend.supports_head_size(size):
+                sizes = ", ".join(map(str, backend.get_supported_head_sizes()))
+                raise ValueError(
+                    f"{MODEL_REFUSED}its attention heads have size {size} (head_dim in config.json), and "
+                    f"vLLM's {backend.get_name()} takes {sizes}"
+                )
 
 
 def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:

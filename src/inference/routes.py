@@ -4,13 +4,12 @@ Runs inside vLLM's API process only.
 """
 
 import asyncio
-import hmac
 import os
 import uuid
 from argparse import Namespace
 
 import vllm
-from fastapi import APIRouter, Depends, FastAPI, HTTPException, Request
+from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 from pydantic import BaseModel, Field
 from starlette.datastructures import State
@@ -19,14 +18,18 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 from vllm.logger import init_logger
 
-from cairn.inference.client import TOKEN_VARIABLE
-from cairn.inference.transfer import Gone, NotThere
+from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
+from cairn.inference.guard import Guard, failure
+from cairn.inference.transfer import Gone, NotThere, Unfit
 from cairn.inference.weight_files import Refused
 
 logger = init_logger("vllm.cairn")
 
 Status = dict[str, str | bool | int | None]
 
+HOW_TO_GET_THE_TOKEN = (
+    f"clients take it from {TOKEN_VARIABLE} or from the file that the server leaves for its own user"
+)
 UNCHANGED = {Refused.mark: 422, Gone.mark: 410, NotThere.mark: 503}
 """What weights that are not to be had are answered with, by what marks the reason."""
 
@@ -36,28 +39,27 @@ class WeightUpdate(BaseModel):
 
     # A directory, as this machine sees it.
     path: str = Field(min_length=1)
-    version: str = Field(min_length=1)
+    version: str = Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")
     # Whether requests in flight keep the keys and values that the old weights made of their tokens.
     keep_cache: bool = False
 
 
 class CairnRoutes:
-    """Endpoint plugin: vLLM's RL routes and `/cairn/update_weights` with the token, `/cairn/status` open."""
+    """Endpoint plugin: vLLM's RL routes, `/cairn/update_weights`, `/cairn/status`, and a guard before all."""
 
     name = "cairn"
     required_tasks = ("generate",)
 
     def __init__(self) -> None:
-        self._token = os.environ[TOKEN_VARIABLE].encode()
-        self._epoch = uuid.uuid4().hex
+        self._token = os.environ[TOKEN_VARIABLE]
+        self._epoch = os.environ.get(EPOCH_VARIABLE) or uuid.uuid4().hex
         self._update = asyncio.Lock()
 
     def attach_router(self, app: FastAPI) -> None:
-        router = APIRouter()
-        router.include_router(rl_router)
-        router.add_api_route("/cairn/update_weights", self.update_weights, methods=["POST"])
-        app.include_router(router, dependencies=[Depends(self.require_token)])
+        app.include_router(rl_router)
+        app.add_api_route("/cairn/update_weights", self.update_weights, methods=["POST"])
         app.add_api_route("/cairn/status", self.status, methods=["GET"])
+        app.add_middleware(Guard, token=self._token, how_to_get_it=HOW_TO_GET_THE_TOKEN)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         assert engine_client is not None  # "generate" is required
@@ -65,17 +67,6 @@ class CairnRoutes:
         self._model = args.model
         self._max_num_seqs = args.max_num_seqs
         self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
-
-    async def require_token(self, request: Request) -> None:
-        """Dependency: 401 unless the request carries `Authorization: Bearer <token>`."""
-        given = request.headers.get("authorization", "").encode()
-        if not hmac.compare_digest(given, b"Bearer " + self._token):
-            raise HTTPException(
-                401,
-                "this route needs the server's token as 'Authorization: Bearer <token>'; clients take it "
-                f"from {TOKEN_VARIABLE} or from the file that the server leaves for its own user",
-                headers={"WWW-Authenticate": "Bearer"},
-            )
 
     async def status(self) -> Status:
         """Version of the weights, and what identifies this start of the server."""
@@ -98,7 +89,7 @@ class CairnRoutes:
         200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
         serve on. 409: somebody else's update is open. 410: the trainer that was to send them has newer ones;
         503: it does not have them yet. 500: the update failed half-way; generation stays paused, since the
-        weights may be a mixture, until an update succeeds.
+        weights may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
         """
         async with self._update:
             was_paused = await self._engine.is_paused()
@@ -134,11 +125,8 @@ class CairnRoutes:
             await self._engine.update_weight_version("unknown")
         if mark:
             return failure(UNCHANGED[mark], str(error).partition(mark)[2])
+        if Unfit.mark in str(error):
+            return failure(501, str(error).partition(Unfit.mark)[2])
         return failure(
             500, f"the update failed half-way, generation is paused; push again or restart: {error}"
         )
-
-
-def failure(code: int, message: str) -> JSONResponse:
-    """An answer in the shape of vLLM's own errors; of raised ones vLLM would hide the paths."""
-    return JSONResponse({"error": {"message": message, "code": code}}, code)

@@ -13,6 +13,7 @@ import socket
 import subprocess
 import sys
 import time
+import uuid
 from pathlib import Path
 from types import FrameType
 from typing import Self
@@ -22,7 +23,8 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
-from cairn.inference.client import TOKEN_VARIABLE, token_file
+from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
+from cairn.inference.log_reason import reason
 from cairn.run import heartbeat
 
 GRACE = 5.0
@@ -39,6 +41,10 @@ class AddressUnusable(RuntimeError):
 
 class ServerFailed(RuntimeError):
     """The server died, or did not become healthy in time; the message ends with the tail of its log."""
+
+
+class ModelUnservable(ServerFailed):
+    """vLLM can't serve this model with these settings, however often it is started."""
 
 
 def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
@@ -128,13 +134,13 @@ class Server:
         self._token_file = token_file(self.url)
         self.log = log or self._token_file.with_suffix(".log")
         self.token = os.environ.get(TOKEN_VARIABLE) or secrets.token_urlsafe(32)
+        self._epoch = ""
         self._process: subprocess.Popen[bytes] | None = None
         # A server that listens on all addresses is asked on loopback.
         local_url = self.url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
         # Made once, since that takes 20 ms; a connection for each call, since servers close idle ones.
         self._http = httpx.Client(
             base_url=local_url,
-            headers={"Authorization": f"Bearer {self.token}"},
             limits=httpx.Limits(max_keepalive_connections=0),
             trust_env=False,
         )
@@ -154,6 +160,7 @@ class Server:
         """
         self._check_address()
         argv, env = command(self.config, self.model)
+        self._epoch = uuid.uuid4().hex
         self._token_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
         with self.log.open("wb") as log:
@@ -162,21 +169,23 @@ class Server:
                 stdin=subprocess.PIPE,  # held open for as long as this process lives
                 stdout=log,
                 stderr=log,
-                env={**os.environ, **env, TOKEN_VARIABLE: self.token},
+                env={**os.environ, **env, TOKEN_VARIABLE: self.token, EPOCH_VARIABLE: self._epoch},
                 start_new_session=True,
             )
         self._publish_token()
 
     def wait_ready(self) -> None:
-        """Wait until the server is healthy.
+        """Wait until this server, and not another one at its address, is healthy.
 
         Raises:
+            AddressUnusable: another server has taken the address meanwhile.
+            ModelUnservable: the model, or a setting, is the reason for its death.
             ServerFailed: it died, or `config.startup_timeout` seconds were not enough.
         """
         end = time.monotonic() + self.config.startup_timeout
-        while not self._healthy():
+        while not self.answers(timeout=2.0):
             if not self.alive:
-                raise ServerFailed(f"the inference server died while starting; {self._log_tail()}")
+                raise self._death()
             if time.monotonic() > end:
                 raise ServerFailed(
                     f"the inference server is not ready after {self.config.startup_timeout:g} s "
@@ -195,12 +204,31 @@ class Server:
         if not self.alive or not self._listening():
             raise ServerFailed(f"the inference server died; {self._log_tail()}")
 
-    def answers(self) -> bool:
-        """Whether it comes on: its engine, not only its front, answers within a few seconds."""
+    def answers(self, timeout: float = ANSWER_SECONDS) -> bool:
+        """Whether it comes on: its engine, not only its front, answers within a few seconds.
+
+        Only the process that `start` has started knows the epoch that it was given.
+        """
         try:
-            return self._call("GET", "/cairn/status", timeout=ANSWER_SECONDS).status_code == 200
-        except httpx.HTTPError:
+            answer = self._call("GET", "/cairn/status", timeout=timeout)
+            return answer.status_code == 200 and answer.json()["epoch"] == self._epoch
+        except (httpx.HTTPError, ValueError, KeyError, TypeError):
             return False
+
+    def _death(self) -> Exception:
+        """What to raise of a server that died before it was ready."""
+        why = reason(self.log.read_text(errors="replace"))
+        if self._listening():  # not ours, which is dead
+            return AddressUnusable(
+                f"another server answers at {self.url}; choose another address with --port or --host"
+            )
+        if why is None:
+            return ServerFailed(f"the inference server died while starting; {self._log_tail()}")
+        if why.is_final:
+            return ModelUnservable(
+                f"vLLM can't serve {self.model} with these settings: {why.text} (the whole log: {self.log})"
+            )
+        return ServerFailed(f"the inference server died while starting: {why.text}; {self._log_tail()}")
 
     def stop(self) -> None:
         """Stop the server with all its processes within about `GRACE` seconds; aborts requests in flight."""
@@ -209,7 +237,8 @@ class Server:
         if self.alive:
             # With requests in flight vLLM may hang on SIGTERM.
             with contextlib.suppress(httpx.HTTPError):
-                self._call("POST", "/pause?mode=abort")
+                headers = {"Authorization": f"Bearer {self.token}"}
+                self._http.post("/pause?mode=abort", headers=headers, timeout=2.0)
             self._process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 self._process.wait(GRACE)
@@ -244,12 +273,6 @@ class Server:
             json.dump({"url": self.url, "token": self.token, "pid": os.getpid()}, file)
         partial.replace(self._token_file)
 
-    def _healthy(self) -> bool:
-        try:
-            return self._call("GET", "/health").status_code == 200
-        except httpx.HTTPError:
-            return False
-
     def _listening(self) -> bool:
         try:
             return self._call("GET", "/health").status_code != 503
@@ -273,7 +296,7 @@ def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
 
     Returns:
         The exit code: 0 stopped as requested; 1 the server died or was not ready in time; 2 the address
-        can't be used.
+        can't be used, or the model can't be served.
     """
     console = Console(stderr=True, soft_wrap=True)
     server = Server(config, model, log)
@@ -313,7 +336,7 @@ def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
     except KeyboardInterrupt:
         print("stopping the inference server", flush=True)
         return 0
-    except AddressUnusable as error:
+    except (AddressUnusable, ModelUnservable) as error:
         console.print(str(error), markup=False)
         return 2
     except ServerFailed as error:

@@ -25,6 +25,7 @@ from typing import Any, ClassVar, Union
 
 import torch
 import torch.distributed as dist
+from pydantic import TypeAdapter
 
 from cairn.checkpoint.tensors import Stored, local_part
 from cairn.run.directory import WEIGHT_SOURCE
@@ -54,6 +55,15 @@ class Unchanged(RuntimeError):
     """
 
     mark: ClassVar[str]
+
+    def __init__(self, reason: str):
+        super().__init__(self.mark + reason)
+
+
+class Unfit(RuntimeError):
+    """The server can't be given other weights; it may have some of them now."""
+
+    mark = "server unfit for updates: "
 
     def __init__(self, reason: str):
         super().__init__(self.mark + reason)
@@ -96,11 +106,13 @@ class Source:
 
 
 def read_source(folder: Path) -> Source | None:
-    """What `folder` says of where its tensors are; None if it has them itself."""
+    """What `folder` says of where its tensors are; None if it has them itself.
+
+    Raises:
+        ValueError: it makes no sense.
+    """
     content = read_json(folder / WEIGHT_SOURCE)
-    if content is None:
-        return None
-    return Source(**{**content, "ranks": [Rank(**rank) for rank in content["ranks"]]})
+    return None if content is None else TypeAdapter(Source).validate_python(content)
 
 
 # The trainer's side

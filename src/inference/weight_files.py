@@ -1,8 +1,8 @@
 """Read and check the tensors of a model directory."""
 
 import contextlib
-import json
 import os
+import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
+from cairn.checkpoint.layout import tensor_files
+from cairn.checkpoint.manifest import Damaged
 from cairn.inference.expected import Layout
 from cairn.inference.transfer import Unchanged
 
@@ -101,23 +103,22 @@ def identities(path: str) -> list[tuple[str, int, int]]:
     return [(name, status.st_ino, status.st_mtime_ns) for name, status in found]
 
 
-def _files(path: str) -> list[Path]:
-    """The safetensors files of a model directory; a single file goes before an index, as in transformers."""
-    directory = Path(path)
-    if not directory.is_dir():
-        raise Refused(f"{path}: not a directory")
-    single, index = directory / "model.safetensors", directory / "model.safetensors.index.json"
-    if single.exists():
-        return [single]
-    if not index.exists():
-        raise Refused(f"{path}: holds neither {single.name} nor {index.name}")
+def check_folder(path: str) -> None:
+    """Raise Refused unless `path` can be a folder, and is one."""
     try:
-        names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
-    except (ValueError, KeyError, TypeError, AttributeError, OSError) as error:
-        raise Refused(f"{index}: not an index of safetensors files: {error!r}") from None
-    if outside := [name for name in names if Path(name).name != name]:
-        raise Refused(f"{index}: names a file outside its directory: {outside[0]}")
-    return [directory / name for name in names]
+        is_folder = stat.S_ISDIR(os.stat(path).st_mode)
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise Refused(f"{path[:300]!r} is no directory: {reason}") from None
+    if not is_folder:
+        raise Refused(f"{path!r} is not a directory")
+
+
+def _files(path: str) -> list[Path]:
+    try:
+        return tensor_files(Path(path), "model")
+    except (Damaged, OSError) as error:
+        raise Refused(str(error)) from None
 
 
 def _and_more(names: list[str]) -> str:

@@ -26,8 +26,8 @@ from vllm.model_executor.model_loader import register_model_loader
 
 from cairn.inference.expected import ExpectedTensors
 from cairn.inference.loading import RepackableLoader, load_weights
-from cairn.inference.transfer import Source, WeightReceiver, read_source
-from cairn.inference.weight_files import Refused, identities, is_finite, read_weights
+from cairn.inference.transfer import Source, Unchanged, WeightReceiver, read_source
+from cairn.inference.weight_files import Refused, check_folder, identities, is_finite, read_weights
 
 logger = init_logger("vllm.cairn")
 
@@ -76,6 +76,7 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
     def update_weights(self, update_info: dict) -> None:
         """As in the base class, whose device synchronisation fails where there is no accelerator."""
         info = self.parse_update_info(update_info)
+        check_folder(info.path)
         files = identities(info.path)
         self.receive_weights(info)
         if self.device.type != "cpu":
@@ -92,14 +93,13 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             RuntimeError: it has not sent all of them.
         """
         started = time.perf_counter()
-        source = read_source(Path(update_info.path))
-        dtype = self.model_config.dtype
-        parts: Iterable[dict[str, torch.Tensor]]
-        if source is None:
-            weights = read_weights(update_info.path, self._expected.layout_of, dtype)
-            parts, items = [weights], sum(tensor.numel() for tensor in weights.values())
-        else:
-            parts, items = self._from_trainer(source), sum(map(math.prod, source.shapes.values()))
+        try:
+            parts, items = self._offered(update_info.path)
+        except Unchanged:
+            raise
+        except Exception as error:  # nothing has been touched, whatever it was
+            logger.exception("cannot read %s", update_info.path)
+            raise Refused(f"{update_info.path}: {error!r}") from None
         checked = time.perf_counter()
         loaded = load_weights(self.model, map(self._in_hub_layout, parts), self.model_config)
         if missed := {name for name, _ in self.model.named_parameters()} - loaded:
@@ -107,10 +107,21 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         logger.info(
             "%s: %.1f MB, checked in %.3f s, loaded in %.3f s",
             update_info.path,
-            items * dtype.itemsize / 1e6,
+            items * self.model_config.dtype.itemsize / 1e6,
             checked - started,
             time.perf_counter() - checked,
         )
+
+    def _offered(self, path: str) -> tuple[Iterable[dict[str, torch.Tensor]], int]:
+        """A folder's tensors, checked, or those that its trainer is about to send; and how many values."""
+        try:
+            source = read_source(Path(path))
+        except (ValueError, OSError, RecursionError) as error:
+            raise Refused(f"{path}: does not say where its tensors are: {error}") from None
+        if source is not None:
+            return self._from_trainer(source), sum(map(math.prod, source.shapes.values()))
+        weights = read_weights(path, self._expected.layout_of, self.model_config.dtype)
+        return [weights], sum(tensor.numel() for tensor in weights.values())
 
     def _from_trainer(self, source: Source) -> Iterator[dict[str, torch.Tensor]]:
         """The trainer's tensors, a layer at a time.
@@ -125,7 +136,8 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
                 f"the trainer has them on {source.device} and this server computes on {self.device.type}: "
                 "set --trainer.weight-transport to files"
             )
-        shapes, tied = self._expected.own.shapes, self._expected.own.tied
+        layout = self._expected.layout_of(source.shapes)
+        shapes, tied = layout.shapes, layout.tied
         for name in shapes.keys() ^ source.shapes.keys():
             if name not in tied:
                 raise Refused(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")

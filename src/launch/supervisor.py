@@ -61,6 +61,7 @@ class _Role:
         self.ended = False
         self._rule = RestartRule(config.max_restarts)
         self._start_at: float | None = None
+        self._replaced = False
         self._standby: subprocess.Popen | None = None
         self._begin(0)
 
@@ -69,7 +70,7 @@ class _Role:
 
         Raises:
             RoleFailed: it reported an error that would only come again, or died too often.
-            UsageError: it refused what the user asked for.
+            UsageError: it refused what the user asked for; a server, at its first start.
             NewestDamaged: see `run_roles`.
         """
         if self._start_at is not None:
@@ -90,7 +91,7 @@ class _Role:
             self._replace(f"hung ({hang})", step)
         elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
-        elif code == EXIT_USAGE and self.name in WORKING:
+        elif code == EXIT_USAGE and (self.name in WORKING or not self._replaced):
             raise UsageError(log_end(self.log).removeprefix("error: "))
         elif self.name == "trainer" and code == EXIT_DAMAGED:
             raise NewestDamaged(log_end(self.log).removeprefix("error: "))
@@ -121,6 +122,7 @@ class _Role:
         how = "is replaced by its standby" if self._standby_lives() else "is started again"
         self.run.history.restart(self.name, step=step, reason=reason, how=how)
         self._start_at = time.monotonic() + wait
+        self._replaced = True
 
     def _begin(self, step: int) -> None:
         """Have a process take the role: the standby, or a new one."""

@@ -1,0 +1,134 @@
+"""What a starting server is known by, and what is said of one that died: without vLLM."""
+
+import http.server
+import json
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import runs
+
+import cairn.inference.server as server_module
+from cairn.config.inference import InferenceConfig
+from cairn.inference.log_reason import MODEL_REFUSED, reason
+from cairn.inference.server import AddressUnusable, ModelUnservable, Server, ServerFailed
+
+PREFIX = "(EngineCore pid=7) ERROR 11-22 16:22:28 [core.py:1] "
+
+
+class Impostor(http.server.BaseHTTPRequestHandler):
+    """Says that it is well, whatever it is asked, and remembers what it was sent."""
+
+    seen: list[str | None] = []
+
+    def do_GET(self) -> None:
+        self.seen.append(self.headers.get("Authorization"))
+        body = json.dumps({"epoch": "made up", "paused": False}).encode()
+        self.send_response(200)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.fixture
+def started(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator:
+    """`started(code)`: a `Server` whose child runs Python code in place of vLLM; and its port."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    servers = []
+
+    def start(code: str, port: int, timeout: float = 60) -> Server:
+        monkeypatch.setattr(server_module, "command", lambda *_: ([sys.executable, "-c", code], {}))
+        config = InferenceConfig(port=port, startup_timeout=timeout)
+        servers.append(Server(config, "some/model", tmp_path / "vllm.log"))
+        servers[-1].start()
+        return servers[-1]
+
+    yield start
+    for server in servers:
+        server.stop()
+
+
+@pytest.mark.parametrize("dies", [True, False])
+def test_somebody_elses_server_is_not_ours(started, dies: bool):
+    """It comes to the port between our look at the address and our server's own."""
+    port = runs.free_port()
+    code = "import time; time.sleep(1); " + ("1 / 0" if dies else "time.sleep(60)")
+    server = started(code, port, timeout=60 if dies else 2)
+    Impostor.seen.clear()
+    with http.server.ThreadingHTTPServer(("127.0.0.1", port), Impostor) as impostor:
+        threading.Thread(target=impostor.serve_forever, daemon=True).start()
+        with pytest.raises(AddressUnusable if dies else ServerFailed) as error:
+            server.wait_ready()
+        impostor.shutdown()
+    assert ("another server answers at" if dies else "is not ready after 2 s") in str(error.value)
+    assert Impostor.seen, "it was asked"
+    assert set(Impostor.seen) == {None}, "and was not told our token"
+
+
+def test_a_model_that_cannot_be_served_is_named_with_its_reason(started):
+    server = started("raise ValueError('Model architectures [A] are not supported')", runs.free_port())
+    with pytest.raises(ModelUnservable, match=r"some/model.*ValueError: Model architectures \[A\]"):
+        server.wait_ready()
+
+
+def test_a_death_for_another_reason_is_no_usage_error(started):
+    server = started("raise MemoryError('no more')", runs.free_port())
+    with pytest.raises(ServerFailed, match=r"MemoryError: no more; the end of") as error:
+        server.wait_ready()
+    assert not isinstance(error.value, ModelUnservable)
+
+
+@pytest.mark.parametrize(
+    ("lines", "text", "is_final"),
+    [
+        (
+            [
+                "Traceback (most recent call last):",
+                f"{PREFIX}RuntimeError: {MODEL_REFUSED}its heads have size 16",
+                "RuntimeError: Engine core initialization failed. See root cause above.",
+            ],
+            f"{MODEL_REFUSED}its heads have size 16",
+            True,
+        ),
+        (
+            [
+                "pydantic_core._pydantic_core.ValidationError: 1 validation error for ModelConfig",
+                "  Value error, max_model_len (9) is greater than 8 [type=value_error, input_value=Args()]",
+                "    For further information visit https://errors.pydantic.dev/2/v/value_error",
+            ],
+            "ValidationError: max_model_len (9) is greater than 8",
+            True,
+        ),
+        (
+            ["api_server.py: error: unrecognized arguments: --nothing"],
+            "unrecognized arguments: --nothing",
+            True,
+        ),
+        (
+            [
+                f"{PREFIX}ValueError: no kernel for float16",
+                f"{PREFIX}RuntimeError: something after it",
+                "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+            ],
+            "ValueError: no kernel for float16",
+            True,
+        ),
+        (
+            ["OSError: [Errno 28] No space left on device"],
+            "OSError: [Errno 28] No space left on device",
+            False,
+        ),
+    ],
+)
+def test_the_reason_is_found_in_the_log(lines: list[str], text: str, is_final: bool):
+    found = reason("\n".join(["INFO starting", "WARNING ValueError: is only mentioned", *lines, "more"]))
+    assert (found.text, found.is_final) == (text, is_final)
+
+
+def test_a_log_without_an_error_has_no_reason():
+    assert reason("INFO starting\nINFO loading\n") is None
