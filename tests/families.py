@@ -220,6 +220,10 @@ FAMILIES = {
 }
 
 
+SERVED: dict[str, str] = {}
+"""What the server's own test found, by family: a word for the last column of docs/models.md's table."""
+
+
 def make_config(family: str) -> PreTrainedConfig:
     """The tiny configuration of a family."""
     about = FAMILIES[family]

@@ -1,5 +1,6 @@
 """A group of one rank in the test's own process."""
 
+import contextlib
 import socket
 from collections.abc import Iterator
 
@@ -8,9 +9,9 @@ import pytest
 from cairn.trainer.group import Group
 
 
-@pytest.fixture(scope="module")
-def one_rank() -> Iterator[Group]:
-    """A group of one rank, in this process."""
+@contextlib.contextmanager
+def joined() -> Iterator[Group]:
+    """The group, while the context lasts."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
     place = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
@@ -20,3 +21,10 @@ def one_rank() -> Iterator[Group]:
         group = Group.join(threads=1, deterministic=False)
         yield group
         group.leave()
+
+
+@pytest.fixture(scope="module")
+def one_rank() -> Iterator[Group]:
+    """The group, for the tests of a module."""
+    with joined() as group:
+        yield group

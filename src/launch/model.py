@@ -11,6 +11,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import load_manifest
 from cairn.config.model import ModelConfig
 from cairn.run.errors import UsageError
+from cairn.run.files import read_json
 
 
 def resolve_model(config: ModelConfig) -> str:
@@ -35,6 +36,7 @@ def resolve_model(config: ModelConfig) -> str:
         raise UsageError(
             f"--model.name {config.name}: no config.json in it, so it is not a Hugging Face model"
         )
+    _refuse_quantized(path / "config.json", config.name)
     if list(path.glob("*.safetensors")):
         return str(path.absolute())
     if config.init_seed is None:
@@ -45,17 +47,34 @@ def resolve_model(config: ModelConfig) -> str:
     return str(_create(path, config.init_seed))
 
 
+def _refuse_quantized(path: Path, name: str) -> None:
+    """Weights in a few bits, as gpt-oss and DeepSeek-V3 are published, have no values of their own to train.
+
+    Raises:
+        UsageError: they are such.
+    """
+    about = (read_json(path, dict) or {}).get("quantization_config")
+    if about:
+        kind = about.get("quant_method", "quantized") if isinstance(about, dict) else "quantized"
+        raise UsageError(
+            f"--model.name {name}: its weights are quantized ({kind}), and Cairn trains bfloat16 or float32; "
+            "transformers converts them: AutoModelForCausalLM.from_pretrained with the method's `dequantize`, "
+            "then save_pretrained into a folder without quantization_config in its config.json"
+        )
+
+
 def _fetch(name: str) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise UsageError(
             f"--model.name {name}: there is no such folder, and it is not a hub name (owner/name)"
         )
     import httpx
-    from huggingface_hub import snapshot_download
+    from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
+        _refuse_quantized(Path(hf_hub_download(name, "config.json")), name)
         return snapshot_download(name, allow_patterns=patterns)
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

@@ -1,5 +1,6 @@
 """Names and parts of tensors in files: the hub's, whatever transformers makes of them in memory."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ from cairn.checkpoint.names import LayoutUnknown, hub_layout, tensors_in_memory
 from cairn.checkpoint.tensors import at_places, read_tensors, write_tensors
 from cairn.config.model import ModelConfig
 from cairn.launch.model import resolve_model
+from cairn.run.errors import UsageError
 
 CONVERTED = ["gpt_neox", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "jamba", "gemma3"]
 """Families whose files hold other names or tensors than transformers has in memory, each in its own way."""
@@ -123,3 +125,13 @@ def test_a_model_from_a_seed_is_as_transformers_would_publish_it(
     model.save_pretrained(tmp_path / "again")
     ours, theirs = (load_file(path / "model.safetensors") for path in (folder, tmp_path / "again"))
     assert_same_bits(ours, theirs)
+
+
+def test_quantized_weights_are_refused_before_anything_is_read(tmp_path: Path):
+    """As the hub's gpt-oss has them; with what to do instead."""
+    folder = make("gpt_oss", tmp_path)
+    about = json.loads((folder / "config.json").read_text())
+    about["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
+    (folder / "config.json").write_text(json.dumps(about))
+    with pytest.raises(UsageError, match=r"its weights are quantized \(mxfp4\).*save_pretrained"):
+        resolve_model(ModelConfig(name=str(folder)))
