@@ -17,6 +17,9 @@ ROOT = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.8"
 """What is fetched where there is no uv, and what makes requirements.lock."""
 
+fetched_uv: Path | None = None
+"""The folder of the uv that was fetched, which the user's shell does not know of."""
+
 
 def show(*command: str) -> None:
     """Print a command as a person would type it."""
@@ -53,7 +56,7 @@ def _wait_counting(process: subprocess.Popen, doing: str) -> int:
 
 
 def setup(*arguments: str) -> None:
-    """Go to the clone, put uv on PATH, install Cairn with all that it needs into .venv; quick if it is there.
+    """Go to the clone, put uv on PATH, install Cairn and its dependencies into .venv; quick if they are there.
 
     With UV_NO_SYNC set, the environment is taken as it is.
     """
@@ -78,8 +81,19 @@ def provide_uv() -> None:
         env = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
         pip = [sys.executable, "-m", "pip", "install", "--upgrade", "--disable-pip-version-check"]
         run(*pip, "--root-user-action=ignore", "--target", str(folder), UV, env=env)
-    os.environ["PATH"] = f"{folder / 'bin'}{os.pathsep}{os.environ['PATH']}"
-    print(f"\n$ export PATH={shlex.quote(str(folder / 'bin'))}:$PATH", flush=True)
+    global fetched_uv
+    fetched_uv = folder / "bin"
+    os.environ["PATH"] = f"{fetched_uv}{os.pathsep}{os.environ['PATH']}"
+
+
+def path_hint() -> str:
+    """What to type so that the shell finds the uv that was fetched; empty if it finds one by itself."""
+    if fetched_uv is None:
+        return ""
+    return (
+        "\nuv is not on your PATH yet. For this shell, and in ~/.bashrc for later ones:\n\n"
+        f"    export PATH={shlex.quote(str(fetched_uv))}:$PATH"
+    )
 
 
 def _usable(uv: str) -> bool:

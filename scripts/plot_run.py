@@ -14,6 +14,7 @@ import matplotlib
 matplotlib.use("Agg")
 from matplotlib import pyplot
 from matplotlib.axes import Axes
+from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
@@ -99,7 +100,16 @@ def draw(axes: Axes, run: Run) -> None:
         axes.set_ylim(bottom=0)
     else:
         axes.set_ylim(top=max(1.0, *values))
-    axes.legend(frameon=False, fontsize=9, loc="upper right" if run.key == "loss" else "lower right")
+
+
+def figure(runs: list[Run]) -> Figure:
+    """A panel for each run, with its legend below, where it covers no curve."""
+    size = (5.2 * len(runs), 3.8)
+    drawn, panels = pyplot.subplots(1, len(runs), figsize=size, squeeze=False, layout="constrained")
+    for axes, run in zip(panels[0], runs, strict=True):
+        draw(axes, run)
+        axes.legend(frameon=False, fontsize=9, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=3)
+    return drawn
 
 
 def main() -> None:
@@ -114,12 +124,9 @@ def main() -> None:
     runs = [Run(path) for path in options.runs]
     Console().print(table(runs, options.seconds))
     if options.png:
-        figure, panels = pyplot.subplots(1, len(runs), figsize=(5.2 * len(runs), 3.6), squeeze=False)
-        for axes, run in zip(panels[0], runs, strict=True):
-            draw(axes, run)
-        figure.tight_layout()
+        drawn = figure(runs)
         options.png.parent.mkdir(parents=True, exist_ok=True)
-        figure.savefig(options.png, dpi=150)
+        drawn.savefig(options.png, dpi=150)
         print(f"plot: {options.png}")
 
 

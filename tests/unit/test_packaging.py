@@ -2,6 +2,7 @@
 
 import ast
 import importlib
+import json
 import os
 import re
 import subprocess
@@ -14,6 +15,12 @@ import pytest
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())
 PLUGINS = [point for group in PROJECT["project"]["entry-points"].values() for point in group.values()]
+
+
+def test_type_checkers_may_read_the_package():
+    """The marker is there, and goes into a wheel."""
+    assert (ROOT / "src" / "py.typed").is_file()
+    assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["cairn"]
 
 
 def test_packages_are_the_folders_of_src():
@@ -102,6 +109,46 @@ class TestScripts:
         bootstrap.mend_vllm_tag()
         assert (info / "WHEEL").read_text() == "Wheel-Version: 1.0\nTag: cp38-abi3-linux_x86_64\n\n"
         assert "cp312-cp312" in cached.read_text()
+
+    @pytest.mark.parametrize("kind", ["cpu", "gpu"])
+    def test_setup_ends_with_what_to_type(self, tmp_path, kind):
+        """The line that puts a fetched uv on PATH comes last; there is none where uv is on PATH already."""
+        uv = tmp_path / "cache" / "cairn" / "uv" / "bin" / "uv"
+        uv.parent.mkdir(parents=True)
+        uv.write_text("#!/bin/sh\n")
+        uv.chmod(0o755)
+        ends = []
+        for path in ("/usr/bin:/bin", f"{uv.parent}:/usr/bin:/bin"):
+            done = subprocess.run(
+                [sys.executable, str(ROOT / "scripts" / "setup"), kind],
+                env={"PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "UV_NO_SYNC": "1"},
+                capture_output=True,
+                text=True,
+            )
+            assert done.returncode == 0, done.stderr
+            assert "Ready." in done.stdout
+            assert "uv run sft @ configs/reverse_text/sft.toml" in done.stdout
+            assert ("export UV_NO_SYNC=1" in done.stdout) == (kind == "gpu")
+            ends.append(done.stdout.splitlines()[-1].strip())
+        assert ends[0] == f"export PATH={uv.parent}:$PATH"
+        assert "PATH" not in ends[1]
+
+    def test_a_plots_legend_covers_no_curve(self, tmp_path, monkeypatch):
+        """It lies below the axes, with one run or two."""
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        plot_run = importlib.import_module("plot_run")
+        (tmp_path / "metrics.jsonl").write_text(
+            "".join(
+                json.dumps({"step": step, "loss": 1 / step, "time/step": 1.0}) + "\n" for step in range(1, 9)
+            )
+        )
+        for count in (1, 2):
+            figure = plot_run.figure([plot_run.Run(tmp_path)] * count)
+            figure.canvas.draw()
+            for axes in figure.axes:
+                legend = axes.get_legend().get_window_extent()
+                assert legend.y1 < axes.get_window_extent().y0
+                assert legend.y0 >= 0
 
     def test_quickstart_refuses_before_it_installs(self, tmp_path):
         """A wrong flag is answered at once, with no uv and no network at hand."""
