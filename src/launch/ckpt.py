@@ -1,29 +1,31 @@
 """`ckpt`: look at checkpoints and look after them, with or without a run around them."""
 
 import argparse
-import datetime
-import json
 import secrets
 import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
-from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
-from rich.table import Table
 
+from cairn.checkpoint.diff import compare
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest, Origin, check_files, load_manifest
 from cairn.checkpoint.retention import pins, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
+from cairn.launch.ckpt_output import (
+    print_audit,
+    print_diff,
+    print_json,
+    print_list,
+    print_manifest,
+    print_prune,
+)
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json, sync, write_atomic
-
-if TYPE_CHECKING:
-    from cairn.launch.audit import Report
 
 
 def run() -> int:
@@ -117,10 +119,6 @@ def _step(path: Path) -> Path:
     return path
 
 
-def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2))
-
-
 # Commands
 
 
@@ -138,22 +136,9 @@ def _list(arguments: argparse.Namespace) -> int:
             for folder in sorted(store.root.glob("abandoned/*/step_*"))
         ]
     if arguments.json:
-        _print_json(rows)
+        print_json(rows)
         return 0
-    table = Table("step", "branch", "age", "size", "metrics", "kept by", "state")
-    for row in rows:
-        if "step" not in row:
-            table.add_row(Path(row["folder"]).name.removeprefix("step_"), *[""] * 5, row["state"])
-            continue
-        metrics = "  ".join(
-            f"{k} {row['metrics'][k]:.4g}" for k in ("loss", "reward/mean") if k in row["metrics"]
-        )
-        kept_by = ", ".join(row["kept_by"])
-        size = f"{row['bytes'] / 1e6:,.1f} MB"
-        table.add_row(
-            str(row["step"]), row["branch"], _age(row["created"]), size, metrics, kept_by, row["state"]
-        )
-    Console().print(table)
+    print_list(rows)
     return 0
 
 
@@ -178,31 +163,12 @@ def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
     }
 
 
-def _age(created: str) -> str:
-    try:
-        seconds = (
-            datetime.datetime.now(datetime.UTC) - datetime.datetime.fromisoformat(created)
-        ).total_seconds()
-    except (ValueError, TypeError):
-        return "?"
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
 def _show(arguments: argparse.Namespace) -> int:
     manifest = load_manifest(_step(arguments.step))
     if arguments.json:
         print(manifest.model_dump_json(indent=2))
         return 0
-    console = Console()
-    for key, value in manifest.model_dump(exclude={"files"}).items():
-        console.print(f"[bold]{key}[/bold]: {value}", highlight=False)
-    table = Table("file", "bytes")
-    for name, entry in manifest.files.items():
-        table.add_row(name, f"{entry.size:,}")
-    console.print(table)
+    print_manifest(manifest)
     return 0
 
 
@@ -228,7 +194,7 @@ def _verify(arguments: argparse.Namespace) -> int:
                 problem = str(error)
             results.append({"folder": str(folder), "ok": problem is None, "problem": problem})
     if arguments.json:
-        _print_json(results)
+        print_json(results)
     else:
         for result in results:
             print(f"{result['folder']}: {'ok' if result['ok'] else 'DAMAGED: ' + result['problem']}")
@@ -237,76 +203,12 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 def _diff(arguments: argparse.Namespace) -> int:
     a, b = _step(arguments.a), _step(arguments.b)
-    one, two = load_manifest(a), load_manifest(b)
-    report = {
-        "a": {"folder": str(a), "step": one.step, "run_id": one.run_id, "branch": one.branch},
-        "b": {"folder": str(b), "step": two.step, "run_id": two.run_id, "branch": two.branch},
-        "config": _changes(_config_of(a), _config_of(b)),
-        "versions": _changes(one.versions, two.versions),
-        "metrics": _changes(one.metrics, two.metrics),
-        **_tensor_changes(a, b),
-    }
+    report = compare(a, b)
     if arguments.json:
-        _print_json(report)
+        print_json(report)
         return 0
-    console = Console()
-    for section in ("config", "versions", "metrics"):
-        table = Table(section, str(a), str(b))
-        for key, (before, after) in report[section].items():
-            table.add_row(key, str(before), str(after))
-        console.print(table if report[section] else f"{section}: the same")
-    for name in ("only_in_a", "only_in_b", "other_shape"):
-        if report[name]:
-            console.print(f"{name}: {', '.join(report[name])}")
-    changed = [row for row in report["tensors"] if row["max_change"]]
-    console.print(f"{len(changed)} of {len(report['tensors'])} tensors differ")
-    table = Table("tensor", "largest change", "relative change")
-    for row in sorted(changed, key=lambda row: -row["relative_change"])[: arguments.top]:
-        table.add_row(row["name"], f"{row['max_change']:.3g}", f"{row['relative_change']:.3g}")
-    if changed:
-        console.print(table)
+    print_diff(report, top=arguments.top)
     return 0
-
-
-def _config_of(folder: Path) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
-
-    def walk(value: Any, key: str) -> None:
-        if isinstance(value, dict):
-            for name, inner in value.items():
-                walk(inner, f"{key}.{name}" if key else name)
-        else:
-            flat[key] = value
-
-    walk((read_json(folder / "trainer" / "state.json") or {}).get("config", {}), "")
-    return flat
-
-
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
-    return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
-
-
-def _tensor_changes(a: Path, b: Path) -> dict[str, Any]:
-    """For each weight in both: the largest change of a value, and the change's norm over the weight's."""
-    from cairn.checkpoint.layout import find_tensors
-    from cairn.checkpoint.tensors import read_tensor
-
-    in_a, in_b = find_tensors(a / "model", "model"), find_tensors(b / "model", "model")
-    rows, other_shape = [], []
-    for name in sorted(in_a.keys() & in_b.keys()):
-        if in_a[name].spec.shape != in_b[name].spec.shape:
-            other_shape.append(name)
-            continue
-        before, after = read_tensor(in_a[name]).double(), read_tensor(in_b[name]).double()
-        change, norm = after - before, before.norm().item()
-        relative = change.norm().item() / norm if norm else change.norm().item()
-        rows.append({"name": name, "max_change": change.abs().max().item(), "relative_change": relative})
-    return {
-        "only_in_a": sorted(in_a.keys() - in_b.keys()),
-        "only_in_b": sorted(in_b.keys() - in_a.keys()),
-        "other_shape": other_shape,
-        "tensors": rows,
-    }
 
 
 def _prune(arguments: argparse.Namespace) -> int:
@@ -351,14 +253,9 @@ def _prune(arguments: argparse.Namespace) -> int:
         "dry_run": arguments.dry_run,
     }
     if arguments.json:
-        _print_json(report)
+        print_json(report)
         return 0
-    for problem in damaged:
-        print(f"damaged, and not counted as newest: {problem}")
-    verb = "would delete" if arguments.dry_run else "deleted"
-    for folder in [*doomed, *debris, *abandoned]:
-        print(f"{verb} {folder}")
-    print(f"{len(report['kept'])} steps kept")
+    print_prune(report)
     return 0
 
 
@@ -378,7 +275,7 @@ def _fork(arguments: argparse.Namespace) -> int:
     write_atomic(folder / FILE_NAME, forked.to_json(), durable=True)
     verify(folder)
     if arguments.json:
-        _print_json({"folder": str(folder), "run_id": forked.run_id, "parent": forked.parent.model_dump()})
+        print_json({"folder": str(folder), "run_id": forked.run_id, "parent": forked.parent.model_dump()})
     else:
         print(f"{folder} is step {forked.step} of the new run {forked.run_id}; go on with")
         print(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
@@ -396,38 +293,7 @@ def _audit(arguments: argparse.Namespace) -> int:
 
     report = audit(arguments.run)
     if arguments.json:
-        _print_json(report.to_json())
+        print_json(report.to_json())
     else:
-        _print_audit(report)
+        print_audit(report)
     return 0 if report.ok else 1
-
-
-def _print_audit(report: "Report") -> None:
-    console = Console()
-    if report.last_step is not None:
-        console.print(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
-    if report.checkpoints:
-        console.print(f"checkpoints: {', '.join(map(str, report.checkpoints))}", highlight=False)
-    what = "records" if report.command == "sft" else "prompts"
-    table = Table("epoch", what, "issued", "trained", "waiting", "dropped tries", "repeated", "missing")
-    for epoch in report.epochs:
-        dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(epoch.dropped.items())) or "0"
-        numbers = (epoch.issued, epoch.trained, epoch.waiting)
-        size = "" if epoch.problems is None else str(epoch.problems)
-        lost = (str(epoch.repeated), str(epoch.missing))
-        table.add_row(str(epoch.epoch), size, *map(str, numbers), dropped, *lost)
-    if report.epochs:
-        console.print(table)
-    if report.staleness is not None:
-        console.print(f"staleness: at most {report.staleness} steps, {report.max_off_policy_steps} allowed")
-    for note in report.notes:
-        console.print(f"note: {note}", markup=False)
-    if report.ok:
-        console.print("no violation")
-        return
-    violations = Table("violation", "what", "rows")
-    for violation in report.violations:
-        rows = "\n".join(json.dumps(row) for row in violation.rows)
-        violations.add_row(violation.kind, escape(violation.what), escape(rows))
-    console.print(violations)
-    console.print(f"{len(report.violations)} violations")
