@@ -4,10 +4,11 @@ import logging
 import shutil
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.store import CheckpointStore, remove_folder, step_of
 from cairn.config.ckpt import CkptConfig
 from cairn.run.files import DamagedFile, read_json, write_json
 
@@ -92,8 +93,9 @@ def pins(store: CheckpointStore) -> set[int]:
 
 def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
     """Pin a step, which keeps it for ever, or take the pin away."""
-    wanted = pins(store) | {step} if pinned else pins(store) - {step}
-    write_json(store.root / PINS, sorted(wanted), durable=True)
+    with store.alone():
+        wanted = pins(store) | {step} if pinned else pins(store) - {step}
+        write_json(store.root / PINS, sorted(wanted), durable=True)
 
 
 def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
@@ -106,7 +108,7 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
     if newest is None:
         return []
     for folder in store.debris():
-        if int(folder.name.removeprefix("step_")) < newest:
+        if step_of(folder) < newest:
             logger.warning("removing %s, a save that was never completed", folder)
             shutil.rmtree(folder, ignore_errors=True)
     if rules.keep_last is None and rules.keep_best is None:
@@ -128,3 +130,53 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
         except OSError as error:
             logger.warning("could not delete checkpoint %d: %s", number, error)
     return deleted
+
+
+def prune(
+    store: CheckpointStore,
+    rules: CkptConfig,
+    pinned: set[int],
+    *,
+    abandoned: bool = False,
+    dry_run: bool = False,
+) -> dict[str, Any]:
+    """Delete what the rules do not keep, all that was never completed, and, if asked, abandoned branches.
+
+    The newest good step always stays, and so does what is newer than the newest step: it may be a save that
+    is under way. Returns what `ckpt prune --json` prints; `failed` says what could not be deleted, and why.
+
+    Args:
+        pinned: the steps that count as pinned.
+    """
+    good, damaged = store.newest_good()
+    kept = reasons_to_keep(read_steps(store), rules, pinned)
+    for step in [step_of(good)] if good else kept:
+        kept[step] = kept.get(step) or ["newest good" if good else "none is good"]
+    newest = store.latest() or 0
+    groups = {
+        "deleted": [store.folder(step) for step, reasons in kept.items() if not reasons],
+        "debris": [folder for folder in store.debris() if step_of(folder) < newest],
+        "abandoned": _branches(store) if abandoned else [],
+    }
+    failed = []
+    for group, folders in groups.items():
+        for folder in [] if dry_run else list(folders):
+            try:
+                store.delete(step_of(folder)) if group == "deleted" else remove_folder(folder)
+            except OSError as error:
+                failed.append(f"{folder}: {error.strerror}")
+                folders.remove(folder)
+    return {
+        **{group: [str(folder) for folder in folders] for group, folders in groups.items()},
+        "kept": {str(step): reasons for step, reasons in kept.items() if reasons},
+        "damaged": damaged,
+        "failed": failed,
+        "dry_run": dry_run,
+    }
+
+
+def _branches(store: CheckpointStore) -> list[Path]:
+    """What runs that went back have left; what a link leads to is somebody else's."""
+    if store.abandoned.is_symlink() or not store.abandoned.is_dir():
+        return []
+    return sorted(path for path in store.abandoned.iterdir() if path.is_dir() and not path.is_symlink())

@@ -2,13 +2,15 @@
 
 A step exists if and only if its manifest.json does. Each role writes its own part into the step's folder and
 then a small part file that lists what it wrote; the committer waits for all parts and writes the manifest
-last. Whatever has no manifest is debris that no reader looks at.
+last. Whatever has no manifest is debris that no reader looks at. A link to a folder is no step.
 """
 
+import contextlib
 import datetime
+import fcntl
 import os
 import shutil
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +25,9 @@ from cairn.checkpoint.manifest import (
     load_manifest,
 )
 from cairn.checkpoint.parts import part_content, read_part
+from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
-from cairn.run.files import check_written, read_note, sync, write_atomic, write_json
+from cairn.run.files import check_written, make_folders, naming, read_note, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
 
 BEGUN = ".begun.json"
@@ -50,17 +53,30 @@ class CheckpointStore:
 
     def exists(self, step: int) -> bool:
         """The one rule: a step exists if and only if its manifest does."""
-        return (self.folder(step) / FILE_NAME).exists()
+        folder = self.folder(step)
+        return (folder / FILE_NAME).exists() and not folder.is_symlink()
+
+    def links(self) -> list[Path]:
+        """Links that are called like steps: they are not read, written or deleted, nor what they lead to."""
+        return sorted(Path(entry) for entry in self._entries() if entry.is_symlink())
 
     def debris(self) -> list[Path]:
         """Folders of saves that were never committed."""
         return [self.folder(step) for step in self._folders() if not self.exists(step)]
 
     def _folders(self) -> list[int]:
-        if not self.root.exists():
+        return sorted(step_of(entry) for entry in self._entries() if entry.is_dir(follow_symlinks=False))
+
+    def _entries(self) -> "list[os.DirEntry[str]]":
+        try:
+            with os.scandir(self.root) as entries:
+                return [entry for entry in entries if STEP_NAME.fullmatch(entry.name)]
+        except FileNotFoundError:
             return []
-        names = (STEP_NAME.fullmatch(name) for name in os.listdir(self.root))
-        return sorted(int(match[1]) for match in names if match)
+        except NotADirectoryError:
+            if not os.path.lexists(self.root):  # but something above it
+                return []
+            raise UsageError(f"{self.root}: is no folder, and checkpoints need one; move it") from None
 
     def latest(self) -> int | None:
         """The newest step that exists; without a look at all the others."""
@@ -94,16 +110,22 @@ class CheckpointStore:
             attempt: if given, `wait_for_begin` of other processes of this attempt returns.
 
         Raises:
-            CheckpointError: the step exists already.
+            CheckpointError: the step exists already, or something else has its name.
         """
         folder = self.folder(step)
-        if self.exists(step):
-            raise CheckpointError(f"{folder} exists already and is never overwritten")
+        self._check_free(folder)
         for name in folders:
             shutil.rmtree(folder / name, ignore_errors=True)
             (folder / name).mkdir(parents=True)
         if attempt is not None:
             write_json(folder / BEGUN, {"attempt": attempt})
+
+    @staticmethod
+    def _check_free(folder: Path) -> None:
+        if folder.is_symlink():
+            raise CheckpointError(f"{folder} is a link, and a step is a folder of its own; move it away")
+        if (folder / FILE_NAME).exists():
+            raise CheckpointError(f"{folder} exists already and is never overwritten")
 
     def wait_for_begin(
         self, step: int, attempt: str, *, timeout: float, on_poll: Callable[[], None] = lambda: None
@@ -185,11 +207,53 @@ class CheckpointStore:
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **about,
         )
-        folder = self.folder(step)
-        self._remove_leftovers(folder, set(checksums))
+        self._publish(manifest, read_back=read_back)
+        return manifest
+
+    def adopt(self, source: Path, manifest: Manifest) -> Path:
+        """Make a step exist whose files lie elsewhere, as copies of them; returns its folder.
+
+        This is what commits without the roles of a run: a fork, an import. Nothing is left of one that fails;
+        one that is killed leaves debris, which the next one removes.
+
+        Args:
+            source: the folder with the files that `manifest` lists.
+
+        Raises:
+            CheckpointError: the step exists already, or something else has its name.
+            Damaged: a copy is not what the manifest says.
+            OSError: naming the file that can't be written.
+        """
+        folder = self.folder(manifest.step)
+        make_folders(self.root)
+        self._check_free(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        try:
+            for name in manifest.files:
+                target = folder / name
+                target.parent.mkdir(parents=True, exist_ok=True)
+                with naming(target):
+                    shutil.copyfile(source / name, target)
+                    sync(target)
+            for path in folder.rglob("*"):
+                if path.is_dir():
+                    sync(path)
+            check_files(folder, manifest)
+        except (OSError, CheckpointError):
+            shutil.rmtree(folder, ignore_errors=True)
+            raise
+        fault_point("commit.before_manifest")
+        self._publish(manifest)
+        return folder
+
+    def _publish(self, manifest: Manifest, *, read_back: bool = False) -> None:
+        """The one way in which a step comes to exist: all its files are durable, now comes the manifest."""
+        folder = self.folder(manifest.step)
+        self._remove_leftovers(folder, set(manifest.files))
         temporary = folder / f".{FILE_NAME}"
-        temporary.write_bytes(manifest.to_json())
-        sync(temporary)
+        with naming(folder / FILE_NAME):
+            temporary.write_bytes(manifest.to_json())
+            sync(temporary)
         if read_back:
             check_written(temporary, manifest.to_json())
         fault_point("commit.manifest_written")
@@ -199,7 +263,6 @@ class CheckpointStore:
         fault_point("commit.done")
         for path in folder.glob(".*"):  # part files, and what a crash left of them: no part of a checkpoint
             path.unlink(missing_ok=True)
-        return manifest
 
     @staticmethod
     def _remove_leftovers(folder: Path, wanted: set[str]) -> None:
@@ -218,13 +281,27 @@ class CheckpointStore:
         return _note_of(attempt, self.part_file(step, part))
 
     def delete(self, step: int) -> None:
-        """Delete a step: first its manifest, with which it ceases to exist, then the rest."""
+        """Delete a step: first its manifest, with which it ceases to exist, then the rest.
+
+        Somebody else may do the same at the same time.
+        """
         fault_point("retention.before_delete")
         folder = self.folder(step)
-        (folder / FILE_NAME).unlink()
-        sync(folder)
+        with contextlib.suppress(FileNotFoundError):
+            (folder / FILE_NAME).unlink()
+            sync(folder)
         fault_point("retention.manifest_deleted")
-        shutil.rmtree(folder)
+        remove_folder(folder)
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Keep other `ckpt` commands that change something out; a run that saves is not kept out."""
+        fd = os.open(self.root, os.O_RDONLY)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX)
+            yield
+        finally:
+            os.close(fd)
 
     def set_aside_after(self, step: int, name: str) -> Path | None:
         """Move the steps after `step` out of every reader's sight, and remove debris from there on.
@@ -245,6 +322,25 @@ class CheckpointStore:
         sync(aside)
         sync(self.root)
         return aside
+
+
+def step_of(folder: "Path | os.DirEntry[str]") -> int:
+    """The step that a folder's name says it is."""
+    return int(folder.name.removeprefix("step_"))
+
+
+def remove_folder(folder: Path) -> None:
+    """Remove a folder with all that is in it, also while somebody else does.
+
+    Raises:
+        OSError: something can't be removed, or `folder` is a link.
+    """
+
+    def unless_gone(_function: object, _path: str, error: "tuple[type, BaseException, object]") -> None:
+        if not isinstance(error[1], FileNotFoundError):
+            raise error[1]
+
+    shutil.rmtree(folder, onerror=unless_gone)
 
 
 def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:

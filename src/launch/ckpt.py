@@ -1,19 +1,18 @@
 """`ckpt`: look at checkpoints and look after them, with or without a run around them."""
 
 import argparse
-import secrets
-import shutil
 import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from cairn.checkpoint.diff import compare
-from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest, Origin, check_files, load_manifest
-from cairn.checkpoint.retention import pins, read_steps, reasons_to_keep, set_pin
+from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
+from cairn.checkpoint.retention import pins, prune, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.launch.ckpt_output import (
@@ -23,9 +22,11 @@ from cairn.launch.ckpt_output import (
     print_list,
     print_manifest,
     print_prune,
+    say,
 )
-from cairn.run.errors import UsageError
-from cairn.run.files import read_json, sync, write_atomic
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.files import read_json
+from cairn.run.logs import printable
 
 
 def run() -> int:
@@ -53,21 +54,19 @@ def run() -> int:
     diff.add_argument(
         "--top", type=int, default=10, help="how many tensors to print (default: 10; --json: all)"
     )
-    prune = add("prune", "delete the steps that no rule keeps, and the debris of broken saves", _prune)
-    prune.add_argument("path", type=Path, help="a run or its checkpoints folder")
-    prune.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    prune.add_argument(
-        "--pin", type=int, nargs="+", default=[], metavar="N", help="keep these steps for ever"
-    )
-    prune.add_argument("--unpin", type=int, nargs="+", default=[], metavar="N", help="take the pin away")
-    prune.add_argument("--abandoned", action="store_true", help="also delete the branches that rewinds left")
+    trim = add("prune", "delete the steps that no rule keeps, and the debris of broken saves", _prune)
+    trim.add_argument("path", type=Path, help="a run or its checkpoints folder")
+    trim.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
+    trim.add_argument("--pin", type=int, nargs="+", default=[], metavar="N", help="keep these steps for ever")
+    trim.add_argument("--unpin", type=int, nargs="+", default=[], metavar="N", help="take the pin away")
+    trim.add_argument("--abandoned", action="store_true", help="also delete the branches that rewinds left")
     for name in ("last", "every", "best"):
-        prune.add_argument(f"--keep-{name}", type=int, metavar="N", help="as in [ckpt]; default: the run's")
-    prune.add_argument("--metric", help="as in [ckpt]; default: the run's")
-    prune.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
-    fork = add("fork", "start another run's folder from a checkpoint", _fork)
-    fork.add_argument("step", type=Path, help="a step_N")
-    fork.add_argument("output_dir", type=Path, help="the new run's folder, which has no checkpoints yet")
+        trim.add_argument(f"--keep-{name}", type=int, metavar="N", help="as in [ckpt]; default: the run's")
+    trim.add_argument("--metric", help="as in [ckpt]; default: the run's")
+    trim.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
+    branch = add("fork", "start another run's folder from a checkpoint", _fork)
+    branch.add_argument("step", type=Path, help="a step_N")
+    branch.add_argument("output_dir", type=Path, help="the new run's folder, which has no checkpoints yet")
     proof = add("audit", "prove what a run was trained on; exit code 1 on a violation", _audit)
     proof.add_argument("run", type=Path, help="a run's folder; the run may be at work")
     arguments = parser.parse_args(sys.argv[1:])
@@ -84,8 +83,9 @@ def _store(path: Path) -> CheckpointStore:
         if store.steps() or store.debris():
             return store
     config = _run_config(path)
-    elsewhere = (config.get("ckpt") or {}).get("dir")
-    if elsewhere and (store := CheckpointStore(elsewhere)).steps():
+    section = config.get("ckpt")
+    elsewhere = section.get("dir") if isinstance(section, dict) else None
+    if isinstance(elsewhere, str) and (store := CheckpointStore(elsewhere)).steps():
         return store
     raise UsageError(f"{path}: there is no checkpoint here")
 
@@ -93,29 +93,51 @@ def _store(path: Path) -> CheckpointStore:
 def _run_config(path: Path) -> dict[str, Any]:
     """config.json of the run that `path` is or lies in, if there is one."""
     for folder in (path, path.absolute().parent):
-        if (folder / "config.json").exists() and (content := read_json(folder / "config.json")):
+        if content := read_json(folder / "config.json", dict):
             return content
     return {}
 
 
 def _rules(path: Path) -> CkptConfig:
-    """The run's retention rules; without a run around the checkpoints, none."""
+    """The run's retention rules; without a run around the checkpoints, none.
+
+    Raises:
+        CheckpointError: they can't be read.
+    """
     fields = _run_config(path).get("ckpt") or {}
-    return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
+    try:
+        return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
+    except (ValueError, TypeError, AttributeError):
+        raise CheckpointError(
+            f"{path}: config.json holds no valid section ckpt, which says what is kept; mend or remove it"
+        ) from None
+
+
+def _rules_and_pins(path: Path, store: CheckpointStore) -> tuple[CkptConfig, set[int]]:
+    """What keeps steps, as far as it can be read: for a list that is all that matters."""
+    rules, pinned = CkptConfig(), set()
+    try:
+        rules = _rules(path)
+        pinned = pins(store)
+    except CairnError as error:
+        say(f"warning: what keeps steps is not known: {error}", file=sys.stderr)
+    return rules, pinned
 
 
 def _step(path: Path) -> Path:
     """The folder of one step.
 
     Raises:
-        CheckpointError: it is none.
-        UsageError: it holds several.
+        UsageError: it is none, or holds several.
     """
     if not (path / FILE_NAME).exists():
         for root in (path / "checkpoints", path):
             if (latest := CheckpointStore(root).latest()) is not None:
                 raise UsageError(f"{path}: give one step, such as {CheckpointStore(root).folder(latest)}")
-        load_manifest(path)  # says what is wrong
+        try:
+            load_manifest(path)  # says what is wrong
+        except CheckpointError as error:
+            raise UsageError(str(error)) from None
     return path
 
 
@@ -128,12 +150,15 @@ def _list(arguments: argparse.Namespace) -> int:
         rows = [_row(path, [])]
     else:
         store = _store(path)
-        kept = reasons_to_keep(read_steps(store), _rules(path), pins(store))
+        kept = reasons_to_keep(read_steps(store), *_rules_and_pins(path, store))
         rows = [_row(store.folder(step), reasons) for step, reasons in kept.items()]
         rows += [{"folder": str(folder), "state": "partial"} for folder in store.debris()]
         rows += [
             {**_row(folder, []), "state": f"abandoned ({folder.parent.name})"}
-            for folder in sorted(store.root.glob("abandoned/*/step_*"))
+            for folder in sorted(store.abandoned.glob("*/step_*"))
+        ]
+        rows += [
+            {"folder": str(link), "state": f"no step: a link to {link.readlink()}"} for link in store.links()
         ]
     if arguments.json:
         print_json(rows)
@@ -166,7 +191,7 @@ def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
 def _show(arguments: argparse.Namespace) -> int:
     manifest = load_manifest(_step(arguments.step))
     if arguments.json:
-        print(manifest.model_dump_json(indent=2))
+        print_json(manifest.model_dump())
         return 0
     print_manifest(manifest)
     return 0
@@ -184,7 +209,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     console = Console(stderr=True)
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         for folder in folders:
-            task = progress.add_task(folder.name, total=None)
+            task = progress.add_task(escape(printable(folder.name)), total=None)
             problem = None
             try:
                 size = sum(entry.size for entry in load_manifest(folder).files.values())
@@ -197,7 +222,7 @@ def _verify(arguments: argparse.Namespace) -> int:
         print_json(results)
     else:
         for result in results:
-            print(f"{result['folder']}: {'ok' if result['ok'] else 'DAMAGED: ' + result['problem']}")
+            say(f"{result['folder']}: {'ok' if result['ok'] else 'DAMAGED: ' + result['problem']}")
     return 0 if all(result["ok"] for result in results) else 1
 
 
@@ -230,62 +255,26 @@ def _prune(arguments: argparse.Namespace) -> int:
         rules = CkptConfig(**{**_rules(arguments.path).model_dump(), **given})
     except ValueError as error:
         raise UsageError(str(error.errors()[0]["msg"])) from None
-    good, damaged = store.newest_good()
     pinned = (pins(store) | set(arguments.pin)) - set(arguments.unpin)
-    kept = reasons_to_keep(read_steps(store), rules, pinned)
-    for step in [int(good.name.removeprefix("step_"))] if good else kept:
-        kept[step] = kept[step] or ["newest good" if good else "none is good"]
-    doomed = [store.folder(step) for step, reasons in kept.items() if not reasons]
-    newest = store.latest() or 0  # what is newer may be a save that is under way just now
-    debris = [folder for folder in store.debris() if int(folder.name.removeprefix("step_")) < newest]
-    abandoned = sorted(store.root.glob("abandoned/*")) if arguments.abandoned else []
-    if not arguments.dry_run:
-        for folder in doomed:
-            store.delete(int(folder.name.removeprefix("step_")))
-        for folder in [*debris, *abandoned]:
-            shutil.rmtree(folder)
-    report = {
-        "deleted": [str(folder) for folder in doomed],
-        "debris": [str(folder) for folder in debris],
-        "abandoned": [str(folder) for folder in abandoned],
-        "kept": {str(step): reasons for step, reasons in kept.items() if reasons},
-        "damaged": damaged,
-        "dry_run": arguments.dry_run,
-    }
+    with store.alone():
+        report = prune(store, rules, pinned, abandoned=arguments.abandoned, dry_run=arguments.dry_run)
     if arguments.json:
         print_json(report)
-        return 0
-    print_prune(report)
-    return 0
+    else:
+        print_prune(report)
+    return 1 if report["failed"] else 0
 
 
 def _fork(arguments: argparse.Namespace) -> int:
-    source = _step(arguments.step)
-    manifest = verify(source)
-    target = CheckpointStore(arguments.output_dir / "checkpoints")
-    if target.steps():
-        raise UsageError(f"{arguments.output_dir}: has checkpoints already; give a new folder")
-    folder = target.folder(manifest.step)
-    shutil.rmtree(folder, ignore_errors=True)
-    shutil.copytree(source, folder, ignore=shutil.ignore_patterns(FILE_NAME))
-    forked = _as_fork(manifest)
-    for path in sorted(folder.rglob("*")):
-        sync(path)
-    sync(folder)
-    write_atomic(folder / FILE_NAME, forked.to_json(), durable=True)
-    verify(folder)
+    from cairn.checkpoint.fork import fork  # imports numpy, which --help has no time for
+
+    folder, forked = fork(_step(arguments.step), arguments.output_dir)
     if arguments.json:
         print_json({"folder": str(folder), "run_id": forked.run_id, "parent": forked.parent.model_dump()})
     else:
-        print(f"{folder} is step {forked.step} of the new run {forked.run_id}; go on with")
-        print(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
+        say(f"{folder} is step {forked.step} of the new run {forked.run_id}; go on with")
+        say(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
     return 0
-
-
-def _as_fork(manifest: Manifest) -> Manifest:
-    parent = Origin(run_id=manifest.run_id, step=manifest.step)
-    new = {"run_id": secrets.token_hex(4), "attempt": 0, "branch": "branch_1", "parent": parent}
-    return manifest.model_copy(update=new)
 
 
 def _audit(arguments: argparse.Namespace) -> int:

@@ -1,18 +1,34 @@
-"""What the `ckpt` commands print."""
+"""What the `ckpt` commands print.
+
+Text from a checkpoint is printed as it is: it is neither markup nor can it steer the terminal.
+"""
 
 import datetime
 import json
+import os
+import sys
+from collections.abc import Iterable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
-from rich.markup import escape
 from rich.table import Table
+from rich.text import Text
 
 from cairn.checkpoint.manifest import Manifest
+from cairn.run.logs import printable
+from cairn.run.metrics import number
 
 if TYPE_CHECKING:
     from cairn.launch.audit import Report
+
+WIDE = 1000
+"""Columns where nobody's terminal has to hold them."""
+
+
+def say(text: str, file: TextIO | None = None) -> None:
+    """Print a line."""
+    print(printable(text), file=file or sys.stdout)
 
 
 def print_json(value: Any) -> None:
@@ -20,22 +36,39 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
+def _print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, header: bool = True) -> None:
+    """Columns side by side; a cell that the terminal is too narrow for goes on in the next line."""
+    table = Table(box=None, pad_edge=False, show_header=header, header_style="bold")
+    for column in columns:
+        table.add_column(Text(printable(column)), overflow="fold")
+    for row in rows:
+        table.add_row(*(Text(printable(cell)) for cell in row))
+    console = Console()
+    if not console.is_terminal and "COLUMNS" not in os.environ:
+        console = Console(width=WIDE)
+    console.print(table)
+
+
 def print_list(rows: list[dict[str, Any]]) -> None:
     """`ckpt list`."""
-    table = Table("step", "branch", "age", "size", "metrics", "kept by", "state")
+    values = {"loss": "loss", "reward": "reward/mean"}
+    shown = [label for label, key in values.items() if any(key in row.get("metrics", {}) for row in rows)]
+    cells, problems = [], []
     for row in rows:
+        name, state = Path(row["folder"]).name, row["state"]
+        if state.startswith("damaged: "):
+            problems.append(f"{name} is {state}")
+            state = "damaged"
         if "step" not in row:
-            table.add_row(Path(row["folder"]).name.removeprefix("step_"), *[""] * 5, row["state"])
+            cells.append([name.removeprefix("step_"), "", "", "", *("" for _ in shown), "", state])
             continue
-        metrics = "  ".join(
-            f"{k} {row['metrics'][k]:.4g}" for k in ("loss", "reward/mean") if k in row["metrics"]
-        )
-        kept_by = ", ".join(row["kept_by"])
-        size = f"{row['bytes'] / 1e6:,.1f} MB"
-        table.add_row(
-            str(row["step"]), row["branch"], _age(row["created"]), size, metrics, kept_by, row["state"]
-        )
-    Console().print(table)
+        metrics = [number(row["metrics"], values[label]) for label in shown]
+        metrics = ["" if value is None else f"{value:.4g}" for value in metrics]
+        size, kept_by = f"{row['bytes'] / 1e6:,.1f} MB", ", ".join(row["kept_by"])
+        cells.append([row["step"], row["branch"], _age(row["created"]), size, *metrics, kept_by, state])
+    _print_table(["step", "branch", "age", "size", *shown, "kept by", "state"], cells)
+    for problem in problems:
+        say(problem)
 
 
 def _age(created: str) -> str:
@@ -53,72 +86,84 @@ def _age(created: str) -> str:
 
 def print_manifest(manifest: Manifest) -> None:
     """`ckpt show`."""
-    console = Console()
-    for key, value in manifest.model_dump(exclude={"files"}).items():
-        console.print(f"[bold]{key}[/bold]: {value}", highlight=False)
-    table = Table("file", "bytes")
-    for name, entry in manifest.files.items():
-        table.add_row(name, f"{entry.size:,}")
-    console.print(table)
+    fields = manifest.model_dump(exclude={"files"})
+    if manifest.parent:
+        fields["parent"] = f"step {manifest.parent.step} of run {manifest.parent.run_id}"
+    _print_table(["", ""], ((key, _value(value)) for key, value in fields.items()), header=False)
+    say("")
+    _print_table(["file", "bytes"], ((name, f"{entry.size:,}") for name, entry in manifest.files.items()))
+
+
+def _value(value: Any) -> str:
+    """A value of a manifest or a configuration as a person writes it."""
+    if isinstance(value, dict):
+        return "\n".join(f"{key}: {_value(inner)}" for key, inner in value.items()) or "none"
+    if isinstance(value, list | tuple):
+        return ", ".join(map(_value, value)) or "none"
+    if value is None:
+        return "none"
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def print_diff(report: dict[str, Any], *, top: int) -> None:
     """`ckpt diff`; `top`: how many tensors."""
-    console = Console()
+    for side in ("a", "b"):
+        about = report[side]
+        say(f"{side}: {about['folder']}, step {about['step']} of run {about['run_id']}, {about['branch']}")
     for section in ("config", "versions", "metrics"):
-        table = Table(section, report["a"]["folder"], report["b"]["folder"])
-        for key, (before, after) in report[section].items():
-            table.add_row(key, str(before), str(after))
-        console.print(table if report[section] else f"{section}: the same")
+        say("")
+        if report[section]:
+            rows = ((key, _value(a), _value(b)) for key, (a, b) in report[section].items())
+            _print_table([section, "a", "b"], rows)
+        else:
+            say(f"{section}: the same")
+    say("")
     for name in ("only_in_a", "only_in_b", "other_shape"):
         if report[name]:
-            console.print(f"{name}: {', '.join(report[name])}")
+            say(f"{name}: {', '.join(report[name])}")
     changed = [row for row in report["tensors"] if row["max_change"]]
-    console.print(f"{len(changed)} of {len(report['tensors'])} tensors differ")
-    table = Table("tensor", "largest change", "relative change")
-    for row in sorted(changed, key=lambda row: -row["relative_change"])[:top]:
-        table.add_row(row["name"], f"{row['max_change']:.3g}", f"{row['relative_change']:.3g}")
+    say(f"{len(changed)} of {len(report['tensors'])} tensors differ")
+    changed = sorted(changed, key=lambda row: -row["relative_change"])[:top]
     if changed:
-        console.print(table)
+        rows = ((row["name"], f"{row['max_change']:.3g}", f"{row['relative_change']:.3g}") for row in changed)
+        _print_table(["tensor", "largest change", "relative change"], rows)
 
 
 def print_prune(report: dict[str, Any]) -> None:
     """`ckpt prune`."""
     for problem in report["damaged"]:
-        print(f"damaged, and not counted as newest: {problem}")
+        say(f"damaged, and not counted as newest: {problem}")
     verb = "would delete" if report["dry_run"] else "deleted"
     for folder in [*report["deleted"], *report["debris"], *report["abandoned"]]:
-        print(f"{verb} {folder}")
-    print(f"{len(report['kept'])} steps kept")
+        say(f"{verb} {folder}")
+    for failure in report["failed"]:
+        say(f"could not delete {failure}")
+    say(f"{len(report['kept'])} steps kept")
 
 
 def print_audit(report: "Report") -> None:
     """`ckpt audit`."""
-    console = Console()
     if report.last_step is not None:
-        console.print(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
+        say(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
     if report.checkpoints:
-        console.print(f"checkpoints: {', '.join(map(str, report.checkpoints))}", highlight=False)
+        say(f"checkpoints: {', '.join(map(str, report.checkpoints))}")
     what = "records" if report.command == "sft" else "prompts"
-    table = Table("epoch", what, "issued", "trained", "waiting", "dropped tries", "repeated", "missing")
+    rows = []
     for epoch in report.epochs:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(epoch.dropped.items())) or "0"
-        numbers = (epoch.issued, epoch.trained, epoch.waiting)
-        size = "" if epoch.problems is None else str(epoch.problems)
-        lost = (str(epoch.repeated), str(epoch.missing))
-        table.add_row(str(epoch.epoch), size, *map(str, numbers), dropped, *lost)
-    if report.epochs:
-        console.print(table)
+        size = "" if epoch.problems is None else epoch.problems
+        numbers = (epoch.issued, epoch.trained, epoch.waiting, dropped, epoch.repeated, epoch.missing)
+        rows.append((epoch.epoch, size, *numbers))
+    if rows:
+        columns = ["epoch", what, "issued", "trained", "waiting", "dropped tries", "repeated", "missing"]
+        _print_table(columns, rows)
     if report.staleness is not None:
-        console.print(f"staleness: at most {report.staleness} steps, {report.max_off_policy_steps} allowed")
+        say(f"staleness: at most {report.staleness} steps, {report.max_off_policy_steps} allowed")
     for note in report.notes:
-        console.print(f"note: {note}", markup=False)
+        say(f"note: {note}")
     if report.ok:
-        console.print("no violation")
+        say("no violation")
         return
-    violations = Table("violation", "what", "rows")
-    for violation in report.violations:
-        rows = "\n".join(json.dumps(row) for row in violation.rows)
-        violations.add_row(violation.kind, escape(violation.what), escape(rows))
-    console.print(violations)
-    console.print(f"{len(report.violations)} violations")
+    found = ((v.kind, v.what, "\n".join(json.dumps(row) for row in v.rows)) for v in report.violations)
+    _print_table(["violation", "what", "rows"], found)
+    say(f"{len(report.violations)} violations")

@@ -6,6 +6,7 @@ it again to go on. 1: anything else.
 Heavy modules are imported after the command line has been read, so that --help answers at once.
 """
 
+import errno
 import os
 import signal
 import sys
@@ -14,6 +15,7 @@ from collections.abc import Callable
 from cairn import __version__
 from cairn.config.cli import load, require
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.logs import printable
 
 EXIT_USAGE = 2
 EXIT_STOPPED = 75
@@ -119,8 +121,13 @@ def answer(run: Callable[[], int]) -> int:
         return _complain("interrupted", 1)
     except CairnError as error:
         return _complain(str(error), 1)
+    except OSError as error:  # a full disk, a read-only one, a folder that is gone
+        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        where = "standard output" if error.filename is None else error.filename
+        return _complain(f"{where}: {error.strerror}", 1)
 
 
 def _complain(message: str, code: int) -> int:
-    print(f"error: {message}", file=sys.stderr)
+    print(f"error: {printable(message)}", file=sys.stderr)
     return code

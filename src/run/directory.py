@@ -208,8 +208,14 @@ class RunDirectory:
     def set_role(self, role: str, state: str, pid: int | None = None, host: str | None = None) -> None:
         """Record in roles.json that `role` is now in `state`: running, waiting, done, stopped or failed.
 
-        `pid` and `host` are this process's own unless given.
+        `pid` and `host` are this process's own unless given. A run goes on if it can't be written.
         """
+        try:
+            self._set_role(role, state, pid or os.getpid(), host or socket.gethostname())
+        except OSError as error:
+            logger.warning("%s does not say that %s is %s: %s", self.roles, role, state, error.strerror)
+
+    def _set_role(self, role: str, state: str, pid: int, host: str) -> None:
         folder = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(folder, fcntl.LOCK_EX)  # roles that were started one by one write it themselves
@@ -219,9 +225,7 @@ class RunDirectory:
                 logger.warning("%s is damaged, so it does not say that %s is %s", self.roles, role, state)
                 return
             roles = dict(content.roles) if content else {}
-            roles[role] = RoleEntry(
-                role, pid or os.getpid(), host or socket.gethostname(), attempt.number, state
-            )
+            roles[role] = RoleEntry(role, pid, host, attempt.number, state)
             entries = {name: asdict(entry) for name, entry in roles.items()}
             write_json(self.roles, {**asdict(attempt), "roles": entries}, durable=True)
         finally:

@@ -27,8 +27,7 @@ def naming(path: Path) -> Iterator[None]:
     try:
         yield
     except OSError as error:
-        error.filename, error.filename2 = str(path), None
-        raise
+        raise OSError(error.errno, error.strerror, str(path)) from None
 
 
 def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
@@ -69,7 +68,7 @@ def read_json(path: Path, shape: type[T] = object) -> T | None:
     """
     try:
         content = path.read_bytes()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except OSError as error:
         raise DamagedFile(f"{path}: can't be read: {error.strerror}") from None
@@ -127,6 +126,14 @@ def free_name(path: Path) -> Path:
     while os.path.lexists(aside := path.with_name(f"{path.name}.damaged-{number}")):
         number += 1
     return aside
+
+
+def make_folders(path: Path) -> None:
+    """Make a folder, and those above it that are missing, durable."""
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    path.mkdir(parents=True, exist_ok=True)
+    for folder in missing:
+        sync(folder.parent)
 
 
 def sync(path: Path) -> None:

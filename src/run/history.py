@@ -1,11 +1,14 @@
 """`history.jsonl`: what befell a run, over all its attempts; and what that cost."""
 
+import logging
 import time
 from pathlib import Path
 from typing import Any
 
 from cairn.run.jsonlines import JsonLines
 from cairn.run.metrics import number
+
+logger = logging.getLogger(__name__)
 
 FIELDS: dict[str, dict[str, type]] = {
     "attempt": {"time": float, "number": int, "idle": float},
@@ -46,12 +49,19 @@ class History(JsonLines):
     def restart(self, role: str, *, step: int, reason: str, how: str) -> None:
         """`role` is started again."""
         event = {"time": time.time(), "event": "restart", "role": role, "step": step}
-        self.append({**event, "reason": reason, "how": how})
+        self._note({**event, "reason": reason, "how": how})
 
     def recompute(self, steps: int) -> None:
         """Finished steps are done again."""
         if steps:
-            self.append({"time": time.time(), "event": "recompute", "steps": steps})
+            self._note({"time": time.time(), "event": "recompute", "steps": steps})
+
+    def _note(self, event: dict[str, Any]) -> None:
+        """Add an event; a run that goes on at a full disk does so without it."""
+        try:
+            self.append(event)
+        except OSError as error:
+            logger.warning("%s lacks that %s: %s", self.path, event, error.strerror)
 
 
 class Account:

@@ -20,4 +20,7 @@ class MetricsLog(JsonLines):
 def number(row: dict[str, Any], key: str) -> float | None:
     """A row's value, if it is a number."""
     value = row.get(key)
-    return value if isinstance(value, int | float) else None
+    try:
+        return float(value) if type(value) in (int, float) else None
+    except OverflowError:
+        return None

@@ -377,7 +377,7 @@ def test_roles_read_the_attempt_that_the_launcher_began(run: RunDirectory):
 
 def _set_role(path: Path, role: str) -> None:
     run = RunDirectory(path)
-    for i in range(100):
+    for i in range(30):
         run.set_role(role, f"state {i}")
         assert read_json(run.roles)["roles"][role]["state"] == f"state {i}"
 
@@ -393,7 +393,7 @@ def test_roles_do_not_overwrite_each_other(run: RunDirectory):
         process.join()
         assert process.exitcode == 0
     roles = read_json(run.roles)["roles"]
-    assert {name: roles[name]["state"] for name in names} == dict.fromkeys(names, "state 99")
+    assert {name: roles[name]["state"] for name in names} == dict.fromkeys(names, "state 29")
     assert {role["pid"] for role in roles.values()} == {process.pid for process in processes}
     assert {role["attempt"] for role in roles.values()} == {2}
 

@@ -1,0 +1,37 @@
+"""Starting another run's folder from a checkpoint of this one."""
+
+import secrets
+from pathlib import Path
+
+from cairn.checkpoint.manifest import Manifest, Origin
+from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.files import make_folders
+
+
+def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
+    """Copy a step into `output_dir`, as the first of a new run; returns the copy's folder and manifest.
+
+    Raises:
+        UsageError: `output_dir` is of another run, in the step itself, or no folder.
+        CheckpointError: the step is damaged.
+        OSError: naming the file that can't be written.
+    """
+    manifest = verify(step)
+    run, source = RunDirectory(output_dir), step.resolve()
+    if source in (target := output_dir.resolve(), *target.parents):
+        raise UsageError(f"{output_dir}: lies in the checkpoint itself; give a new folder")
+    if any(path.exists() and not path.is_dir() for path in (run.checkpoints, run.path, *run.path.parents)):
+        raise UsageError(f"{output_dir}: is no folder, and none can be made there; give another one")
+    if run.roles.exists():
+        raise UsageError(f"{output_dir}: a run has begun here; give a new folder")
+    store = CheckpointStore(run.checkpoints)
+    parent = Origin(run_id=manifest.run_id, step=manifest.step)
+    new = {"run_id": secrets.token_hex(4), "attempt": 0, "branch": "branch_1", "parent": parent}
+    forked = manifest.model_copy(update=new)
+    make_folders(store.root)
+    with store.alone():
+        if store.steps():
+            raise UsageError(f"{output_dir}: has checkpoints already; give a new folder")
+        return store.adopt(step, forked), forked
