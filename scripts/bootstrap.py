@@ -56,7 +56,7 @@ def _wait_counting(process: subprocess.Popen, doing: str) -> int:
 
 
 def setup(*arguments: str) -> None:
-    """Go to the clone, put uv on PATH, install Cairn and its dependencies into .venv; quick if they are there.
+    """Go to the clone, put uv on PATH, install Cairn into .venv; quick if it is there already.
 
     With UV_NO_SYNC set, the environment is taken as it is.
     """
