@@ -58,8 +58,8 @@ def _refuse_quantized(path: Path, name: str) -> None:
         kind = about.get("quant_method", "quantized") if isinstance(about, dict) else "quantized"
         raise UsageError(
             f"--model.name {name}: its weights are quantized ({kind}), and Cairn trains bfloat16 or float32; "
-            "transformers converts them: AutoModelForCausalLM.from_pretrained with the method's `dequantize`, "
-            "then save_pretrained into a folder without quantization_config in its config.json"
+            "transformers converts them: AutoModelForCausalLM.from_pretrained with the method's "
+            "`dequantize`, then save_pretrained into a folder without quantization_config in its config.json"
         )
 
 

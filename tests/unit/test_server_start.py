@@ -113,7 +113,8 @@ def test_a_death_for_another_reason_is_no_usage_error(started):
             [
                 f"{PREFIX}ValueError: no kernel for float16",
                 f"{PREFIX}RuntimeError: something after it",
-                "RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {}",
+                "RuntimeError: Engine core initialization failed. See root cause above. "
+                "Failed core proc(s): {}",
             ],
             "ValueError: no kernel for float16",
             True,
