@@ -5,10 +5,11 @@ usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--folder DIR] 
 
 COMMAND is `sft ...` or `rl ...` with flags of your own; it needs --ckpt.interval and should end in a minute
 or so. Without one, short runs of configs/reverse_text take turns. Each is disturbed one to three times:
-SIGKILL of any process at any time or at a named fault point, SIGSTOP, SIGTERM, a full disk, a power cut, a
-damaged checkpoint, a server that is slow, silent, failing, or has other weights. It then has to be as if
-nothing had happened: docs/recovery.md says what is checked. Run I of seed S meets the same disasters every
-time: --first I --runs 1.
+SIGKILL of any process at any time or at a named fault point, SIGSTOP, stop signals to one process, to the
+group or to all, a disk that is full or read-only, a power cut, a damaged checkpoint, a torn file, a server
+that is slow, silent, failing, has other weights, or is used by two runs. It then has to be as if nothing had
+happened: docs/recovery.md says what is checked. Run I of seed S meets the same disasters every time (except
+that only root can fill a disk): --first I --runs 1.
 
 Prints each run, and at the end violations and goodput (the undisturbed run's time from its first step to its
 last, over the disturbed one's). Exit code 1 if there is a violation; the folders of such runs are kept.
@@ -16,6 +17,7 @@ last, over the disturbed one's). Exit code 1 if there is a violation; the folder
 
 import argparse
 import contextlib
+import functools
 import json
 import os
 import queue
@@ -33,6 +35,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from chaos_disasters import mount_small_disk, unmount
 from chaos_plan import Setting, draw
 from chaos_proxy import Proxy
 from chaos_run import ChaosRun, Result, Server, Task, remove, scratch
@@ -47,8 +50,9 @@ SFT = ["sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--data.batch-size", "192"]
 RL = ["rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml", *SHORT]
 RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
 NETWORK = ["--trainer.weight-transport", "network"]
-TURNS = ("sft", "rl", "network", "sft", "rl", "alone")
-"""Which of these runs take turns where no command is given; alone: with a server of its own."""
+PAIR = [*SFT, "--workers", "2"]
+TURNS = ("sft", "rl", "network", "pair", "rl", "alone")
+"""Which of these take turns where no command is given. pair: two ranks; alone: with a server of its own."""
 
 
 @dataclass
@@ -69,8 +73,8 @@ class Bench:
         return self.tasks[kind]
 
     def _make(self, kind: str) -> Task:
-        if kind == "sft":
-            return make_task(SFT)
+        if kind in ("sft", "pair"):
+            return make_task(SFT if kind == "sft" else PAIR)
         if kind == "alone":
             return make_task([*RL_ALONE, "--inference.port", str(free_port())])
         if kind == "given":
@@ -106,7 +110,9 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
     if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
         sys.exit(usage("the command must save all state, in its own folder: no --ckpt.dir, no weights only"))
     rl = command[0] == "rl"
-    task = Task(command, Setting(config["max_steps"], interval, rl), token, server=server)
+    ranks = (config["trainer"] if rl else config)["workers"]
+    setting = Setting(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
+    task = Task(command, setting, token, server=server)
     if not rl:
         return task
     orchestrator = config["orchestrator"]
@@ -136,6 +142,17 @@ def dry_run(command: list[str]) -> dict[str, Any]:
     if done.returncode:
         sys.exit(usage(f"{shlex.join(command)}: {done.stderr.strip()}"))
     return json.loads(done.stdout)
+
+
+@functools.cache
+def may_mount() -> bool:
+    """Whether runs can be given disks that are soon full."""
+    folder = scratch("chaos_disk_")
+    try:
+        return mount_small_disk(folder)
+    finally:
+        unmount(folder)
+        folder.rmdir()
 
 
 def usage(message: str) -> int:

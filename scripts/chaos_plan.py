@@ -5,20 +5,36 @@ from dataclasses import dataclass
 
 from cairn.run.faults import POINTS
 
-KILLS = ("launcher", "trainer", "worker", "writer")
 DISK = ("ENOSPC", "EIO")
 PAUSE_SECONDS = (0.3, 2.5)
 MOOD_SECONDS = (0.5, 4.0)
+DISK_SECONDS = (0.5, 6.0)
+SIGNALS = ("TERM", "TERM", "INT", "HUP")
+SMALL_FILES = {
+    "metrics": "metrics.jsonl",
+    "history": "history.jsonl",
+    "roles": "roles.json",
+    "config": "config.json",
+    "heartbeats": "heartbeats/*.json",
+    "stop": "stop.json",
+    "versions": "weights/v*.json",
+    "batches": "batches/*.safetensors",
+    "ledger": "ledger.sqlite*",
+}
+"""Files of a run that a power cut may tear, by what plans call them; those of RL last."""
+OF_RL = ("versions", "batches", "ledger")
 
 
 @dataclass(frozen=True)
 class Disaster:
     """One accident.
 
-    kind: kill, pause, fault, stop (SIGTERM), power_cut (all processes at once), corrupt (a power cut that
-    damages the newest checkpoint), rot (a worker's death that does), wrong_weights, or a mood of the proxy.
-    `target`: the role, or the fault, which strikes when its point is reached. Others strike `after` seconds
-    after `step` stands in metrics.jsonl; without a step, after the one before.
+    kind: kill, pause, fault, stop (`signal` to a role, the launcher's group or everyone), power_cut (all
+    processes at once), corrupt (a power cut that damages the newest checkpoint), torn (one that damages a
+    small file), rot (a worker's death that damages the newest checkpoint), full (disk), read_only (folder),
+    wrong_weights, rival (another run on the same server), or a mood of the proxy. `target`: the role, the
+    file, or the fault, which strikes when its point is reached. Others strike `after` seconds after `step`
+    stands in metrics.jsonl; without a step, after the one before.
     """
 
     kind: str
@@ -26,13 +42,15 @@ class Disaster:
     step: int | None = None
     after: float = 0.0
     seconds: float = 0.0
+    signal: str = ""
 
     def __str__(self) -> str:
         if self.kind == "fault":
             return f"fault {self.target}"
         when = "after the one before" if self.step is None else f"after step {self.step}"
         lasting = f" for {self.seconds:.2f} s" if self.seconds else ""
-        return f"{self.kind} {self.target}".strip() + f"{lasting}, {self.after:.2f} s {when}"
+        what = " ".join(filter(None, (self.kind, self.signal and f"SIG{self.signal}", self.target)))
+        return f"{what}{lasting}, {self.after:.2f} s {when}"
 
 
 @dataclass(frozen=True)
@@ -48,6 +66,10 @@ class Setting:
     """A proxy is between the run and its server."""
     server: str | None = None
     """How its server may be killed: as `server` (of the harness), as `inference` (of the run), or not."""
+    ranks: int = 1
+    """Ranks of the trainer."""
+    own_disk: bool = False
+    """The run's folder may lie on a small file system of its own, which can be filled."""
 
 
 def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
@@ -63,25 +85,39 @@ def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
 
 
 def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
-    kinds = ["kill"] * 4 + ["fault"] * 4 + ["pause", "stop", "power_cut", "corrupt", "rot"]
+    kinds = (
+        ["kill"] * 4
+        + ["fault"] * 4
+        + ["pause", "stop", "stop", "power_cut", "corrupt", "torn", "torn", "rot"]
+    )
+    kinds += ["read_only", *(["full"] if setting.own_disk else [])]
     if setting.rl:
         kinds += ["kill", "fault"]
     if setting.proxied:
-        kinds += ["slow", "errors", "drops", "silent", "wrong_weights"]
+        kinds += ["slow", "errors", "drops", "silent", "wrong_weights", "rival"]
     kind = chance.choice(kinds)
+    trainers = ["trainer", "worker", *(["worker1"] if setting.ranks > 1 else [])]
+    orchestrator = ["orchestrator"] if setting.rl else []
     if kind == "fault":
         return Disaster("fault", _draw_fault(chance, setting))
     if kind == "kill":
-        server = [setting.server] if setting.server else []
-        roles = [*KILLS, *(["orchestrator", "orchestrator", *server] if setting.rl else [])]
-        return Disaster("kill", chance.choice(roles), **when)
-    if kind in ("pause", "stop"):
-        roles = ["trainer", "worker", *(["orchestrator"] if setting.rl else [])]
-        extra = [setting.server or "worker"] if kind == "pause" else ["launcher"]
-        seconds = chance.uniform(*PAUSE_SECONDS) if kind == "pause" else 0.0
-        return Disaster(kind, chance.choice(roles + extra), **when, seconds=seconds)
-    if kind in ("slow", "errors", "drops", "silent"):
+        server = [setting.server] if setting.server and setting.rl else []
+        return Disaster(
+            "kill", chance.choice(["launcher", "writer", *trainers, *orchestrator * 2, *server]), **when
+        )
+    if kind == "pause":
+        roles = [*trainers, *orchestrator, "launcher", setting.server or "worker"]
+        return Disaster(kind, chance.choice(roles), **when, seconds=chance.uniform(*PAUSE_SECONDS))
+    if kind == "stop":
+        roles = ["launcher", "group", "everyone", *trainers, *orchestrator]
+        return Disaster(kind, chance.choice(roles), **when, signal=chance.choice(SIGNALS))
+    if kind == "torn":
+        files = [name for name in SMALL_FILES if setting.rl or name not in OF_RL]
+        return Disaster(kind, chance.choice(files), **when)
+    if kind in ("slow", "errors", "drops", "silent", "rival"):
         return Disaster(kind, **when, seconds=chance.uniform(*MOOD_SECONDS))
+    if kind in ("full", "read_only"):
+        return Disaster(kind, **when, seconds=chance.uniform(*DISK_SECONDS))
     return Disaster(kind, **when)
 
 

@@ -1,39 +1,34 @@
 """One run that disasters strike, and the promises that it has to keep all the same."""
 
 import asyncio
-import contextlib
 import json
 import random
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from chaos_disasters import Disasters, mount_small_disk, unmount
 from chaos_plan import Disaster, Setting
-from chaos_processes import Family, Process, send
-from chaos_proxy import MOODS, Proxy
+from chaos_processes import Family, Process
+from chaos_proxy import Proxy
 
-from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, load_manifest
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.launch.audit import audit
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import read_json
 from cairn.run.metrics import MetricsLog
 
 DEADLINE = 600.0
 """Seconds that a run may take before it counts as hanging."""
 PATIENCE = 60.0
 """Seconds that what is left of a run has for ending by itself."""
-ROLE_PATIENCE = 5.0
-"""Seconds that a disaster waits for its victim to be there."""
 STARTS = 8
 """Most starts of one run."""
 EXIT_USAGE, EXIT_STOPPED = 2, 75
@@ -166,6 +161,8 @@ class ChaosRun:
         self.folder = folder
         self.folder.mkdir(parents=True)
         self.path = folder / "run"
+        if any(disaster.kind == "full" for disaster in plan):
+            mount_small_disk(self.path)
         self.run = RunDirectory(self.path)
         self.log = folder / "command.log"
         self.result = Result(folder)
@@ -177,10 +174,14 @@ class ChaosRun:
         self.family = Family(self._environment())
         self.process: subprocess.Popen | None = None
         self.starts = 0
+        self.disasters = Disasters(self)
+        self.down = False
+        """The whole command was killed."""
+        self.asked_to_stop = False
+        self.excused = False
+        """Something was wrong with the disk or the server, of which the command may have died."""
+        self._disturbed = False  # by more than a request to stop
         self._struck_at = 0.0
-        self._later: list[tuple[float, Callable[[], None]]] = []
-        self._down = False  # the whole command was killed, or asked to stop
-        self._damage = False
 
     def _environment(self) -> dict[str, str]:
         environment = {"CAIRN_FAULT_ONCE": str(self.once)}
@@ -214,7 +215,7 @@ class ChaosRun:
             command += ["--orchestrator.inference-url", self.task.proxy.url]
         self.process = self.family.start(self.log, command)
         self.starts += 1
-        self._down = False
+        self.down = self.asked_to_stop = self._disturbed = False
 
     def _see_through(self) -> None:
         end = time.monotonic() + DEADLINE
@@ -226,10 +227,11 @@ class ChaosRun:
                 self._start()
             elif self.pending and self._is_due(self.pending[0]):
                 disaster = self.pending.pop(0)
-                struck = self._strike(disaster)
+                struck = self.disasters.strike(disaster)
                 (self.result.struck if struck else self.result.missed).append(disaster)
+                self._disturbed = self._disturbed or disaster.kind != "stop"
                 self._struck_at = time.monotonic()
-            self._do_what_is_due()
+            self.disasters.do_what_is_due()
             if time.monotonic() > end:
                 self.result.violations.append(
                     f"still running after {DEADLINE:g} s, at step {self.watch.step}"
@@ -244,31 +246,26 @@ class ChaosRun:
         for fault in fired:
             self.faults.remove(fault)
             self.result.struck.append(fault)
-        disk_failed = any("kill" not in fault.target for fault in fired)
+        disk_failed = self.excused or any("kill" not in fault.target for fault in fired)
         if code == 0:
             return True
-        last = self.task.setting.last_step
-        if code == EXIT_USAGE and self.starts > 1 and self.watch.store.exists(last):
-            return True  # there was nothing left to do
-        if not (self._down or (code == 1 and disk_failed)) or self.starts == STARTS:
+        allowed = code == EXIT_STOPPED if self.asked_to_stop else code in (1, EXIT_USAGE) and disk_failed
+        # A stop that meets a death may find nothing to save.
+        allowed = allowed or self.down or (self.asked_to_stop and bool(self._disturbed or fired))
+        if not allowed or self.starts == STARTS:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             self.result.violations.append(f"the command ended with exit code {code}; it printed:\n{tail}")
             return True
-        if self._damage:
-            self._damage = False
-            self._corrupt_newest()
+        if self.starts > 1:
+            self.disasters.repair()  # it was tried in vain once
+        for job in self.disasters.before_restart:
+            job()
+        self.disasters.before_restart.clear()
+        self.excused = bool(self.disasters.repairs)
         return False
 
-    def _do_what_is_due(self) -> None:
-        due = [job for when, job in self._later if time.monotonic() >= when]
-        self._later = [(when, job) for when, job in self._later if time.monotonic() < when]
-        for job in due:
-            job()
-
     def _end_everything(self) -> None:
-        for _, job in self._later:
-            job()
-        self._later.clear()
+        self.disasters.end_all()
         self.family.kill()
         self.process.wait()
 
@@ -281,105 +278,11 @@ class ChaosRun:
                 return
             time.sleep(0.1)
 
-    # Disasters
-
     def _is_due(self, disaster: Disaster) -> bool:
         if disaster.step is None:
             return time.monotonic() >= self._struck_at + disaster.after
         seen = self.watch.seen_at.get(disaster.step)
         return seen is not None and time.monotonic() >= seen + disaster.after
-
-    def _strike(self, disaster: Disaster) -> bool:
-        """Have it happen; whether it did: its victim may not be there any more."""
-        kind = disaster.kind
-        if kind in MOODS:
-            return self._set_mood(disaster)
-        if kind == "wrong_weights":
-            return self._push_wrong_weights()
-        if kind in ("power_cut", "corrupt"):
-            self._down, self._damage = True, kind == "corrupt"
-            send(signal.SIGKILL, self.family.processes())
-            return True
-        if kind == "kill" and disaster.target == "server":
-            self.task.server.kill()
-            self.task.server.launch()
-            return True
-        victims = self._wait_for_victims("worker" if kind == "rot" else disaster.target)
-        if not victims:
-            return False
-        if kind == "rot":
-            send(signal.SIGSTOP, victims)  # or it saves another in between
-            self._corrupt_newest()
-        if kind == "pause":
-            send(signal.SIGSTOP, victims)
-            again = time.monotonic() + disaster.seconds
-            self._later.append((again, lambda: send(signal.SIGCONT, victims)))
-            return True
-        self._down = self._down or disaster.target == "launcher" or kind == "stop"
-        send(signal.SIGTERM if kind == "stop" else signal.SIGKILL, victims)
-        return True
-
-    def _wait_for_victims(self, target: str) -> list[Process]:
-        end = time.monotonic() + ROLE_PATIENCE
-        while not (victims := self._victims(target)):
-            if self.process.poll() is not None or time.monotonic() > end:
-                return []
-            time.sleep(0.02)
-            self.watch.look()
-        return victims
-
-    def _victims(self, target: str) -> list[Process]:
-        """The processes of a role, as far as they are of this run's family."""
-        if target == "server":
-            return self.task.server.family.processes()
-        if target == "writer":
-            return self.family.named("cairn.checkpoint.writer")[:1]
-        pid = self.process.pid
-        target = "trainer_rank0" if target == "worker" else target
-        if target != "launcher":
-            with contextlib.suppress(ValueError):
-                entry = (read_json(self.run.roles) or {}).get("roles", {}).get(target, {})
-                pid = entry.get("pid") if entry.get("state") == "running" else None
-        return [process for process in self.family.processes() if process.pid == pid]
-
-    def _set_mood(self, disaster: Disaster) -> bool:
-        proxy = self.task.proxy
-        proxy.mood = disaster.kind
-
-        def recover() -> None:
-            proxy.mood = None
-
-        self._later.append((time.monotonic() + disaster.seconds, recover))
-        return True
-
-    def _push_wrong_weights(self) -> bool:
-        """Another run's weights, behind this one's back."""
-        proxy = self.task.proxy
-        model = Path(self.task.calm.folder) / "run" / "checkpoints"
-        model = CheckpointStore(model).folder(self.task.setting.last_step) / "model"
-
-        async def push() -> None:
-            async with InferenceClient(proxy.target, self.task.token) as client:
-                await client.update_weights(model, "somebody:else:0")
-
-        with contextlib.suppress(Exception):  # the server may be dead just now
-            asyncio.run(push())
-            return True
-        return False
-
-    def _corrupt_newest(self) -> None:
-        """Change a byte of the newest checkpoint, unless it is the only one."""
-        store = self.watch.store
-        if len(store.steps()) < 2:
-            return
-        folder = store.folder(store.latest())
-        files = [name for name, entry in load_manifest(folder).files.items() if entry.size]
-        path = folder / self.chance.choice([FILE_NAME, *sorted(files)])
-        content = bytearray(path.read_bytes())
-        content[self.chance.randrange(len(content))] ^= 0xFF
-        path.write_bytes(content)
-        self.watch.damaged.add(store.latest())
-        self.watch.fell_back = True
 
     # Promises
 
@@ -480,4 +383,5 @@ def scratch(prefix: str) -> Path:
 
 def remove(folder: Path) -> None:
     """Remove a run that kept its promises."""
+    unmount(folder / "run")
     shutil.rmtree(folder, ignore_errors=True)

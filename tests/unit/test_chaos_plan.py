@@ -6,6 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
@@ -16,13 +17,15 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import POINTS
 
 sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from chaos_plan import Disaster, Setting, draw
+from chaos_disasters import Disasters, mount_small_disk, tear, unmount
+from chaos_plan import SMALL_FILES, Disaster, Setting, draw
 from chaos_processes import Family
 from chaos_proxy import GENERATE, Proxy
 from chaos_run import ChaosRun, Result, Task
 
-SFT = Setting(last_step=10, interval=3, rl=False)
-RL = Setting(last_step=10, interval=3, rl=True, groups=16, proxied=True, server="server")
+SFT = Setting(last_step=10, interval=3, rl=False, own_disk=True)
+PAIR = replace(SFT, ranks=2, own_disk=False)
+RL = replace(SFT, rl=True, groups=16, proxied=True, server="server")
 
 
 def plans(setting: Setting) -> list[list[Disaster]]:
@@ -48,12 +51,66 @@ def test_every_fault_point_and_every_role_has_its_turn():
         "commit",
         "retention",
     }
+    of_pair = {disaster for plan in plans(PAIR) for disaster in plan}
     roles = {"launcher", "trainer", "worker", "writer"}
     assert {d.target for d in of_sft if d.kind == "kill"} == roles
+    assert {d.target for d in of_pair if d.kind == "kill"} == roles | {"worker1"}
     assert {d.target for d in of_rl if d.kind == "kill"} == roles | {"orchestrator", "server"}
-    common = {"kill", "fault", "pause", "stop", "power_cut", "corrupt", "rot"}
-    assert {d.kind for d in of_sft} == common
-    assert {d.kind for d in of_rl} == common | {"slow", "errors", "drops", "silent", "wrong_weights"}
+    common = {"kill", "fault", "pause", "stop", "power_cut", "corrupt", "torn", "rot", "read_only"}
+    assert {d.kind for d in of_pair} == common
+    assert {d.kind for d in of_sft} == common | {"full"}
+    moods = {"slow", "errors", "drops", "silent"}
+    assert {d.kind for d in of_rl} == common | moods | {"full", "wrong_weights", "rival"}
+    asked = {(d.target, d.signal) for d in of_pair if d.kind == "stop"}
+    everybody = {"launcher", "group", "everyone", "trainer", "worker", "worker1"}
+    assert asked == {(target, signal) for target in everybody for signal in ("TERM", "INT", "HUP")}
+    assert {d.target for d in of_rl if d.kind == "torn"} == SMALL_FILES.keys()
+
+
+def test_torn_metrics_lose_no_more_than_their_last_line(tmp_path: Path):
+    """A power cut takes what was written last; other files may hold anything."""
+    path = tmp_path / "metrics.jsonl"
+    for seed in range(20):
+        path.write_text('{"step": 1}\n{"step": 2}\n')
+        tear(path, "metrics", random.Random(seed))
+        assert path.read_text().startswith('{"step": 1}\n')
+        assert path.stat().st_size < 24
+    left = set()
+    for seed in range(20):
+        path.write_text("{}")
+        tear(path, "roles", random.Random(seed))
+        left.add(path.read_bytes())
+    assert {b"", b"{", b"{}"} <= left
+    assert len(left) > 3
+
+
+def test_a_locked_folder_takes_no_file_until_it_is_repaired(run: "ChaosRun"):
+    """Neither the run's nor its checkpoints'."""
+    run.run.checkpoints.mkdir(parents=True)
+    disasters = Disasters(run)
+    if not disasters.strike(Disaster("read_only", seconds=60.0)):
+        pytest.skip("this file system has no folders that even root can't change")
+    for folder in (run.path, run.run.checkpoints):
+        with pytest.raises(PermissionError):
+            (folder / "new").touch()
+    disasters.repair()
+    (run.run.checkpoints / "new").touch()
+    assert run.excused
+
+
+def test_a_full_disk_takes_no_byte_until_it_is_repaired(run: "ChaosRun"):
+    """On a file system of the run's own."""
+    if not mount_small_disk(run.path):
+        pytest.skip("only root may mount file systems")
+    try:
+        disasters = Disasters(run)
+        assert disasters.strike(Disaster("full", seconds=60.0))
+        with pytest.raises(OSError, match="No space left"):
+            (run.path / "new").write_bytes(b"1")
+        disasters.end_all()
+        (run.path / "new").write_bytes(b"1")
+    finally:
+        unmount(run.path)
 
 
 # The proxy

@@ -1,0 +1,300 @@
+"""What each kind of disaster does to a run."""
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from chaos_plan import SMALL_FILES, Disaster
+from chaos_processes import Process, send
+from chaos_proxy import MOODS
+
+from cairn.checkpoint.manifest import FILE_NAME, load_manifest
+from cairn.checkpoint.store import CheckpointStore
+from cairn.inference.client import InferenceClient
+from cairn.run.files import read_json
+
+if TYPE_CHECKING:
+    from chaos_run import ChaosRun
+
+ROLE_PATIENCE = 5.0
+"""Seconds that a disaster waits for its victim to be there."""
+DISK_BYTES = 512 << 20
+"""Of the small file system that a run lies on whose disk is to be full."""
+RANKS = {"worker": "trainer_rank0", "worker1": "trainer_rank1"}
+"""Names in roles.json of the processes that plans name otherwise."""
+
+
+class Disasters:
+    """Strikes one run. What ends a disaster again waits in `later`, with the time at which it is due."""
+
+    def __init__(self, run: "ChaosRun"):
+        self.run = run
+        self.later: list[tuple[float, Callable[[], None]]] = []
+        self.repairs: list[Callable[[], None]] = []
+        """What makes the run's folder writable again."""
+        self.before_restart: list[Callable[[], None]] = []
+        """What a power cut has done to files, seen when the machine is up again."""
+        self._kinds: dict[str, Callable[[Disaster], bool]] = {
+            "kill": self._kill,
+            "stop": self._stop,
+            "pause": self._pause,
+            "power_cut": self._power_cut,
+            "corrupt": self._power_cut,
+            "torn": self._power_cut,
+            "rot": self._rot,
+            "wrong_weights": self._push_wrong_weights,
+            "rival": self._rival,
+            "full": self._fill_disk,
+            "read_only": self._lock_folder,
+            **dict.fromkeys(MOODS, self._set_mood),
+        }
+
+    def strike(self, disaster: Disaster) -> bool:
+        """Have it happen; whether it did: its victim may not be there any more."""
+        return self._kinds[disaster.kind](disaster)
+
+    def do_what_is_due(self) -> None:
+        """End the disasters whose time is over."""
+        due = [job for when, job in self.later if time.monotonic() >= when]
+        self.later = [(when, job) for when, job in self.later if time.monotonic() < when]
+        for job in due:
+            job()
+
+    def end_all(self) -> None:
+        """End all of them now."""
+        for _, job in self.later:
+            job()
+        self.later.clear()
+        self.repair()
+
+    def repair(self) -> None:
+        """Make the run's folder writable again."""
+        while self.repairs:
+            self.repairs.pop()()
+
+    # Processes
+
+    def _kill(self, disaster: Disaster) -> bool:
+        if disaster.target == "server":
+            self.run.task.server.kill()
+            self.run.task.server.launch()
+            return True
+        victims = self._wait_for_victims(disaster.target)
+        self.run.down = self.run.down or (bool(victims) and disaster.target == "launcher")
+        send(signal.SIGKILL, victims)
+        return bool(victims)
+
+    def _stop(self, disaster: Disaster) -> bool:
+        """A request to stop: to one process, to the launcher's group, or to everybody at once."""
+        number = signal.Signals[disaster.signal]
+        if disaster.target == "everyone":
+            victims = self.run.family.processes()
+        elif disaster.target == "group":
+            victims = [p for p in self.run.family.processes() if _group(p.pid) == self.run.process.pid]
+        else:
+            victims = self._wait_for_victims(disaster.target)
+        self.run.asked_to_stop = self.run.asked_to_stop or bool(victims)
+        send(number, victims)
+        return bool(victims)
+
+    def _pause(self, disaster: Disaster) -> bool:
+        victims = self._wait_for_victims(disaster.target)
+        send(signal.SIGSTOP, victims)
+        self._after(disaster.seconds, lambda: send(signal.SIGCONT, victims))
+        return bool(victims)
+
+    def _power_cut(self, disaster: Disaster) -> bool:
+        """All processes at once; `corrupt` damages the newest checkpoint besides, `torn` a small file."""
+        self.run.down = True
+        if disaster.kind == "corrupt":
+            self.before_restart.append(self._corrupt_newest)
+        if disaster.kind == "torn":
+            self.before_restart.append(lambda: self._tear(disaster.target))
+        send(signal.SIGKILL, self.run.family.processes())
+        return True
+
+    def _rot(self, disaster: Disaster) -> bool:
+        victims = self._wait_for_victims("worker")
+        if victims:
+            send(signal.SIGSTOP, victims)  # or it saves another in between
+            self._corrupt_newest()
+            send(signal.SIGKILL, victims)
+        return bool(victims)
+
+    def _wait_for_victims(self, target: str) -> list[Process]:
+        end = time.monotonic() + ROLE_PATIENCE
+        while not (victims := self._victims(target)):
+            if self.run.process.poll() is not None or time.monotonic() > end:
+                return []
+            time.sleep(0.02)
+            self.run.watch.look()
+        return victims
+
+    def _victims(self, target: str) -> list[Process]:
+        """The processes of a role, as far as they are of this run's family."""
+        if target == "server":
+            return self.run.task.server.family.processes()
+        if target == "writer":
+            return self.run.family.named("cairn.checkpoint.writer")[:1]
+        pid = self.run.process.pid
+        if target != "launcher":
+            with contextlib.suppress(ValueError, AttributeError):
+                roles = (read_json(self.run.run.roles) or {}).get("roles", {})
+                entry = roles.get(RANKS.get(target, target), {})
+                pid = entry.get("pid") if entry.get("state") == "running" else None
+        return [process for process in self.run.family.processes() if process.pid == pid]
+
+    def _after(self, seconds: float, job: Callable[[], None]) -> None:
+        self.later.append((time.monotonic() + seconds, job))
+
+    # The server
+
+    def _set_mood(self, disaster: Disaster) -> bool:
+        proxy = self.run.task.proxy
+        proxy.mood = disaster.kind
+
+        def recover() -> None:
+            proxy.mood = None
+
+        self._after(disaster.seconds, recover)
+        return True
+
+    def _push_wrong_weights(self, disaster: Disaster) -> bool:
+        """Another run's weights, behind this one's back."""
+        task = self.run.task
+        model = CheckpointStore(Path(task.calm.folder) / "run" / "checkpoints")
+        model = model.folder(task.setting.last_step) / "model"
+
+        async def push() -> None:
+            async with InferenceClient(task.proxy.target, task.token) as client:
+                await client.update_weights(model, "somebody:else:0")
+
+        with contextlib.suppress(Exception):  # the server may be dead just now
+            asyncio.run(push())
+            return True
+        return False
+
+    def _rival(self, disaster: Disaster) -> bool:
+        """Another run that takes the same server for its own, and keeps pushing its weights for a while."""
+        self.run.excused = True  # a run may end with an error that names the other one
+        end = time.monotonic() + disaster.seconds
+
+        def push_again() -> None:
+            self._push_wrong_weights(disaster)
+            if time.monotonic() < end:
+                self._after(0.2, push_again)
+
+        push_again()
+        return True
+
+    # The disk
+
+    def _fill_disk(self, disaster: Disaster) -> bool:
+        """Not one byte more fits, until somebody makes room."""
+        ballast = self.run.path / ".ballast"
+        self.run.excused = True
+
+        def make_room() -> None:
+            ballast.unlink(missing_ok=True)
+
+        with open(ballast, "wb", buffering=0) as file, contextlib.suppress(OSError):
+            for size in (1 << 20, 1 << 12, 1):
+                with contextlib.suppress(OSError):
+                    while True:
+                        file.write(bytes(size))
+        self._until_repaired(disaster, make_room)
+        return True
+
+    def _lock_folder(self, disaster: Disaster) -> bool:
+        """Nothing new can be made in the run's folder or in that of its checkpoints."""
+        self.run.excused = True
+        folders = [path for path in (self.run.path, self.run.run.checkpoints) if path.is_dir()]
+        locked = [folder for folder in folders if _set_writable(folder, False)]
+        self._until_repaired(disaster, lambda: [_set_writable(folder, True) for folder in locked])
+        return bool(locked)
+
+    def _until_repaired(self, disaster: Disaster, repair: Callable[[], object]) -> None:
+        def once() -> None:
+            if once in self.repairs:
+                self.repairs.remove(once)
+            repair()
+
+        self.repairs.append(once)
+        self._after(disaster.seconds, once)
+
+    def _tear(self, name: str) -> None:
+        """A small file as a power cut or a full disk may leave it: cut, empty, or with other bytes in it."""
+        files = sorted(path for path in self.run.path.glob(SMALL_FILES[name]) if path.is_file())
+        if files:
+            tear(self.run.chance.choice(files), name, self.run.chance)
+
+    def _corrupt_newest(self) -> None:
+        """Change a byte of the newest checkpoint, unless it is the only one."""
+        watch = self.run.watch
+        store = watch.store
+        if len(store.steps()) < 2:
+            return
+        folder = store.folder(store.latest())
+        files = [name for name, entry in load_manifest(folder).files.items() if entry.size]
+        path = folder / self.run.chance.choice([FILE_NAME, *sorted(files)])
+        content = bytearray(path.read_bytes())
+        content[self.run.chance.randrange(len(content))] ^= 0xFF
+        path.write_bytes(content)
+        watch.damaged.add(store.latest())
+        watch.fell_back = True
+
+
+def tear(path: Path, name: str, chance: random.Random) -> None:
+    """Damage one small file. Of metrics.jsonl only the last line: nothing else has the others' content."""
+    content = path.read_bytes()
+    if name in ("metrics", "history"):
+        last = content.rstrip(b"\n").rfind(b"\n") + 1
+        path.write_bytes(content[: chance.randint(last, max(len(content) - 1, last))])
+        return
+    damage = chance.choice(("cut", "empty", "garbage"))
+    if damage == "cut":
+        path.write_bytes(content[: chance.randrange(len(content) + 1)])
+    else:
+        path.write_bytes(b"" if damage == "empty" else chance.randbytes(len(content) or 1))
+
+
+def mount_small_disk(path: Path) -> bool:
+    """Put a small file system of its own where a run's folder will be; whether that was allowed."""
+    path.mkdir(parents=True, exist_ok=True)
+    command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
+    try:
+        return subprocess.run(command, capture_output=True).returncode == 0
+    except OSError:  # there is no such command
+        return False
+
+
+def unmount(path: Path) -> None:
+    """Take it away again, if there is one."""
+    if os.path.ismount(path):
+        subprocess.run(["umount", "--lazy", str(path)], check=False)
+
+
+def _set_writable(folder: Path, writable: bool) -> bool:
+    """Whether it could be set."""
+    if not folder.exists():
+        return False
+    if os.geteuid() != 0:
+        folder.chmod(0o755 if writable else 0o555)
+        return True
+    # Modes do not stop root; a folder that must not change does.
+    command = ["chattr", "-i" if writable else "+i", str(folder)]
+    return subprocess.run(command, check=False, capture_output=True).returncode == 0
+
+
+def _group(pid: int) -> int | None:
+    try:
+        return os.getpgid(pid)
+    except ProcessLookupError:
+        return None
