@@ -252,11 +252,11 @@ class Disasters:
 
 
 def tear(path: Path, name: str, chance: random.Random) -> None:
-    """Damage one small file. Of metrics.jsonl only the last line: nothing else has the others' content."""
+    """Damage one small file; one that grows line by line has the beginning of one more."""
     content = path.read_bytes()
     if name in ("metrics", "history"):
-        last = content.rstrip(b"\n").rfind(b"\n") + 1
-        path.write_bytes(content[: chance.randint(last, max(len(content) - 1, last))])
+        last = content.rstrip(b"\n").rpartition(b"\n")[2]
+        path.write_bytes(content + last[: chance.randint(1, max(len(last) - 1, 1))])
         return
     damage = chance.choice(("cut", "empty", "garbage"))
     if damage == "cut":
