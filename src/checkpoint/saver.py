@@ -68,6 +68,7 @@ class Saver:
         roles: other roles whose parts belong to a checkpoint, such as orchestrator, and the id they carry.
         part_timeout: seconds to wait for another rank's or role's part.
         read_back: read what was written again from the disk, and compare, before it counts.
+        before_commit: called by rank 0 in the background when all but the manifest is durable.
         after_commit: called by rank 0 in the background after each commit, as for retention.
     """
 
@@ -82,6 +83,7 @@ class Saver:
         part_timeout: float = 300.0,
         read_back: bool = False,
         max_file_bytes: int = MAX_FILE_BYTES,
+        before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int], None] = lambda step: None,
     ):
         self.store = store
@@ -95,6 +97,7 @@ class Saver:
         self.part_timeout = part_timeout
         self.read_back = read_back
         self.max_file_bytes = max_file_bytes
+        self.before_commit = before_commit
         self.after_commit = after_commit
         self._arena: _Arena | None = None
         self._copied = threading.Event()
@@ -226,6 +229,7 @@ class Saver:
                 self.store.write_part(step, "files", small, self.session, read_back=self.read_back)
             arena.end()
             if self.rank == 0:
+                self.before_commit()
                 self.store.commit(
                     step,
                     self.parts,

@@ -4,6 +4,7 @@ A crash, a full disk or a power cut may leave a line torn, and a bad disk worse.
 `drop` takes them out of the file, and keeps them beside it.
 """
 
+import contextlib
 import json
 import logging
 import os
@@ -11,7 +12,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cairn.run.files import DamagedFile, free_name, naming, write_atomic
+from cairn.run.files import DamagedFile, free_name, naming, sync, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -37,6 +38,11 @@ class JsonLines:
             if file.tell() and _last_byte(file.fileno()) != b"\n":
                 line = b"\n" + line
             file.write(line)
+
+    def make_durable(self) -> None:
+        """Return when what has been appended survives a power cut."""
+        with naming(self.path), contextlib.suppress(FileNotFoundError):
+            sync(self.path)
 
     def rows(self) -> list[Row]:
         """All objects.

@@ -114,7 +114,7 @@ class _Training:
         if config.ckpt:
             store = CheckpointStore(run.checkpoints)
             self._checkpoints = TrainerCheckpoints(
-                self.state, store, attempt, model_folder, parent, identity, run.forget_batches
+                self.state, store, attempt, model_folder, parent, identity, run
             )
             closing.callback(self._checkpoints.abandon)
         if group.rank == 0:

@@ -5,7 +5,7 @@ import importlib.metadata
 import json
 import platform
 import secrets
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from dataclasses import asdict, dataclass
 from functools import cached_property
 from pathlib import Path
@@ -22,7 +22,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import DTYPE_NAMES, load_step
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerBase, TrainerConfig
-from cairn.run.directory import Attempt
+from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import read_json
 from cairn.trainer.group import Group
 from cairn.trainer.model import companions, weights, weights_in
@@ -163,7 +163,7 @@ class TrainerCheckpoints:
         model_folder: Path,
         parent: Origin | None,
         data_identity: dict[str, Any] | None,
-        after_commit: Callable[[int], None],
+        run: RunDirectory,
     ):
         """Prepare to save.
 
@@ -171,7 +171,7 @@ class TrainerCheckpoints:
             model_folder: where the model's configuration and tokenizer come from.
             parent: the checkpoint that the run goes on from.
             data_identity: what tells the data set from others (SFT).
-            after_commit: called on rank 0, in the background, with each step that was committed.
+            run: whose rows are durable before a checkpoint of their step exists, and whose batches go after.
         """
         self.state = state
         self.store = store
@@ -186,7 +186,7 @@ class TrainerCheckpoints:
             self._parts = ["trainer", *(["orchestrator"] if isinstance(state.config, TrainerConfig) else [])]
 
         def committed(step: int) -> None:
-            after_commit(step)
+            run.forget_batches(step)
             apply_retention(store, ckpt)
 
         self._saver = Saver(
@@ -197,6 +197,7 @@ class TrainerCheckpoints:
             roles={part: attempt.id for part in self._parts if part == "orchestrator"},
             part_timeout=ckpt.part_timeout,
             read_back=ckpt.verify == "save",
+            before_commit=run.metrics.make_durable,
             after_commit=committed,
         )
         self.before_update = self._saver.before_update

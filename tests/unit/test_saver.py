@@ -295,13 +295,18 @@ def test_other_roles_parts_belong_to_the_step(make_saver, store):
     assert "orchestrator/state.json" in verify(store.folder(3)).files
 
 
-def test_what_comes_after_a_commit_runs_after_it(make_saver, store):
-    """Retention, for one: with the step there, in the background, once for each."""
-    seen: list[tuple[int, list[int]]] = []
-    saver = make_saver(after_commit=lambda step: seen.append((step, store.steps())))
+def test_what_comes_before_and_after_a_commit(make_saver, store):
+    """The metrics' rows are made durable while the step is not there, and retention runs when it is."""
+    before: list[list[int]] = []
+    after: list[tuple[int, list[int]]] = []
+    saver = make_saver(
+        before_commit=lambda: before.append(store.steps()),
+        after_commit=lambda step: after.append((step, store.steps())),
+    )
     for step in (1, 2):
         save(saver, step, small())
-    assert seen == [(1, [1]), (2, [1, 2])]
+    assert before == [[], [1]]
+    assert after == [(1, [1]), (2, [1, 2])]
 
 
 def test_the_reader_in_the_documentation_reads_it(make_saver, store):
