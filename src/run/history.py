@@ -92,6 +92,7 @@ class Account:
         """How the run fares until now."""
         self._catch_up()
         wall = time.time() - self._began - self._idle if self._began else 0.0
+        wall = max(wall, self._useful if self._began else 0.0)  # somebody has set the clock back
         values = {
             "restarts": sum(self._restarts.values()),
             **{f"restarts/{role}": count for role, count in sorted(self._restarts.items())},

@@ -177,5 +177,20 @@ def test_goodput_counts_kept_steps_over_the_time_at_work(tmp_path: Path, monkeyp
     assert Account(history.path, metrics).metrics()["run/wall_seconds"] == 40.0
 
 
+def test_a_clock_that_is_set_back_costs_no_goodput(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Neither while the run goes on nor between two attempts; there is no negative time."""
+    clock = [5000.0]
+    monkeypatch.setattr(time, "time", lambda: clock[0])
+    history = History(tmp_path / "history.jsonl")
+    history.begin_attempt(1, None)
+    account = Account(history.path, None)
+    clock[0] = 1000.0
+    metrics = account.after_step(wait=0.0, step=4.0)
+    assert (metrics["run/wall_seconds"], metrics["run/goodput"]) == (4.0, 1.0)
+    history.begin_attempt(2, last_sign=5010.0)
+    assert Account(history.path, metrics).metrics()["run/wall_seconds"] == 4.0
+    assert [event["idle"] for event in history.rows()] == [0.0, 0.0]
+
+
 def test_without_a_history_goodput_is_whole(tmp_path: Path):
     assert Account(tmp_path / "history.jsonl", None).metrics()["run/goodput"] == 1.0
