@@ -55,11 +55,11 @@ def _refuse_quantized(path: Path, name: str) -> None:
     """
     about = (read_json(path, dict) or {}).get("quantization_config")
     if about:
-        kind = about.get("quant_method", "quantized") if isinstance(about, dict) else "quantized"
+        kind = about.get("quant_method", "method unknown") if isinstance(about, dict) else about
         raise UsageError(
-            f"--model.name {name}: its weights are quantized ({kind}), and Cairn trains bfloat16 or float32; "
-            "transformers converts them: AutoModelForCausalLM.from_pretrained with the method's "
-            "`dequantize`, then save_pretrained into a folder without quantization_config in its config.json"
+            f"--model.name {name}: its weights are quantized ({kind}), and Cairn trains float32 or bfloat16; "
+            "transformers converts them: AutoModelForCausalLM.from_pretrained with the method's dequantize, "
+            "then save_pretrained into a folder without quantization_config in its config.json"
         )
 
 
