@@ -22,16 +22,18 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
+from cairn.checkpoint.names import Place, tensors_in_memory
 from cairn.checkpoint.saver import SaveFailed, Saver
 from cairn.checkpoint.store import CheckpointStore, verify
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.tensors import Section, Stored, at_places, load_step, local_values
 from cairn.run import faults
-from cairn.trainer.model import weights
 
 WORLDS = (1, 2, 3)
 FILE_BYTES = 2_000_000
+CUT = ("experts", "joined")
+HALVES = ((0, "gate"), (1, "up"))
 
-Tensors = dict[str, dict[str, torch.Tensor]]
+Tensors = dict[str, dict[str, Stored]]
 
 
 class Net(torch.nn.Module):
@@ -49,8 +51,22 @@ class Net(torch.nn.Module):
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
         self.empty = torch.nn.Parameter(torch.zeros(0, 4))
+        self.experts = torch.nn.Parameter(torch.zeros(5, 6, 7))
+        self.joined = torch.nn.Parameter(torch.zeros(10, 4))
         self.register_buffer("count", torch.tensor(3))
         self.register_buffer("table", torch.zeros(3, 2, dtype=torch.float64))
+
+
+PLACES = {
+    **{
+        f"experts.{i}.{half}": Place("experts", 42 * i + 21 * h, (3, 7))
+        for i in range(5)
+        for h, half in HALVES
+    },
+    "joined.first": Place("joined", 0, (7, 4)),
+    "joined.second": Place("joined", 28, (3, 4)),
+}
+"""Tensors in files that are sections of one in memory; those of `joined` lie on several ranks."""
 
 
 def value_of(kind: str, name: str, like: torch.Tensor, step: int) -> torch.Tensor:
@@ -60,17 +76,22 @@ def value_of(kind: str, name: str, like: torch.Tensor, step: int) -> torch.Tenso
     return whole.to(like.dtype)
 
 
-def share(whole: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+def share(whole: torch.Tensor, tensor: Stored) -> torch.Tensor:
     """What this rank holds of it, cut as FSDP2 says that it cuts: torch.chunk on dimension 0."""
+    if isinstance(tensor, Section):
+        numbers = torch.full(tensor.tensor.shape, -1).flatten()
+        numbers[tensor.first : tensor.first + tensor.numel()] = torch.arange(tensor.numel())
+        mine = share(numbers.view(tensor.tensor.shape), tensor.tensor).flatten()
+        return whole.flatten()[mine[mine >= 0]]
     if not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
         return whole
     chunks = whole.chunk(dist.get_world_size()) if len(whole) else []
     return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else whole[:0]
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
-    tensor = tensor.detach()
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+def local(tensor: Stored) -> torch.Tensor:
+    with torch.no_grad():
+        return local_values(tensor).detach()
 
 
 def build() -> Tensors:
@@ -92,7 +113,9 @@ def build() -> Tensors:
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
     }
     states["everywhere"] = distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()])
-    return {"model/model": dict(weights(model)), "trainer/optimizer": states}
+    own = tensors_in_memory(model)
+    whole = {name: Place(name, 0, tuple(t.shape)) for name, t in own.items() if name not in CUT}
+    return {"model/model": at_places(own, whole | PLACES), "trainer/optimizer": states}
 
 
 def fill(tensors: Tensors, step: int) -> None:

@@ -13,9 +13,10 @@ from runs import free_port
 from safetensors.torch import load_file, save_file
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 from transformers.models.auto import AutoModelForCausalLM
 
+from cairn.checkpoint.names import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import PolicyLossConfig, TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
@@ -36,6 +37,7 @@ MODELS: dict[str, PreTrainedConfig] = {
     "tied": Qwen3Config(**SIZE, tie_word_embeddings=True),
     "untied": LlamaConfig(**SIZE, tie_word_embeddings=False),
     "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
+    "experts": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
 WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
 
@@ -82,7 +84,7 @@ def one_step(group: Group, model_folder: Path, chunk_logits: int) -> tuple[dict,
     state.scorer.chunk_logits = chunk_logits
     work = make_work(make_batch(), config, rank=group.rank, world_size=group.world_size)
     row = train_step(state, work, 1, PolicyLoss(PolicyLossConfig()))
-    after = weights(model).items()
+    after = tensors_in_memory(model).items()
     return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
 
 
