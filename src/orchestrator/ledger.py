@@ -17,7 +17,9 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.orchestrator.ledger_checks import oddity, wrong_with
 from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -66,6 +68,11 @@ UNSHIP = (
     "UPDATE groups SET batch = NULL WHERE batch > ?",
     "DELETE FROM batches WHERE step > ?",
 )
+UNSHIP_ONE = tuple(statement.replace("batch > ?", "batch = ?") for statement in UNSHIP[:2])
+
+
+class LedgerFailed(CairnError):
+    """The ledger can't be written or read any more; the message says how to go on."""
 
 
 @dataclass(frozen=True)
@@ -105,19 +112,25 @@ class Ledger:
     def __init__(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int):
         """Open the ledger of this run and branch.
 
-        One that is damaged or of another branch is set aside, and the truth is the snapshot of the checkpoint
-        that the run goes on from, after `step` steps; without one, nothing has happened yet.
+        One that is damaged, of another branch, or at odds with itself or with the snapshot is set aside, and
+        the truth is that snapshot: of the checkpoint that the run goes on from, after `step` steps. Without
+        one, nothing has happened yet.
 
         Raises:
-            CheckpointError: the snapshot is of another format.
+            CheckpointError: the snapshot is of another format, or at odds with itself.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
-        self._database = _open(path, run) or self._begin(path, run, snapshot, step)
+        self.path = path
+        self._database = _open(path, run, snapshot, step) or self._begin(path, run, snapshot, step)
+        self._inode = path.stat().st_ino
+        self._run = run
+        rows = self._database.execute("SELECT * FROM batches").fetchall()
+        self._shipped = {row[0]: ShippedBatch(row[0], json.loads(row[1]), *row[2:]) for row in rows}
+        """All batches: nobody else's changes to the file count (`_mend`)."""
 
     def _begin(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection:
         """The ledger as the snapshot has it, or an empty one."""
-        if path.exists():
-            logger.warning("set the ledger aside as %s: it is damaged or of another run", _set_aside(path))
+        _remove_journal(path)  # of a file that was removed; SQLite would apply it to the new one
         if snapshot:
             write_atomic(path, snapshot.read_bytes(), durable=True)
         database = _connect(path)
@@ -125,6 +138,8 @@ class Ledger:
             if snapshot:
                 _check_format(database, snapshot)
                 _rewind(database, step)
+                if odd := oddity(database):
+                    raise CheckpointError(f"{snapshot}: {odd}; go on from another step (--ckpt.resume-step)")
             else:
                 database.executescript(SCHEMA)
             _own(database, run)
@@ -198,28 +213,32 @@ class Ledger:
 
     def ship(self, batch: ShippedBatch, problems: Mapping[int, int]) -> None:
         """Write down that a batch's file is there; `problems` has the problem at each of its places."""
-        row = (batch.step, json.dumps(batch.places), batch.samples, batch.tokens, batch.digest)
         groups = [(place, problem, batch.oldest_step) for place, problem in problems.items()]
+        self._stay_in_place()
         with self._database:
-            self._database.execute(
-                "INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", (*row, batch.oldest_step)
-            )
+            self._note(batch)
+            for statement in UNSHIP_ONE:
+                self._database.execute(statement, (batch.step,))
             # Rows that a power cut took come back from the batch's file.
             self._database.executemany("INSERT OR IGNORE INTO groups VALUES (?, ?, 1, ?, NULL, NULL)", groups)
             self._database.executemany(
                 "UPDATE groups SET batch = ? WHERE place = ?", [(batch.step, place) for place in problems]
             )
+        self._shipped[batch.step] = batch
+
+    def _note(self, batch: ShippedBatch) -> None:
+        self._database.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", _row(batch))
 
     def shipped(self, step: int) -> ShippedBatch | None:
         """The batch of that step, if it was shipped."""
-        row = self._database.execute("SELECT * FROM batches WHERE step = ?", (step,)).fetchone()
-        return ShippedBatch(row[0], json.loads(row[1]), *row[2:]) if row else None
+        return self._shipped.get(step)
 
     def unship_after(self, step: int) -> None:
         """The batches after `step` are gone, as if they had never been shipped."""
         with self._database:
             for statement in UNSHIP:
                 self._database.execute(statement, (step,))
+        self._shipped = {number: batch for number, batch in self._shipped.items() if number <= step}
 
     def fold(self, step: int) -> None:
         """Forget the answers in batches through `step`: a committed checkpoint holds the training on them."""
@@ -244,12 +263,61 @@ class Ledger:
             self._database.executemany(f"DELETE FROM {table} WHERE place = ?", [(place,) for place in places])
 
     def snapshot(self) -> bytes:
-        """A consistent copy of the whole ledger."""
+        """A consistent copy of the whole ledger.
+
+        Raises:
+            LedgerFailed: another program has changed it, so that it can't be put right.
+        """
+        self._mend()
         return self._database.serialize()
 
     def close(self) -> None:
         """Close the file."""
+        with contextlib.suppress(OSError, sqlite3.DatabaseError, LedgerFailed):
+            self._mend()
         self._database.close()
+
+    def _mend(self) -> None:
+        """Put right what another program has done to the file, as far as this process knows better.
+
+        Raises:
+            LedgerFailed: it does not.
+        """
+        self._stay_in_place()
+        rows = self._database.execute("SELECT * FROM batches ORDER BY step").fetchall()
+        owners = self._database.execute("SELECT * FROM run").fetchall()
+        if (
+            rows == sorted(map(_row, self._shipped.values()))
+            and owners == [astuple(self._run)]
+            and not oddity(self._database)
+        ):
+            return
+        logger.warning("another program has changed %s: its batches are written again", self.path)
+        with self._database:
+            _own(self._database, self._run)
+            self._database.execute("DELETE FROM batches")
+            for batch in self._shipped.values():
+                self._note(batch)
+                self._database.executemany(
+                    "UPDATE groups SET batch = ? WHERE place BETWEEN ? AND ?",
+                    [(batch.step, first, last) for first, last in batch.places],
+                )
+        if odd := oddity(self._database):
+            raise LedgerFailed(f"another program has changed {self.path}: {odd}")
+
+    def _stay_in_place(self) -> None:
+        """Write the ledger again if somebody has removed or replaced its file."""
+        if self.path.exists():
+            if self.path.stat().st_ino == self._inode:
+                return
+            _set_aside(self.path)
+        logger.warning("%s was removed or replaced: it is written again", self.path)
+        content = self._database.serialize()
+        self._database.close()
+        _remove_journal(self.path)
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_atomic(self.path, content, durable=True)
+        self._database, self._inode = _connect(self.path), self.path.stat().st_ino
 
 
 def to_ranges(places: Iterable[int]) -> list[list[int]]:
@@ -263,6 +331,11 @@ def to_ranges(places: Iterable[int]) -> list[list[int]]:
     return ranges
 
 
+def _row(batch: ShippedBatch) -> tuple[int, str, int, int, str, int]:
+    places = json.dumps(batch.places)
+    return batch.step, places, batch.samples, batch.tokens, batch.digest, batch.oldest_step
+
+
 def _connect(path: Path) -> sqlite3.Connection:
     database = sqlite3.connect(path)
     database.execute("PRAGMA journal_mode = WAL")
@@ -271,17 +344,12 @@ def _connect(path: Path) -> sqlite3.Connection:
     return database
 
 
-def _open(path: Path, run: LedgerRun) -> sqlite3.Connection | None:
-    """The ledger at `path`, if there is a whole one of this branch and format."""
+def _open(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection | None:
+    """The ledger at `path`, if there is one and nothing speaks against it; otherwise it is set aside."""
     if not path.exists():
         return None
-    try:
-        with contextlib.closing(sqlite3.connect(path)) as database:
-            whole = database.execute("PRAGMA quick_check").fetchall() == [("ok",)]
-            owner = database.execute("SELECT run_id, branch, format FROM run").fetchall()
-    except sqlite3.DatabaseError:
-        return None
-    if not whole or owner != [(run.run_id, run.branch, run.format)]:
+    if wrong := wrong_with(path, astuple(run)[:3], snapshot, step):
+        logger.warning("the ledger is set aside as %s: %s", _set_aside(path), wrong)
         return None
     database = _connect(path)
     with database:
@@ -313,6 +381,11 @@ def _rewind(database: sqlite3.Connection, step: int) -> None:
         "DELETE FROM dropped WHERE step > ?",
     ):
         database.execute(statement, (step,))
+
+
+def _remove_journal(path: Path) -> None:
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def _set_aside(path: Path) -> Path:

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import json
 import logging
+import sqlite3
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -20,7 +21,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.inference.client import WeightsGone
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.environments import make_environment
-from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, to_ranges
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, ShippedBatch, to_ranges
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
@@ -135,8 +136,10 @@ class Orchestrator:
         batch = self.run_directory.batch(self.attempt, step)
         if batch is None:
             return known if (self.store.latest() or 0) >= step else None
-        if known is None:  # it died between writing the file and noting it, or the ledger was lost
-            known = ShippedBatch(**batch.info["ledger"])
+        noted, known = known, ShippedBatch(**batch.info["ledger"])
+        if noted != known:  # it died between writing the file and noting it, or the ledger was lost or edited
+            if noted is not None:
+                logger.warning("the ledger's batch %d is not the file's, which is trained on", step)
             places = [place for first, last in known.places for place in range(first, last + 1)]
             self.ledger.ship(known, dict(zip(places, batch.info["problems"], strict=True)))
         return known
@@ -146,6 +149,7 @@ class Orchestrator:
 
         Raises:
             DeadlinePassed: the trainer did not answer in time.
+            LedgerFailed: the disk is full, or another program changed the ledger.
             AttemptOver: the trainer was started anew meanwhile.
             EnvironmentFailed, PromptRefused: a problem can't be asked, or an answer not rewarded.
             Exception: what the servers' client raises where they fail for good.
@@ -157,6 +161,11 @@ class Orchestrator:
             for task in done:
                 task.result()
             return await following
+        except sqlite3.DatabaseError as error:
+            raise LedgerFailed(
+                f"the ledger {self.ledger.path} can't be written or read: {error}. Go on with --ckpt.resume "
+                "auto: if it is damaged, it is made again from the newest checkpoint and the batches since"
+            ) from error
         finally:
             unfinished = [following, shipping, *(task for task, _ in self._prompts.answering.values())]
             for task in unfinished:

@@ -5,6 +5,7 @@ Whatever happens, each prompt is trained on once, and no token is older than all
 
 import asyncio
 import contextlib
+import os
 import random
 import shutil
 import sqlite3
@@ -22,9 +23,12 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.inference.client import Generation, VersionSpan
+from cairn.launch.audit.ledger import check_ledger, read_ledger
+from cairn.launch.audit.report import Report
 from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import Batch, batch_path
 from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.errors import CairnError
 from cairn.run.seeds import permutation
 
 MODEL = REPOSITORY / CONFIGS / "model"
@@ -269,6 +273,112 @@ def test_each_prompt_is_trained_once_when_everything_dies(
     if loss in ("nothing", "ledger"):
         again = {batch.info["step"]: batch.digest() for batch in second.trained}
         assert all(again.get(b.info["step"], b.digest()) == b.digest() for b in first.trained)
+
+
+TRAINED = "WHERE step = (SELECT min(step) FROM batches)"
+EDITS = {
+    "removed": lambda ledger: ledger.unlink(),  # what SQLite keeps beside it stays
+    "emptied": lambda ledger: ledger.write_bytes(b""),
+    "truncated": lambda ledger: os.truncate(ledger, ledger.stat().st_size // 2),
+    "overwritten": lambda ledger: ledger.write_bytes(b"SQLite format 3\0" + bytes(8192)),
+    "another file": lambda ledger: (ledger.unlink(), ledger.write_text("[]")),
+    "a batch less": f"DELETE FROM batches {TRAINED}",
+    "all batches less": "DELETE FROM batches",
+    "a batch of other prompts": f"UPDATE batches SET places = '[[90, 92]]' {TRAINED}",
+    "a batch waits again": "UPDATE groups SET batch = NULL; DELETE FROM batches",
+    "prompts are lost": "DELETE FROM groups; DELETE FROM samples",
+    "answers are lost": "DELETE FROM samples WHERE sample = 0",
+    "no rewards any more": "UPDATE samples SET reward = NULL",
+    "rewards are text": "UPDATE samples SET reward = 'good'",
+    "no tables any more": "DROP TABLE batches",
+    "of another run": "UPDATE run SET run_id = 'another'",
+}
+
+
+def edit(ledger: Path, how: str) -> None:
+    """What a user, or another program, does to a ledger."""
+    if callable(change := EDITS[how]):
+        change(ledger)
+        return
+    with contextlib.closing(sqlite3.connect(ledger)) as database:
+        database.executescript(change)
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("how", EDITS)
+def test_a_ledger_that_was_edited_trains_no_prompt_twice(
+    configuration: OrchestratorConfig, tmp_path: Path, how: str, behind: int
+):
+    """Between two attempts: the checkpoint and the batches' files say what happened."""
+    draw = random.Random(how)
+    config = in_folder(configuration, tmp_path / "run", 8, behind)
+    run = begin(config, ATTEMPT)
+    first = Trainer(run, ATTEMPT, 8, draw)
+
+    async def until_some_are_trained() -> None:
+        running = asyncio.create_task(see_through(config, ATTEMPT, first, Servers(draw), []))
+        while len(first.trained) < 5:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(until_some_are_trained())
+    edit(run.ledger, how)
+    attempt = go_on(config, CheckpointStore(run.checkpoints).latest(), branch="branch_1")
+    begin(config, attempt)
+    second = Trainer(run, attempt, 8, draw)
+    asyncio.run(see_through(config, attempt, second, Servers(draw), []))
+    whole = first.trained[: attempt.start_step] + second.trained
+    assert_promises_kept(whole, behind, config.seed)
+    assert sorted(places(whole)) == list(range(8 * PROMPTS))
+    assert_audit_clean(run, attempt, whole)
+
+
+def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[Batch]) -> None:
+    """`ckpt audit`, as far as it goes by the ledger and by what was trained."""
+    rows, samples, tokens = [], 0, 0
+    for batch in trained:
+        samples += len(batch.samples)
+        tokens += sum(len(sample.token_ids) for sample in batch.samples)
+        rows.append({"step": batch.info["step"], "total_samples": samples, "total_tokens": tokens})
+        rows[-1]["batch/digest"] = batch.digest()
+    report = Report(str(run.path), "rl", last_step=len(trained))
+    check_ledger(read_ledger(run.ledger), rows, {}, attempt, report)
+    assert report.violations == []
+
+
+@pytest.mark.parametrize("behind", [0, 2])
+@pytest.mark.parametrize("how", EDITS)
+def test_a_ledger_that_is_edited_under_the_run_trains_no_prompt_twice(
+    configuration: OrchestratorConfig, tmp_path: Path, how: str, behind: int
+):
+    """Either the run goes on, or it ends with a message; and what is gone on with after that is right."""
+    draw = random.Random(how)
+    config = in_folder(configuration, tmp_path / "run", 8, behind)
+    run = begin(config, ATTEMPT)
+    trainer = Trainer(run, ATTEMPT, 8, draw)
+
+    async def with_an_edit() -> None:
+        running = asyncio.create_task(see_through(config, ATTEMPT, trainer, Servers(draw), []))
+        while len(trainer.trained) < 3:
+            await asyncio.sleep(0.001)
+        edit(run.ledger, how)
+        await asyncio.wait([running])
+        if running.exception() is not None:
+            assert isinstance(running.exception(), CairnError), running.exception()
+
+    asyncio.run(with_an_edit())
+    whole, attempt = trainer.trained, ATTEMPT
+    if len(whole) < 8:
+        attempt = go_on(config, CheckpointStore(run.checkpoints).latest(), branch="branch_1")
+        begin(config, attempt)
+        second = Trainer(run, attempt, 8, draw)
+        asyncio.run(see_through(config, attempt, second, Servers(draw), []))
+        whole = whole[: attempt.start_step] + second.trained
+    assert_promises_kept(whole, behind, config.seed)
+    assert sorted(places(whole)) == list(range(8 * PROMPTS))
+    if how not in ("answers are lost", "no rewards any more", "rewards are text"):  # of shipped prompts
+        assert_audit_clean(run, attempt, whole)
 
 
 def run_through(config: OrchestratorConfig, randomness: int, deaths: list[float]) -> tuple[Trainer, Servers]:

@@ -1,0 +1,82 @@
+"""Whether a ledger can be gone on with: whole, this run's, and at odds neither with itself nor a checkpoint.
+
+What is looked for is what could train a prompt twice, or leave one out, without a word.
+"""
+
+import bisect
+import contextlib
+import itertools
+import json
+import sqlite3
+from pathlib import Path
+from urllib.parse import quote
+
+UNWRITTEN = """
+SELECT place, sample FROM samples
+WHERE json_array_length(token_ids) IS NOT json_array_length(logprobs) OR json_valid(versions) = 0
+OR typeof(reward) NOT IN ('null', 'real') OR abs(reward) > 1e37 OR (reward NOT NULL AND finish_reason IS NULL)
+"""
+"""Answers as the orchestrator never writes them."""
+NOWHERE = (0, -1, 0)
+
+
+def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, step: int) -> str | None:
+    """Why the ledger at `path` can't be gone on with, in words; None if it can.
+
+    Args:
+        owner: run id, branch and format that it must have.
+        snapshot: the ledger of the checkpoint that the run goes on from, after `step` steps.
+    """
+    batches = f"SELECT * FROM batches WHERE step <= {step} ORDER BY step"
+    try:
+        with contextlib.closing(sqlite3.connect(path)) as database:
+            if database.execute("PRAGMA quick_check").fetchall() != [("ok",)]:
+                return "it is damaged"
+            if database.execute("SELECT run_id, branch, format FROM run").fetchall() != [owner]:
+                return "it is of another run"
+            if odd := oddity(database):
+                return odd
+            trained = database.execute(batches).fetchall()
+    except sqlite3.DatabaseError as error:
+        return f"it is damaged ({error})"
+    if snapshot:
+        uri = f"file:{quote(str(snapshot))}?immutable=1"  # nothing may be written beside it
+        with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
+            if trained != database.execute(batches).fetchall():
+                return f"its batches through step {step} are not those of the checkpoint"
+    return None
+
+
+def oddity(database: sqlite3.Connection) -> str | None:
+    """What an orchestrator would never have written, in words; None if there is nothing.
+
+    Raises:
+        sqlite3.DatabaseError: it can't be read.
+    """
+    try:
+        spans = sorted(
+            (first, last, step)
+            for step, places in database.execute("SELECT step, places FROM batches")
+            for first, last in json.loads(places)
+        )
+    except (ValueError, TypeError) as error:
+        return f"the prompts of its batches can't be read ({error})"
+    for (_, end, owner), (first, _, step) in itertools.pairwise(spans):
+        if first <= end:
+            return f"prompt {first} is in batch {owner} and in batch {step}"
+    starts = [first for first, _, _ in spans]
+    for place, valid in database.execute(
+        "SELECT place, json_valid(prompt_ids) FROM groups WHERE batch IS NULL ORDER BY place"
+    ):
+        _, end, owner = spans[before] if (before := bisect.bisect_right(starts, place) - 1) >= 0 else NOWHERE
+        if place <= end:
+            return f"prompt {place} waits, and is in batch {owner}"
+        if not valid:
+            return f"prompt {place} can't be read"
+    for place, sample in database.execute(UNWRITTEN):
+        return f"answer {sample} to prompt {place} is not as it was written"
+    for (place,) in database.execute(
+        "SELECT place FROM samples GROUP BY place HAVING max(sample) + 1 != count(*) OR min(sample) != 0"
+    ):
+        return f"an answer to prompt {place} is missing"
+    return None
