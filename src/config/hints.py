@@ -58,7 +58,7 @@ RENAMED = {
     "optim.betas2": "optimizer.betas",
     "scheduler.decay_steps": "scheduler.steps",
     "scheduler.min_lr": "scheduler.min_lr_ratio",
-    "ckpt.keep_interval": "ckpt.keep_every",
+    "keep_interval": "ckpt.keep_every",
     "resume": "ckpt.resume",
     "resume.step": "ckpt.resume_step",
     "resume.dir": "ckpt.resume",
@@ -91,6 +91,22 @@ RENAMED = {
     "trainer.save_freq": "ckpt.interval",
     "trainer.total_epochs": "max_steps",
     "trainer.default_local_dir": "output_dir",
+    # Telescope, SkyRL, and how the transformers Trainer names checkpoints
+    "checkpoint_every": "ckpt.interval",
+    "ckpt_interval": "ckpt.interval",
+    "checkpoint_dir": "ckpt.dir",
+    "ckpt_path": "ckpt.dir",
+    "checkpoint_save_training_state": "ckpt.training_state",
+    "save_only_model": "ckpt.training_state",
+    "checkpoint_keep_last": "ckpt.keep_last",
+    "max_ckpts_to_keep": "ckpt.keep_last",
+    "checkpoint_keep_every": "ckpt.keep_every",
+    "load_best_model_at_end": "ckpt.keep_best",
+    "metric_for_best_model": "ckpt.metric",
+    "greater_is_better": "ckpt.mode",
+    "save_strategy": "ckpt.interval",
+    "resume_mode": "ckpt.resume",
+    "resume_path": "ckpt.resume",
     # and what a hand types
     "model": "model.name",
     "data": "data.name",
@@ -122,6 +138,10 @@ NOTES = {
     "loss.dppo_mask_low": "with loss.correction = mask; a ratio, not a difference",
     "loss.dppo_mask_high": "with loss.correction = mask; a ratio, not a difference",
     "gpu_memory_utilization": "in bytes, such as 4G",
+    "save_only_model": "false saves weights only",
+    "greater_is_better": "min or max",
+    "resume_mode": "latest, auto, or the path of a step_N folder",
+    "resume_path": "the path of a step_N folder",
 }
 """How the setting here differs, for names in `RENAMED`."""
 

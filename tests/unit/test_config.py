@@ -394,6 +394,23 @@ def test_hints_name_settings_that_exist(command: str):
             assert flag in allowed, (name, said)
 
 
+def test_checkpoint_settings_of_other_frameworks_are_known():
+    """All that the table in docs/checkpoints.md names."""
+    page = (Path(__file__).parents[2] / "docs" / "checkpoints.md").read_text()
+    rows = [line for line in page.split("## Coming from elsewhere")[1].splitlines() if line.startswith("| `")]
+    assert len(rows) >= 10
+    root = settings_of(SFTConfig)
+    for row in rows:
+        ours, *theirs = row.strip("| ").split(" | ")
+        for name in re.findall(r"`([a-z]+_[a-z_]+|interval|weights)\b[^`]*`", " ".join(theirs)):
+            if name in ("output_dir", "weights", "hf_save_interval", "export_path", "enable_jit_checkpoint"):
+                continue  # the same here, or not needed
+            path = ("ckpt", name) if f"`{name}`" in ours else (name,)
+            if not root.find(path) and not root.find(("ckpt", name)):
+                said = hints.unknown_setting(path, root, set(), "x")
+                assert re.search(r"did you mean --ckpt\.", said), (name, said)
+
+
 def test_every_foreign_name_has_an_answer():
     """Its setting is one of some command."""
     ends = {leaf.name for cls in COMMANDS.values() for leaf in settings_of(cls).leaves()}
