@@ -52,7 +52,8 @@ class Arguments:
                     target[key] = {}
                 target = target[key]
             _lay(target, layer.content, section, layer.file, sources)
-        for path, value in self.flags:
+        # What a flag leaves behind is what files have said, not what other flags say.
+        for path, value in sorted(self.flags, key=lambda flag: _arguments_of(root, flag[0]) is None):
             _assign(tree, root, path, value)
             for known in [known for known in sources if known[: len(path)] == path]:
                 del sources[known]
@@ -281,6 +282,8 @@ def _lay(
     above = section.path if section else above
     if section and _is_another_type(section, target, content.get("type")):
         target.clear()
+    for key in content if section else ():
+        _leave_arguments(section, target, key, content[key])
     for key, value in content.items():
         child = section.children.get(key) if section else None
         path = child.path if child else (*above, key)
@@ -302,9 +305,26 @@ def _assign(tree: dict[str, Any], root: Setting, path: tuple[str, ...], value: A
         section = root.find(path[: depth + 1])
         if section and path[-1] == "type" and _is_another_type(section, tree, value):
             tree.clear()
+    if section := root.find(path[:-1]):
+        _leave_arguments(section, tree, path[-1], value)
     if value == {} and isinstance(tree.get(path[-1]), dict) and _is_section(root, path):
         return
     tree[path[-1]] = value
+
+
+def _arguments_of(root: Setting, path: tuple[str, ...]) -> str | None:
+    """The key beside this one that holds arguments of what this one names."""
+    section = root.find(path[:-1])
+    return (
+        getattr(section.models[0], "arguments_of", {}).get(path[-1]) if section and section.models else None
+    )
+
+
+def _leave_arguments(section: Setting, before: dict[str, Any], key: str, wanted: Any) -> None:
+    """Drop the arguments of what `key` named before, if it is to name something else now."""
+    arguments = _arguments_of(section, (key,))
+    if arguments and wanted != before.get(key, section.children[key].default):
+        before.pop(arguments, None)
 
 
 def _is_another_type(section: Setting, before: dict[str, Any], wanted: Any) -> bool:

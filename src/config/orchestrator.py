@@ -1,6 +1,6 @@
 """Configuration of the orchestrator: prompts, rollouts, rewards, batches."""
 
-from typing import Any
+from typing import Any, ClassVar
 
 from pydantic import Field, field_validator
 from pydantic_config import BaseConfig
@@ -12,6 +12,8 @@ from cairn.config.model import ModelConfig
 class EnvironmentConfig(BaseConfig):
     """Where prompts and rewards come from."""
 
+    arguments_of: ClassVar[dict[str, str]] = {"name": "args"}
+    """Another name is another environment, whose arguments are not those that were given for the first."""
     name: str = "reverse_text"
     """A built-in environment, or module:Class of your own."""
     args: dict[str, Any] = {}

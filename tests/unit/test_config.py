@@ -165,6 +165,43 @@ def test_sampling_that_the_loss_can_not_account_for_is_refused(flag: str, value:
     assert load(OrchestratorConfig, ["--sampling.top-p", "1.0"]).sampling.top_p == 1.0
 
 
+@pytest.mark.parametrize(
+    ("flags", "expected"),
+    [
+        ([], ("reverse_text", {"problems": 4, "seed": 1})),
+        (["--environment.name", "reverse_text"], ("reverse_text", {"problems": 4, "seed": 1})),
+        (["--environment.args.seed", "2"], ("reverse_text", {"problems": 4, "seed": 2})),
+        (["--environment.args", "{}"], ("reverse_text", {})),
+        (["--environment.name", "hills:Hills"], ("hills:Hills", {})),
+        (["--environment.name=hills:Hills", "--environment.args.size", "2"], ("hills:Hills", {"size": 2})),
+        (["--environment.args.size", "2", "--environment.name", "hills:Hills"], ("hills:Hills", {"size": 2})),
+        (["--environment.args", '{"size": 2}', "--environment.name=a:A"], ("a:A", {"size": 2})),
+        (["@", "{hills}"], ("hills:Hills", {"size": 3})),
+        (["@", "{hills}", "--environment.args.steep", "true"], ("hills:Hills", {"size": 3, "steep": True})),
+        (["@", "{hills}", "--environment.name", "reverse_text"], ("reverse_text", {})),
+        (["--environment", "@{section}"], ("hills:Hills", {"size": 5})),
+    ],
+)
+@pytest.mark.parametrize("named", [True, False])
+def test_another_environment_does_not_get_the_arguments_of_the_first(
+    tmp_path: Path, flags: list[str], expected: tuple[str, dict], named: bool
+):
+    """Be it named by a flag, in whatever order, or by a later file. Without a name it is the default's."""
+    first, hills, section = (tmp_path / f"{name}.toml" for name in ("first", "hills", "section"))
+    name = 'name = "reverse_text"\n' if named else ""
+    first.write_text(f"[environment]\n{name}args = {{ problems = 4, seed = 1 }}\n")
+    hills.write_text('[environment]\nargs = { size = 3 }\nname = "hills:Hills"\n')
+    section.write_text('name = "hills:Hills"\nargs = { size = 5 }\n')
+    flags = [flag.replace("{hills}", str(hills)).replace("{section}", str(section)) for flag in flags]
+    environment = load(OrchestratorConfig, ["@", str(first), *flags]).environment
+    assert (environment.name, environment.args) == expected
+    of_role = [f"--orchestrator.{flag[2:]}" if flag.startswith("--") else flag for flag in flags]
+    if "@" not in flags:
+        assert (
+            load(RLConfig, ["--orchestrator", f"@{first}", *of_role]).orchestrator.environment == environment
+        )
+
+
 @pytest.mark.parametrize("command", ["sft", "rl", "trainer", "orchestrator"])
 def test_the_bare_flag_turns_checkpoints_on(command: str):
     """With their defaults; without it there are none."""
