@@ -79,6 +79,8 @@ class OrchestratorConfig(BaseConfig):
     """Have answers in flight recompute keys and values under new weights, not go on from old ones."""
     normalize_advantages: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
+    self_check: bool = True
+    """Have servers score a few tokens of every policy, and use none that differs from the trainer."""
     max_in_flight: int = Field(256, ge=1)
     """Most requests that wait for the server at once."""
     server_timeout: float = Field(300, gt=0)

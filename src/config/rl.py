@@ -21,10 +21,11 @@ SHARED = {
         "max_steps",
         "output_dir",
         "ckpt",
+        "self_check",
         "dry_run",
         *SupervisionConfig.model_fields,
     ),
-    "orchestrator": ("model", "seed", "max_steps", "output_dir", "ckpt", "dry_run"),
+    "orchestrator": ("model", "seed", "max_steps", "output_dir", "ckpt", "self_check", "dry_run"),
     "inference": ("model", "dry_run"),
 }
 
@@ -42,6 +43,8 @@ class RLConfig(SupervisionConfig):
     output_dir: str = "outputs/rl"
     """Folder that holds everything the run writes."""
     ckpt: CkptConfig | None = None
+    self_check: bool = True
+    """Refuse a model that is not scored alike alone, in micro-batches and by servers; false goes on."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()

@@ -98,7 +98,8 @@ class TrainerBase(SupervisionConfig):
     deterministic: bool = False
     """Only deterministic kernels, slower on GPU; CPU runs are deterministic anyway."""
     self_check: bool = True
-    """Refuse a model that scores samples in a micro-batch otherwise than alone; false trains it anyway."""
+    """Refuse a model that scores samples in a micro-batch otherwise than alone, and servers that score a
+    policy's probe otherwise than the trainer; false goes on anyway."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
     dry_run: bool = False

@@ -46,6 +46,10 @@ class StaleServer(CairnError):
     """A server samples from other weights than it was given, however often it is given them."""
 
 
+class ServerDisagrees(ServerUnavailable):
+    """The server gives tokens other logprobs than the trainer does, whose weights it was given."""
+
+
 class Unauthorized(CairnError):
     """The server's token is missing or wrong."""
 
@@ -86,6 +90,8 @@ class ServerStatus:
     vllm_version: str
     max_model_len: int | None = None
     """Tokens that a prompt and its answer may have together; None: a server of an earlier version."""
+    dtype: str = "bfloat16"
+    """Of the weights and the computation."""
 
 
 def token_file(url: str) -> Path:
@@ -263,6 +269,26 @@ class InferenceClient:
             if len(choices) != n:
                 raise ValueError(f"{len(choices)} choices")
             return [_generation(choice) for choice in choices]
+
+    async def score(self, token_ids: list[int], version: str) -> list[float]:
+        """Logprobs of all tokens but the first, computed anew from weights `version`.
+
+        Raises:
+            ServerUnavailable: the server does not answer, or has other weights.
+            ValueError: the server refused the request.
+        """
+        sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
+        body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
+        answer = await self._request("POST", "/inference/v1/generate", body)
+        with self._expecting("prompt logprobs", answer):
+            found = answer["prompt_logprobs"][1:]
+            logprobs = [
+                float(at[str(token)]["logprob"]) for token, at in zip(token_ids[1:], found, strict=True)
+            ]
+            spans = answer["choices"][0]["weight_versions"]
+        if any(span["version"] != version for span in spans):
+            raise ServerUnavailable(f"{self.url} scored with weights {spans}, not {version!r}")
+        return logprobs
 
     async def _request(
         self, method: str, path: str, body: dict[str, Any] | None = None, protected: bool = False

@@ -4,18 +4,28 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.inference.client import Generation, InferenceClient
+from cairn.inference.client import Generation, InferenceClient, ServerDisagrees, ServerStatus
 from cairn.run.directory import WEIGHT_SOURCE
 from cairn.run.files import read_json
+from cairn.run.probe import Probe
+
+PROOFS = 3
+"""How often a server is given the same weights before it is given up on, until there are others."""
 
 
-@dataclass(frozen=True, eq=False)
+@dataclass(eq=False)
 class Weights:
-    """A policy version that servers are given: its folder, name, and size of its tensor files in bytes."""
+    """A policy version that servers are given.
+
+    folder, version: where it is, and its name. size: bytes of its tensor files. probe: what a server has to
+    reproduce before it is believed. probe_follows: that comes later, and nothing counts until then.
+    """
 
     folder: str
     version: str
     size: int
+    probe: Probe | None = None
+    probe_follows: bool = False
 
 
 class Member:
@@ -33,9 +43,18 @@ class Member:
         self.weights: Weights | None = None
         """What this pool gave it last, in its present life; None: something else, or nobody knows."""
         self.pushes = 0
+        self.disproofs = 0
+        """How often it has disagreed with the trainer about `disputed`, since it agreed or was restarted."""
+        self.disputed: Weights | None = None
+        self.abandoned = ""
+        """Why its requests were given up."""
+        self._proving: str | None = None
+        self._proof: asyncio.Future[bool] = asyncio.get_running_loop().create_future()
+        """Whether it has proven to serve the version `_proving`."""
         self.epoch: str | None = None
         self.capacity = 1
         self.max_model_len: int | None = None
+        self.dtype = ""
         self.sequences = 0
         self.requests: set[asyncio.Task[list[Generation]]] = set()
         self.silent_since: float | None = None
@@ -48,6 +67,86 @@ class Member:
     def load(self) -> float:
         """Sequences in flight, as a share of those that it runs at once; above 1 they queue."""
         return self.sequences / self.capacity
+
+    def is_quarantined(self, weights: Weights | None) -> bool:
+        """Whether it gets no requests since it disagrees about these weights."""
+        return self.disputed is weights and self.disproofs > 0
+
+    def is_given_up_on(self, weights: Weights | None) -> bool:
+        """Whether it is not given these weights again."""
+        return self.disputed is weights and self.disproofs >= PROOFS
+
+    def note(self, status: ServerStatus) -> None:
+        """Take in what it says of itself."""
+        if (status.epoch, status.weight_version) != (self.epoch, self.version):
+            if status.epoch != self.epoch:
+                self.disproofs = 0
+            self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
+        self.silent_since = None
+        self.capacity = max(1, status.max_num_seqs)
+        self.max_model_len, self.dtype = status.max_model_len, status.dtype
+
+    async def give(self, weights: Weights, *, keep_cache: bool) -> None:
+        """Put weights into the server, and have it prove that it computes from them.
+
+        Raises:
+            ServerDisagrees: it does not.
+            WeightsRefused, WeightsGone, Unauthorized, ServerUnavailable: as `update_weights` of the client.
+        """
+        if self.is_given_up_on(weights):
+            raise ServerDisagrees(self.abandoned)
+        self._settle(False)  # what waits for an earlier proof is asked again
+        self._proving, self._proof = weights.version, asyncio.get_running_loop().create_future()
+        try:
+            status = await self.client.update_weights(weights.folder, weights.version, keep_cache=keep_cache)
+            self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
+            self.pushes += 1
+            if weights.probe is not None:
+                await self.prove(weights)
+        except BaseException:
+            self._settle(False)
+            raise
+        if not weights.probe_follows:
+            self._settle(True)
+        self.weights = weights
+
+    async def prove(self, weights: Weights) -> None:
+        """Have the server score the probe of the weights that it was given.
+
+        Raises:
+            ServerDisagrees: it comes to something else than the trainer. What it was asked for is given up.
+            ServerUnavailable: it does not answer.
+        """
+        probe = weights.probe
+        assert probe is not None
+        agrees = False
+        try:
+            tokens = probe.token_ids[: self.max_model_len and max(self.max_model_len - 1, 2)]
+            difference = probe.difference(await self.client.score(tokens, weights.version), self.dtype)
+            agrees = difference is None
+            if difference is not None:
+                again = self.disproofs if self.disputed is weights else 0
+                self.disputed, self.disproofs, self.weights = weights, again + 1, None
+                self.abandoned = (
+                    f"{self.url} was given the weights {weights.version}, but the logprobs that it gives "
+                    f"{len(tokens)} tokens differ from the trainer's {difference}"
+                )
+                for request in self.requests:
+                    request.cancel()
+                raise ServerDisagrees(self.abandoned)
+            self.disproofs = 0
+        finally:
+            self._settle(agrees)
+
+    async def has_proven(self, generations: list[Generation]) -> bool:
+        """Whether the weights that they come from were proven; waits while that is not decided."""
+        if any(span.version == self._proving for answer in generations for span in answer.weight_versions):
+            return await asyncio.shield(self._proof)
+        return True
+
+    def _settle(self, agrees: bool) -> None:
+        if not self._proof.done():
+            self._proof.set_result(agrees)
 
 
 def tensor_bytes(folder: Path) -> int:

@@ -6,13 +6,14 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Collection, Iterable
+from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
 from cairn.inference.client import (
     Generation,
     InferenceClient,
+    ServerDisagrees,
     ServerUnavailable,
     StaleServer,
     Unauthorized,
@@ -22,6 +23,7 @@ from cairn.inference.client import (
 from cairn.inference.counts import Counts
 from cairn.inference.members import Member, Weights, tensor_bytes
 from cairn.inference.server_list import ServerList
+from cairn.run.probe import Probe
 
 logger = logging.getLogger(__name__)
 
@@ -137,43 +139,84 @@ class ServerPool:
         self._leaving.clear()
         self._closed = True
 
-    async def serve(self, folder: str | Path, version: str) -> None:
+    async def serve(
+        self, folder: str | Path, version: str, *, probe: Probe | None = None, probe_follows: bool = False
+    ) -> None:
         """Give the weights in `folder` to all servers, as `version`, and to every one that joins from now on.
 
         Requests in flight go on under the new weights. Returns when all healthy servers have confirmed the
         version; one that takes much longer than the others gets no requests for this version until it has.
+        A server that scores the `probe` otherwise gets none either, and is given the weights again; answers
+        that come from them are kept back until it has proven itself. With `probe_follows` they wait until
+        `prove` was told the probe.
 
         Raises:
             WeightsRefused: a server refused the weights. (One that does so when it joins is only reported.)
             WeightsGone: the trainer that `folder` names has newer ones, which are to be served instead.
             Unauthorized: a server's token is missing or wrong.
+            ServerDisagrees: all servers score the probe otherwise, again and again.
             ServerUnavailable: no server has them after `retry_for` seconds.
         """
         self._begin()
         started = time.monotonic()
-        weights = self._weights = Weights(str(folder), version, tensor_bytes(Path(folder)))
+        size = tensor_bytes(Path(folder))
+        self._weights = Weights(str(folder), version, size, probe, probe_follows)
         members = [member for member in self._members.values() if member.ready]
         for member in self._members.values():
             member.refusal = None
         await self._push_to_all(members, started)
-
-        def served() -> bool:
-            return any(member.weights is weights for member in self._members.values())
 
         def refusals(members: Iterable[Member]) -> list[Exception]:
             return [member.refusal for member in members if member.refusal]
 
         for refusal in refusals(members):
             raise refusal
-        await self._until(lambda: served() or bool(refusals(self._members.values())), self._retry_for)
-        self._counts.push_seconds += time.monotonic() - started
-        if not served():
+        try:
+            await self._until_served(lambda: bool(refusals(self._members.values())))
+        except ServerUnavailable:
             for refusal in refusals(self._members.values()):
-                raise refusal
-            raise ServerUnavailable(
-                f"no inference server has taken weights {version} within {self._retry_for:g} s "
-                f"(--orchestrator.request-timeout allows more); {self._problems()}"
-            )
+                raise refusal from None
+            raise
+        finally:
+            self._counts.push_seconds += time.monotonic() - started
+
+    async def prove(self, probe: Probe) -> None:
+        """Have all servers score the probe of the weights that they were given with `probe_follows`.
+
+        Raises:
+            ServerDisagrees: all come to something else than the trainer, also when given the weights again.
+            ServerUnavailable: no server has proven itself after `retry_for` seconds.
+        """
+        weights = self._weights
+        assert weights is not None
+        weights.probe, weights.probe_follows = probe, False
+        given = [member for member in self._members.values() if member.weights is weights]
+        await asyncio.gather(*(self._prove_or_lose(member, weights) for member in given))
+        await self._until_served()
+
+    async def _until_served(self, or_until: Callable[[], bool] = lambda: False) -> None:
+        """Wait for one server that has the current weights, and has proven it if it can.
+
+        Raises:
+            ServerDisagrees, ServerUnavailable: see `serve`.
+        """
+        weights, members = self._weights, self._members
+
+        def served() -> bool:
+            return any(member.weights is weights for member in members.values())
+
+        def disagree() -> bool:
+            return bool(members) and all(member.is_given_up_on(weights) for member in members.values())
+
+        await self._until(lambda: served() or disagree() or or_until(), self._retry_for)
+        if served():
+            return
+        if disagree():
+            raise ServerDisagrees("; ".join(member.abandoned for member in members.values()))
+        raise ServerUnavailable(
+            f"no inference server has taken weights {weights.version} within {self._retry_for:g} s "
+            f"(--orchestrator.request-timeout allows more); {self._problems()}"
+        )
 
     async def generate(
         self, prompt_ids: list[int], *, affinity: int, versions: Collection[str], n: int = 1, **sampling: Any
@@ -226,6 +269,9 @@ class ServerPool:
         """
         return {
             "servers/healthy": sum(member.ready for member in self._members.values()),
+            "servers/quarantined": sum(
+                member.is_quarantined(self._weights) for member in self._members.values()
+            ),
             **self._counts.take(),
         }
 
@@ -295,11 +341,7 @@ class ServerPool:
                 status = await member.client.status()
         except TimeoutError:
             raise ServerUnavailable(f"{member.url} has not answered for {LOOK_TIMEOUT:g} s") from None
-        member.silent_since = None
-        member.capacity = max(1, status.max_num_seqs)
-        member.max_model_len = status.max_model_len
-        if (status.epoch, status.weight_version) != (member.epoch, member.version):
-            member.epoch, member.version, member.weights = status.epoch, status.weight_version, None
+        member.note(status)
         await self._push(member)
         member.ready = True
         logger.info("%s is ready with weights %s", member.url, member.version)
@@ -317,6 +359,7 @@ class ServerPool:
         """Have others answer what a server that hangs was asked for."""
         silent = member.silent_since and time.monotonic() - member.silent_since
         if silent and silent > self._hangs_after and any(other.ready for other in self._members.values()):
+            member.abandoned = f"{member.url} hangs: no sign of life for {self._hangs_after:g} s"
             for request in member.requests:
                 request.cancel()
 
@@ -345,17 +388,23 @@ class ServerPool:
         except (ServerUnavailable, ValueError) as error:
             self._lose(member, str(error))
 
+    async def _prove_or_lose(self, member: Member, weights: Weights) -> None:
+        try:
+            async with member.pushing:
+                if member.weights is weights:
+                    await member.prove(weights)
+        except (ServerUnavailable, ValueError) as error:
+            member.weights = None
+            self._lose(member, str(error))
+            self._notify()
+
     async def _push(self, member: Member) -> None:
         """Put the current weights into a server that does not have them."""
         async with member.pushing:
             while (weights := self._weights) is not None and member.weights is not weights:
                 # What weights of somebody else have left there goes in any case.
                 keep_cache = self._keep_cache and member.weights is not None
-                status = await member.client.update_weights(
-                    weights.folder, weights.version, keep_cache=keep_cache
-                )
-                member.epoch, member.version, member.weights = status.epoch, status.weight_version, weights
-                member.pushes += 1
+                await member.give(weights, keep_cache=keep_cache)
                 self._counts.push_bytes += weights.size
                 self._notify()
 
@@ -404,8 +453,10 @@ class ServerPool:
         try:
             await asyncio.wait({request})
             if request.cancelled():
-                raise ServerUnavailable(f"{member.url} hangs: no sign of life for {self._hangs_after:g} s")
+                raise ServerUnavailable(member.abandoned)
             generations = request.result()
+            if not await member.has_proven(generations):
+                raise ServerUnavailable(f"{member.url} has not proven the weights that it answered from")
         finally:
             request.cancel()
             member.requests.discard(request)

@@ -80,6 +80,7 @@ class CairnRoutes:
             "paused": paused,
             "max_num_seqs": self._max_num_seqs,
             "max_model_len": self._engine.model_config.max_model_len,
+            "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
             "vllm_version": vllm.__version__,
         }
 

@@ -20,6 +20,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.inference.client import WeightsGone
 from cairn.orchestrator.calls import EnvironmentCalls
+from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.environments import make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, ShippedBatch, to_ranges
 from cairn.orchestrator.prompts import Prompts
@@ -29,6 +30,7 @@ from cairn.run.batches import Batch, Sampling, batch_path, write_batch
 from cairn.run.directory import Announcement, Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
+from cairn.run.probe import Probe, read_probe
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed
 
 logger = logging.getLogger(__name__)
@@ -186,7 +188,10 @@ class Orchestrator:
         announced = self.run_directory.announced_versions(self.attempt)
         step = announced[0] - 1 if announced else self.attempt.start_step
         if not announced:
-            await self._serve(self.policy_folder, step)
+            await self._serve(self.policy_folder, step, probe_follows=self.config.self_check)
+            if self.config.self_check:  # answers come meanwhile, and count once the servers have proven it
+                with explained(self.policy_folder):
+                    await self.servers.prove(await self._first_probe(step))
         while True:
             message = await self._announcement(step + 1)
             while message is not None:  # whoever lags behind serves the newest only, but leaves out no save
@@ -197,7 +202,7 @@ class Orchestrator:
                 message = self._announced(step + 1)
             self.progress = {later: p for later, p in self.progress.items() if later >= step}
             self.ledger.fold(self.store.latest() or 0)
-            serve = self._serve(self.run_directory.version_folder(step), step)
+            serve = self._serve_announced(step)
             if last:  # nobody is going to sample from it: whether a server takes it does not matter
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(serve, LAST_PUSH)
@@ -225,9 +230,7 @@ class Orchestrator:
                 )
             if now - checked > 1:
                 checked = now
-                current = self.run_directory.attempt()
-                if current and current.id != self.attempt.id:
-                    raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
+                self._check_attempt()
             await asyncio.sleep(POLL_SECONDS)
         return message
 
@@ -235,7 +238,42 @@ class Orchestrator:
         """The announcement of version `step`; it can be there before its batch is noted as shipped."""
         return self.run_directory.announced_version(self.attempt, step) if step <= self.shipped else None
 
-    async def _serve(self, folder: Path, step: int) -> None:
+    async def _first_probe(self, step: int) -> Probe:
+        """What the trainer gives the probe with the policy that it starts from.
+
+        Raises:
+            DeadlinePassed: it has not said so in time.
+            AttemptOver: another attempt of the run has begun.
+        """
+        end, checked = time.monotonic() + self.config.version_timeout, time.monotonic()
+        while (probe := read_probe(self.run_directory.version_folder(step))) is None:
+            if time.monotonic() > end:
+                raise DeadlinePassed(
+                    f"waited {self.config.version_timeout:g} s for the trainer to score the probe of policy "
+                    f"{step}; --orchestrator.version-timeout allows more, --no-self-check does without"
+                )
+            if time.monotonic() - checked > 1:
+                checked = time.monotonic()
+                self._check_attempt()
+            await asyncio.sleep(POLL_SECONDS)
+        return probe
+
+    def _check_attempt(self) -> None:
+        current = self.run_directory.attempt()
+        if current and current.id != self.attempt.id:
+            raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
+
+    async def _serve_announced(self, step: int) -> None:
+        """Serve a policy that the trainer has published."""
+        folder = self.run_directory.version_folder(step)
+        probe = read_probe(folder) if self.config.self_check else None
+        first = step == self.attempt.start_step + 1
+        with explained(self.policy_folder) if first else contextlib.nullcontext():
+            await self._serve(folder, step, probe=probe)
+
+    async def _serve(
+        self, folder: Path, step: int, *, probe: Probe | None = None, probe_follows: bool = False
+    ) -> None:
         """Put the policy after `step` steps into every server; prompts may go there from then on."""
         fault_point("orchestrator.before_push")
         version = self.attempt.version(step)
@@ -243,7 +281,7 @@ class Orchestrator:
             self.versions.clear()
         self.versions.add(version)
         try:
-            await self.servers.serve(str(folder), version)
+            await self.servers.serve(str(folder), version, probe=probe, probe_follows=probe_follows)
         except WeightsGone:
             logger.info("version %s is gone: the trainer is about to announce a newer one", version)
             return

@@ -9,6 +9,7 @@ import numpy as np
 
 from cairn.run.batches import Sample
 from cairn.run.directory import policy_step
+from cairn.run.probe import Probe
 
 
 class AttemptOver(Exception):
@@ -40,8 +41,17 @@ class PolicyServers(Protocol):
         """Tokens that a prompt and its answer may have together on every server; None if that is unknown."""
         ...
 
-    async def serve(self, folder: str, version: str) -> None:
-        """Have the servers load a Hugging Face directory as `version`, now and whenever they come back."""
+    async def serve(
+        self, folder: str, version: str, *, probe: Probe | None = None, probe_follows: bool = False
+    ) -> None:
+        """Have the servers load a Hugging Face directory as `version`, now and whenever they come back.
+
+        They must reproduce the `probe`, or, if it follows, the one that `prove` is given later.
+        """
+        ...
+
+    async def prove(self, probe: Probe) -> None:
+        """Have the servers reproduce the probe of what they serve; until then no answer counts."""
         ...
 
     async def generate(

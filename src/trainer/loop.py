@@ -33,6 +33,7 @@ from cairn.trainer.model import build_model, weights_in
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import Work, make_work
 from cairn.trainer.prefetch import Prefetch
+from cairn.trainer.probe import make_probe
 from cairn.trainer.records import examine
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
@@ -109,7 +110,11 @@ class _Training:
             self._data = RLData(config, run, attempt)
             network = config.weight_transport == "network"
             step = self.state.progress.step
-            self._publisher = VersionPublisher(run, attempt, group, model, step, network=network)
+            score_probe = partial(make_probe, self.state.scorer, group.device, config)
+            probe = score_probe if config.self_check else None
+            self._publisher = VersionPublisher(
+                run, attempt, group, model, step, network=network, make_probe=probe
+            )
             closing.callback(self._publisher.close)
         if config.ckpt:
             store = CheckpointStore(run.checkpoints)

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import shutil
+from collections.abc import Callable
 
 from transformers import PreTrainedModel
 
@@ -12,6 +13,7 @@ from cairn.inference.transfer import WeightSender
 from cairn.run.batches import Batch
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
+from cairn.run.probe import Probe
 from cairn.run.waiting import wait_for
 from cairn.trainer.group import Group
 from cairn.trainer.model import weights
@@ -48,6 +50,7 @@ class VersionPublisher:
         model: whose weights these are; with `network`, servers get them from its memory.
         step: how many optimiser steps made them what they are now.
         network: whether they do.
+        make_probe: scores what servers are checked by; None: they are not. All ranks call it together.
     """
 
     def __init__(
@@ -59,12 +62,19 @@ class VersionPublisher:
         step: int,
         *,
         network: bool = False,
+        make_probe: Callable[[], Probe] | None = None,
     ):
         self.run = run
         self.attempt = attempt
         self.group = group
         self.model = model
         self._newest = max(run.announced_versions(attempt), default=attempt.start_step)
+        self._make_probe = make_probe
+        if make_probe and step == attempt.start_step:  # servers take this policy from elsewhere
+            probe = make_probe()
+            if group.rank == 0:
+                run.version_folder(step).mkdir(parents=True, exist_ok=True)
+                probe.write(run.version_folder(step))
         self._sender: WeightSender | None = None
         if network:
             self._sender = WeightSender(
@@ -113,6 +123,7 @@ class VersionPublisher:
         if self._sender:
             self._sender.offer(step)
         unfinished = folder.with_name(f".{folder.name}.tmp")
+        probe = self._make_probe and self._make_probe()
         if self.group.rank == 0:
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
@@ -129,6 +140,8 @@ class VersionPublisher:
             tensors = weights(self.model)
             write_tensors(unfinished, tensors, "model", rank=self.group.rank, barrier=self.group.barrier)
         if self.group.rank == 0:
+            if probe:
+                probe.write(unfinished)
             os.rename(unfinished, folder)
             fault_point("publish.before_announce")
             self.run.announce_version(self.attempt, step, save=save, last=last)

@@ -66,7 +66,7 @@ def find_rows(
     verdicts = []
     try:
         model.eval()
-        with torch.no_grad(), torch.random.fork_rng(devices), _uncompiled(model):
+        with torch.no_grad(), torch.random.fork_rng(devices), uncompiled(model):
             check = _Check(scorer, group, samples, ROUNDING[compute])
             for rows in ways:
                 verdicts.append(_Verdict(rows, check.problem(rows)))
@@ -93,7 +93,7 @@ def find_rows(
     return ALONE
 
 
-def _uncompiled(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
+def uncompiled(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
     """Compiled layers run as they are: these few tokens are not worth a compilation of their own."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
@@ -151,8 +151,8 @@ class _Check:
         return self.scorer.logprobs(micro, 1.0)[micro.loss_mask[:, 1:]]
 
 
-def _make_samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
-    """A sample, another of the same length, and a second one; without tokens that mean something special."""
+def ordinary_tokens(config: PreTrainedConfig) -> list[int]:
+    """Tokens of a model's vocabulary that mean nothing special to it; some thousands at most."""
     special = {
         number
         for about in (config, config.get_text_config())
@@ -161,7 +161,12 @@ def _make_samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
         for number in (value if isinstance(value, list) else [value])
     }
     vocabulary = range(min(config.get_text_config().vocab_size, MANY_TOKENS))
-    ordinary = [token for token in vocabulary if token not in special]
+    return [token for token in vocabulary if token not in special]
+
+
+def _make_samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
+    """A sample, another of the same length, and a second one; without tokens that mean something special."""
+    ordinary = ordinary_tokens(config)
     draw = np.random.default_rng(derive(0, "self check"))
     return tuple(
         Sample(

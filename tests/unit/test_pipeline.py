@@ -22,13 +22,14 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.inference.client import Generation, VersionSpan
+from cairn.inference.client import Generation, ServerDisagrees, VersionSpan
 from cairn.launch.audit.ledger import check_ledger, read_ledger
 from cairn.launch.audit.report import Report
 from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import Batch, batch_path
 from cairn.run.directory import Attempt, RunDirectory, policy_step
-from cairn.run.errors import CairnError
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.probe import Probe
 from cairn.run.seeds import permutation
 
 MODEL = REPOSITORY / CONFIGS / "model"
@@ -51,10 +52,26 @@ class Servers:
     stuck: bool = False
     max_model_len: int | None = None
 
-    async def serve(self, folder: str, version: str) -> None:
+    probes: dict[str, Probe] = field(default_factory=dict)
+    """What each version had to be proven by."""
+    self_check: bool = True
+    disagrees_at: int | None = None
+    """The step whose policy they can't reproduce."""
+
+    async def serve(
+        self, folder: str, version: str, *, probe: Probe | None = None, probe_follows: bool = False
+    ) -> None:
         assert Path(folder).is_dir()
+        assert (probe is not None or probe_follows) == self.self_check
         await self._while()
         self.served = version
+        if probe:
+            await self.prove(probe)
+
+    async def prove(self, probe: Probe) -> None:
+        self.probes[self.served] = probe
+        if policy_step(self.served) == self.disagrees_at:
+            raise ServerDisagrees("the logprobs differ")
 
     async def generate(self, prompt_ids: list[int], *, versions, n: int, seed: int, **sampling):
         assert self.served, "asked before there was a policy"
@@ -101,16 +118,22 @@ class Trainer:
         """Announce the versions that were not announced yet, and commit checkpoints."""
         store = CheckpointStore(self.run.checkpoints)
         newest = max(self.run.announced_versions(self.attempt), default=self.attempt.start_step)
+        self._write_probe(self.attempt.start_step)
         for step in range(newest + 1, self.last + 1):
             while (batch := self.run.batch(self.attempt, step)) is None:
                 await asyncio.sleep(0.001)
             await asyncio.sleep(self.draw.choice((0, 0, 0.003, 0.01)))
             self.trained.append(batch)
             save = step % self.save_every == 0 or step == self.last
-            self.run.version_folder(step).mkdir(parents=True)
+            self._write_probe(step)
             self.run.announce_version(self.attempt, step, save=save, last=step == self.last)
             if save:
                 await self._commit(store, step)
+
+    def _write_probe(self, step: int) -> None:
+        folder = self.run.version_folder(step)
+        folder.mkdir(parents=True, exist_ok=True)
+        Probe([1, 2], [float(step)], "float32").write(folder)
 
     async def _commit(self, store: CheckpointStore, step: int) -> None:
         store.begin(step, ["trainer", "model"])
@@ -387,6 +410,41 @@ def run_through(config: OrchestratorConfig, randomness: int, deaths: list[float]
     servers = Servers(draw)
     asyncio.run(see_through(config, ATTEMPT, trainer, servers, deaths))
     return trainer, servers
+
+
+def test_every_policy_is_proven_by_the_probe_that_the_trainer_wrote(
+    configuration: OrchestratorConfig, tmp_path: Path
+):
+    config = in_folder(configuration, tmp_path / "run", 4, 0)
+    servers = Servers(random.Random(1))
+    trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, 4, random.Random(1))
+    asyncio.run(see_through(config, ATTEMPT, trainer, servers, []))
+    probes = {policy_step(version): probe.logprobs for version, probe in servers.probes.items()}
+    assert probes == {step: [float(step)] for step in range(5)}
+
+
+@pytest.mark.parametrize(("step", "is_usage"), [(0, True), (1, True), (2, False)])
+def test_servers_that_compute_another_model_end_the_run(
+    configuration: OrchestratorConfig, tmp_path: Path, step: int, is_usage: bool
+):
+    """At its start that is a matter of the model and the settings, which the message is about."""
+    config = in_folder(configuration, tmp_path / "run", 4, 1)
+    servers = Servers(random.Random(1), disagrees_at=step)
+    trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, 4, random.Random(1))
+    with pytest.raises(UsageError if is_usage else ServerDisagrees, match="the logprobs differ") as error:
+        asyncio.run(see_through(config, ATTEMPT, trainer, servers, []))
+    if is_usage:
+        assert "(qwen3)" in str(error.value)
+        assert "--no-self-check" in str(error.value)
+    assert len(trainer.trained) <= step + 1
+
+
+def test_without_the_self_check_nothing_is_proven(configuration: OrchestratorConfig, tmp_path: Path):
+    config = in_folder(configuration, tmp_path / "run", 2, 0).model_copy(update={"self_check": False})
+    servers = Servers(random.Random(1), disagrees_at=0, self_check=False)
+    trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, 2, random.Random(1))
+    asyncio.run(see_through(config, ATTEMPT, trainer, servers, []))
+    assert servers.probes == {}
 
 
 def test_taking_turns_is_exact(configuration: OrchestratorConfig, tmp_path: Path):

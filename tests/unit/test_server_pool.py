@@ -13,9 +13,16 @@ from typing import Any
 
 import pytest
 
-from cairn.inference.client import InferenceClient, ServerUnavailable, StaleServer, WeightsRefused
+from cairn.inference.client import (
+    InferenceClient,
+    ServerDisagrees,
+    ServerUnavailable,
+    StaleServer,
+    WeightsRefused,
+)
 from cairn.inference.pool import ServerPool
 from cairn.inference.server_list import parse_urls
+from cairn.run.probe import Probe
 
 Answer = tuple[int, Any]
 SAMPLING = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop_token_ids": []}
@@ -38,6 +45,7 @@ class FakeServer:
         self.gate = asyncio.Event()
         self.gate.set()
         self.port = 0
+        self.disagrees = self.scores = 0
         self.more_status: dict[str, Any] = {}
         self._connections: set[asyncio.StreamWriter] = set()
 
@@ -81,6 +89,8 @@ class FakeServer:
             self.pushed.append(self.version)
             self.kept_cache.append(body["keep_cache"])
         elif path == "/inference/v1/generate":
+            if "prompt_logprobs" in body["sampling_params"]:
+                return 200, self.scored(body)
             self.asked.append(body["token_ids"][0])
             self.salts.append(body["cache_salt"])
             await self.gate.wait()
@@ -94,6 +104,15 @@ class FakeServer:
             **self.more_status,
             "vllm_version": "0",
         }
+
+    def scored(self, body: dict) -> dict:
+        """Logprobs of a prompt: -1 for each token, or something else `disagrees` times."""
+        wrong = self.disagrees > 0
+        self.disagrees -= wrong
+        self.scores += 1
+        tokens = [{str(token): {"logprob": -1.0 - wrong}} for token in body["token_ids"]]
+        span = {"version": self.version, "start": 0, "end": 1}
+        return {"choices": [{"weight_versions": [span]}], "prompt_logprobs": [None, *tokens[1:]]}
 
     def choices(self, body: dict) -> list[dict]:
         """What the real server answers: here the tokens are the prompt's first and the seed."""
@@ -450,6 +469,101 @@ async def test_a_server_that_fails_the_push_gets_it_again_before_it_generates():
         await until(lambda: fakes[0].version == "v2")
         answers = await asyncio.gather(*(ask(pool, group, ("v2",)) for group in range(4)))
         assert {answer[0].weight_versions[0].version for answer in answers} == {"v2"}
+
+
+PROBE = Probe([5, 6, 7], [-1.0, -1.0], "float32")
+
+
+@in_loop
+async def test_a_server_that_disagrees_once_is_given_the_weights_again():
+    async with servers(1) as (pool, (fake,)):
+        fake.disagrees = 1
+        await pool.serve("/w", "v1", probe=PROBE)
+        assert fake.pushed == ["v1", "v1"]
+        assert fake.scores == 2
+        await ask(pool, 0)
+        metrics = pool.take_metrics()
+        assert (metrics["servers/quarantined"], metrics["servers/healthy"]) == (0, 1)
+
+
+@in_loop
+async def test_a_server_that_goes_on_disagreeing_is_left_out_until_there_are_other_weights():
+    async with servers(2) as (pool, fakes):
+        bad, good = fakes
+        bad.disagrees = 10**6
+        await pool.serve("/w", "v1", probe=PROBE)
+        await until(lambda: bad.pushed == ["v1"] * 3)
+        await asyncio.gather(*(ask(pool, group) for group in range(6)))
+        assert (len(bad.asked), len(good.asked)) == (0, 6)
+        metrics = pool.take_metrics()
+        assert (metrics["servers/quarantined"], metrics["servers/healthy"]) == (1, 1)
+        bad.disagrees = 0
+        await pool.serve("/w", "v2", probe=PROBE)
+        await until(lambda: bad.pushed[-1] == "v2" and pool.take_metrics()["servers/healthy"] == 2)
+        assert bad.pushed == ["v1"] * 3 + ["v2"]
+        assert pool.take_metrics()["servers/quarantined"] == 0
+
+
+@in_loop
+async def test_a_run_without_a_server_that_agrees_ends():
+    async with servers(2) as (pool, fakes):
+        for fake in fakes:
+            fake.disagrees = 10**6
+        with pytest.raises(
+            ServerDisagrees, match=r"weights v1, .* 3 tokens differ .* by 1 on average"
+        ) as error:
+            await pool.serve("/w", "v1", probe=PROBE)
+        assert all(fake.url in str(error.value) for fake in fakes)
+        assert [fake.pushed for fake in fakes] == [["v1"] * 3] * 2
+
+
+@in_loop
+async def test_what_a_server_was_asked_under_weights_that_it_does_not_have_is_asked_again():
+    """Whether the answer was there before the server was found wrong, or not yet."""
+    async with servers(2) as (pool, (bad, good)):
+        await pool.serve("/w", "v1", probe_follows=True)
+        asked = [ask(pool, group) for group in range(4)]
+        await until(lambda: len(bad.asked) == len(good.asked) == 2)
+        bad.gate.clear()
+        asked += [ask(pool, group) for group in range(4, 8)]
+        await until(lambda: len(bad.asked) == len(good.asked) == 4)
+        await asyncio.sleep(0.05)
+        assert not any(answer.done() for answer in asked), "no answer counts before the proof"
+        bad.disagrees = 10**6
+        await pool.prove(PROBE)
+        answers = await asyncio.gather(*asked)
+        assert [answer[0].token_ids[0] for answer in answers] == list(range(8))
+        assert sorted(good.asked) == list(range(8))
+
+
+@in_loop
+async def test_the_proof_is_asked_of_servers_that_join_as_well():
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1", probe=PROBE)
+        await fake.die()
+        await until(lambda: pool.take_metrics()["servers/healthy"] == 0)
+        await fake.start()
+        await ask(pool, 0)
+        assert (fake.pushed, fake.scores) == (["v1", "v1"], 2)
+
+
+@in_loop
+async def test_a_short_context_takes_the_first_tokens_of_the_probe():
+    async with servers(1) as (pool, (fake,)):
+        fake.more_status = {"max_model_len": 3}
+        await fake.die()
+        await until(lambda: pool.take_metrics()["servers/healthy"] == 0)
+        await fake.start()
+        await pool.serve("/w", "v1", probe=PROBE)
+        assert fake.scores == 1
+
+
+@pytest.mark.parametrize("logprob", [-1.01, float("nan"), float("-inf")])
+def test_a_probe_takes_rounding_and_nothing_else(logprob: float):
+    assert PROBE.difference([-1.0001, -1.0], "float32") is None
+    assert PROBE.difference([logprob, -1.0], "float32") is not None
+    assert PROBE.difference([-1.02, -1.0], "bfloat16") is None
+    assert PROBE.difference([-1.3, -1.0], "bfloat16") is not None
 
 
 @in_loop

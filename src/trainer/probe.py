@@ -1,0 +1,34 @@
+"""What the trainer's weights give a few tokens; servers are checked against it."""
+
+import numpy as np
+import torch
+from torch.distributed.fsdp import FSDPModule
+
+from cairn.config.trainer import TrainerConfig
+from cairn.run.batches import Sample
+from cairn.run.probe import Probe
+from cairn.run.seeds import derive
+from cairn.trainer.packing import fill_rows
+from cairn.trainer.scoring import Scorer
+from cairn.trainer.self_check import ordinary_tokens, uncompiled
+
+TOKENS = 32
+
+
+@torch.no_grad()
+def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> Probe:
+    """Score the run's probe under the current weights; all ranks call it. Changes no random state."""
+    model = scorer.model
+    draw = np.random.default_rng(derive(config.seed, "probe"))
+    token_ids = draw.choice(np.array(ordinary_tokens(model.config), np.int32), TOKENS)
+    micro = fill_rows([[Sample(token_ids, np.ones(TOKENS, bool))]]).to(device)
+    was_training = model.training
+    try:
+        model.eval()
+        with uncompiled(model):
+            logprobs = scorer.logprobs(micro, 1.0)[0, : TOKENS - 1]
+    finally:
+        model.train(was_training)
+        if isinstance(model, FSDPModule):
+            model.reshard()  # or the next forward would compute with what was gathered here
+    return Probe(token_ids.tolist(), logprobs.tolist(), config.precision.compute)
