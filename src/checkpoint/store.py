@@ -72,6 +72,8 @@ class CheckpointStore:
             with os.scandir(self.root) as entries:
                 return [entry for entry in entries if STEP_NAME.fullmatch(entry.name)]
         except FileNotFoundError:
+            if self.root.is_symlink():  # to a disk that is not mounted, say: its steps may well exist
+                raise UsageError(f"{self.root}: is a link to {self.root.readlink()}, which is gone") from None
             return []
         except NotADirectoryError:
             if not os.path.lexists(self.root):  # but something above it

@@ -31,7 +31,7 @@ class ServerList:
                 self._seen = text
         except FileNotFoundError:
             self._listed = self._seen = self._reported = None
-        except (OSError, ValueError) as error:
+        except (OSError, ValueError, RecursionError) as error:
             if str(error) != self._reported:
                 logger.error("%s is ignored: %s", self._file, error)
             self._reported = str(error)

@@ -20,7 +20,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import read_json, write_atomic
+from cairn.run.files import make_folders, read_json, write_atomic
 
 logger = logging.getLogger(__name__)
 
@@ -128,8 +128,11 @@ def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -
     run.set_batches_aside(start.store.abandoned / name, attempt)
     # Without roles.json, which may have been damaged, a checkpoint says that it is the same run.
     goes_on = earlier.run_id == run_id if earlier else own_step > 0
-    if not goes_on:
+    if not goes_on and earlier:
         run.history.path.unlink(missing_ok=True)
+    elif not goes_on and run.history.path.exists():  # there is no saying whose it is
+        make_folders(start.store.abandoned / name)
+        run.history.path.rename(start.store.abandoned / name / run.history.path.name)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
     wanted = rewinds and config.ckpt.resume not in ("auto", "latest")  # the user goes back on purpose
@@ -203,6 +206,8 @@ def _make_folder(path: Path, setting: str) -> None:
 def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) -> Path | None:
     """The step folder to go on from, checked in full; None starts fresh."""
     steps = store.steps()
+    for link in store.links():
+        print(f"{link} is a link, so it is no step of this run; what it leads to is left alone", flush=True)
     if ckpt is None or not ckpt.resumes:
         if steps:
             raise UsageError(
@@ -228,6 +233,7 @@ def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) ->
         folder = store.folder(ckpt.resume_step)
     else:
         folder = Path(ckpt.resume).absolute()
+        folder = folder.resolve() if folder.is_symlink() else folder
         if steps and folder.parent != store.root:
             raise UsageError(
                 f"--ckpt.resume {ckpt.resume}: {store.root} already holds checkpoints of its own; "

@@ -22,6 +22,7 @@ logger = logging.getLogger(__name__)
 Config = TypeVar("Config")
 
 VERSION_NOTE = re.compile(r"v([0-9]+)\.json")
+OF_VERSION = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*")
 BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
 WEIGHT_SOURCE = "source.json"
@@ -151,17 +152,22 @@ class RunDirectory:
         wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
         for path in wrong:
             logger.warning("%s is no %s; it is now %s", path, _kind(path in files), set_aside(path).name)
-        try:
-            read_json(self.roles, _Roles)
-        except DamagedFile as error:
-            logger.warning("%s; it is now %s", error, set_aside(self.roles).name)
-        self.history.drop()
+        for path, shape in ((self.roles, _Roles), (self.config, dict)):
+            with self._aside_if_damaged(path):
+                read_json(path, shape)
         for path in self._batch_files():
-            try:
-                with contextlib.suppress(BadBatch):  # of another version: whoever needs it refuses it
-                    read_batch(path)
-            except DamagedFile as error:
-                logger.warning("%s; it is now %s", error, set_aside(path).name)
+            # One of another version is refused by whoever needs it; a link to nothing is replaced.
+            with self._aside_if_damaged(path), contextlib.suppress(BadBatch, FileNotFoundError):
+                read_batch(path)
+        self.history.drop()
+
+    @staticmethod
+    @contextlib.contextmanager
+    def _aside_if_damaged(path: Path) -> Iterator[None]:
+        try:
+            yield
+        except DamagedFile as error:
+            logger.warning("%s; it is now %s", error, set_aside(path).name)
 
     def read_config(self, shape: type[Config]) -> Config:
         """The configuration of the current attempt, which is of the pydantic model `shape`.
@@ -269,7 +275,12 @@ class RunDirectory:
 
     def clear_weights(self) -> None:
         """Remove the policy versions of an earlier attempt, which nobody waits for any more."""
-        shutil.rmtree(self.weights, ignore_errors=True)
+        if not self.weights.is_symlink():
+            shutil.rmtree(self.weights, ignore_errors=True)
+            return
+        for path in self.weights.iterdir():  # of a link, to memory perhaps, only what is ours
+            if OF_VERSION.fullmatch(path.name):
+                shutil.rmtree(path) if path.is_dir() else path.unlink()
 
     def set_batches_aside(self, folder: Path, attempt: Attempt) -> None:
         """Move into `folder` the batches that `attempt` does not go on with, and another branch's ledger."""

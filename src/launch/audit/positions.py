@@ -25,10 +25,9 @@ def check_records(
             of_step = next((state for step, state in states if step >= row["step"]), None)
             recipe = of_step["config"] if of_step else config
             _check_position(row, before, recipe["data"]["batch_size"], report)
-        if records and row["epoch"] != row["total_samples"] / records:
-            what = (
-                f"step {row['step']}: {row['total_samples']} samples of {records} are {row['epoch']} epochs"
-            )
+        if records and row.get("epoch") != row["total_samples"] / records:
+            samples = f"{row['total_samples']} samples of {records}"
+            what = f"step {row['step']}: {samples} are {row.get('epoch')} epochs"
             report.broken("position", what, row)
         before = row
     if not rows:

@@ -21,8 +21,9 @@ def read_metrics(path: Path, report: Report) -> list[Row]:
     for number, line in enumerate(lines, start=1):
         try:
             row = json.loads(line)
-            rows.append({**row, "step": int(row["step"])})
-        except (ValueError, KeyError, TypeError):
+            counts = {key: int(row[key]) for key in ("step", "total_samples", "total_tokens")}
+            rows.append({**row, **counts})
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
             if number < len(lines):
                 report.broken("metrics", f"line {number} of metrics.jsonl is no row of a step", line)
     return rows
