@@ -55,6 +55,14 @@ MAMBA = {
     "mamba_n_groups": 1,
     "mamba_chunk_size": 8,
 }
+WINDOW = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+LINEAR = {
+    "layer_types": ["linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 2,
+    "linear_key_head_dim": 32,
+    "linear_value_head_dim": 32,
+}
 
 
 @dataclass(frozen=True)
@@ -115,6 +123,27 @@ FAMILIES = {
         "ALiBi",
         {**SPECIAL, "hidden_size": 64, "n_layer": 2, "n_head": 2, "initializer_range": 0.15},
     ),
+    "gptj": Family("gptj", "dense", {**GPT, "rotary_dim": 16}),
+    "gpt_bigcode": Family("gpt_bigcode", "learned positions", GPT),
+    "xglm": Family(
+        "xglm",
+        "fixed positions",
+        {**SPECIAL, "d_model": 64, "ffn_dim": 96, "num_layers": 2, "attention_heads": 2}
+        | {"max_position_embeddings": 256, "init_std": 0.15},
+    ),
+    "biogpt": Family("biogpt", "learned positions", PLAIN),
+    "mpt": Family(
+        "mpt",
+        "ALiBi",
+        {
+            **SPECIAL,
+            "d_model": 64,
+            "n_heads": 2,
+            "n_layers": 2,
+            "max_seq_len": 256,
+            "initializer_range": 0.15,
+        },
+    ),
     # Sliding windows, soft-capping, sinks
     "mistral_sliding": Family("mistral", "sliding window", {**SIZE, **HEAD, "sliding_window": 8}),
     "gemma2": Family(
@@ -128,6 +157,20 @@ FAMILIES = {
         "sliding window",
         {**SIZE, **HEAD, "sliding_window": 8, "query_pre_attn_scalar": 32, "tie_word_embeddings": True}
         | {"layer_types": ["sliding_attention", "full_attention"]},
+    ),
+    "vaultgemma": Family(
+        "vaultgemma",
+        "soft-capped",
+        {**SIZE, **HEAD, "sliding_window": 8, "query_pre_attn_scalar": 32, "attn_logit_softcapping": 2.0},
+    ),
+    "cohere2": Family("cohere2", "sliding window", {**SIZE, **HEAD, **WINDOW}),
+    "exaone4": Family("exaone4", "sliding window", {**SIZE, **HEAD, **WINDOW}),
+    "olmo3": Family("olmo3", "sliding window", {**SIZE, **WINDOW}),
+    "llama4": Family(
+        "llama4_text",
+        "chunked attention, MoE",
+        {**SIZE, **HEAD, "intermediate_size_mlp": 96, "num_local_experts": 4, "num_experts_per_tok": 1}
+        | {"attention_chunk_size": 8, "no_rope_layers": [1, 0], "interleave_moe_layer_step": 1},
     ),
     "gpt_oss": Family(
         "gpt_oss",
@@ -155,6 +198,18 @@ FAMILIES = {
         {**SIZE, **HEAD, "moe_intermediate_size": 32, "n_routed_experts": 4, "num_experts_per_tok": 2}
         | {"n_shared_experts": 1, "first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
     ),
+    "phimoe": Family("phimoe", "MoE", {**SIZE, "num_local_experts": 4, "num_experts_per_tok": 2}),
+    "ernie4_5_moe": Family(
+        "ernie4_5_moe",
+        "MoE",
+        {**SIZE, **HEAD, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": 32},
+    ),
+    "afmoe": Family(
+        "afmoe",
+        "sliding window, MoE",
+        {**SIZE, **HEAD, **WINDOW, "moe_intermediate_size": 32, "num_experts": 4, "num_experts_per_tok": 2}
+        | {"num_shared_experts": 1, "num_dense_layers": 1},
+    ),
     # State carried from token to token
     "mamba": Family(
         "mamba",
@@ -172,18 +227,40 @@ FAMILIES = {
         "convolution hybrid",
         {**SIZE, "layer_types": ["conv", "full_attention"], "block_multiple_of": 32},
     ),
+    "lfm2_moe": Family(
+        "lfm2_moe",
+        "convolution hybrid, MoE",
+        {**SIZE, "layer_types": ["conv", "full_attention"], "num_experts": 4, "num_experts_per_tok": 2}
+        | {"moe_intermediate_size": 32, "num_dense_layers": 1},
+    ),
+    "olmo_hybrid": Family(
+        "olmo_hybrid",
+        "linear attention hybrid",
+        {**SIZE, "layer_types": ["linear_attention", "full_attention"]},
+    ),
+    "qwen3_5": Family("qwen3_5_text", "linear attention hybrid", {**SIZE, **HEAD, **LINEAR}),
+    "minimax": Family(
+        "minimax",
+        "linear attention hybrid, MoE",
+        {**SIZE, **HEAD, "num_local_experts": 4, "num_experts_per_tok": 2, "block_size": 8}
+        | {"layer_types": ["linear_attention", "full_attention"]},
+    ),
     "qwen3_next": Family(
         "qwen3_next",
-        "linear attention hybrid",
-        {**SIZE, **HEAD, **MOE, "layer_types": ["linear_attention", "full_attention"]}
-        | {"linear_num_key_heads": 2, "linear_num_value_heads": 2}
-        | {"linear_key_head_dim": 32, "linear_value_head_dim": 32, "shared_expert_intermediate_size": 32},
+        "linear attention hybrid, MoE",
+        {**SIZE, **HEAD, **MOE, **LINEAR, "shared_expert_intermediate_size": 32},
     ),
     "falcon_h1": Family(
         "falcon_h1", "state space hybrid", {**SIZE, **HEAD, **MAMBA, "mamba_d_ssm": 128, "mamba_expand": 2}
     ),
     "bamba": Family(
         "bamba", "state space hybrid", {**SIZE, **MAMBA, "mamba_expand": 2, "attn_layer_indices": [1]}
+    ),
+    "nemotron_h": Family(
+        "nemotron_h",
+        "state space hybrid",
+        {**SIZE, **HEAD, "layers_block_type": ["mamba", "attention"], "mamba_num_heads": 4}
+        | {"mamba_head_dim": 32, "ssm_state_size": 16, "n_groups": 1, "chunk_size": 8},
     ),
     "jamba": Family(
         "jamba",

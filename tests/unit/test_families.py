@@ -151,7 +151,7 @@ def disk_of(state: TrainerState) -> str:
     """How the files' tensors differ from those in memory."""
     layout = layout_of(state.model)
     if len(layout.places) > len(layout.shapes):
-        return "each expert apart"
+        return "cut apart"
     renamed = any(name != place.name for name, place in layout.places.items())
     return "other names" if renamed else "as in memory"
 

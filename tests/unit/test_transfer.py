@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
+from cairn.checkpoint.tensors import Section
 from cairn.inference.transfer import Gone, NotThere, WeightReceiver, WeightSender
 
 CPU = torch.device("cpu")
@@ -112,3 +113,16 @@ def test_a_trainer_that_ended_is_told_of(policy: dict[str, torch.Tensor], sender
     sender.close()
     with pytest.raises(NotThere, match="does not answer"):
         receiver.receive(source, GROUPS, torch.float32)
+
+
+def test_sections_of_a_tensor_are_sent_as_tensors_of_their_own():
+    """As a layer's experts, which are one tensor in the trainer's memory."""
+    experts = torch.arange(5 * 6 * 2.0).view(5, 6, 2)
+    parts = {f"{i}.up": Section(experts, 12 * i + 6, (3, 2)) for i in range(5)}
+    sender = WeightSender(parts, rank=0, host="127.0.0.1", device=CPU)
+    sender.offer(1)
+    source = sender.source(1, [sender.here])
+    assert source.shapes == {name: [3, 2] for name in parts}
+    (got,) = WeightReceiver(CPU).receive(source, [list(parts)], torch.float32)
+    assert all(torch.equal(got[f"{i}.up"], experts[i, 3:]) for i in range(5))
+    sender.close()
