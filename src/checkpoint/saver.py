@@ -30,6 +30,7 @@ from cairn.checkpoint.reader import as_bytes
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import Stored, local_part, local_values, plan_tensors
 from cairn.run.faults import fault_point
+from cairn.run.signals import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
 
@@ -273,12 +274,13 @@ class _Arena:
         nbytes = self.plan.arena_bytes
         fd = os.memfd_create("cairn-arena")
         os.ftruncate(fd, nbytes)
-        self._writer = subprocess.Popen(
-            [sys.executable, "-m", "cairn.checkpoint.writer", *map(str, (fd, nbytes, os.getpid()))],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            pass_fds=[fd],
-        )
+        with stop_signals_blocked():
+            self._writer = subprocess.Popen(
+                [sys.executable, "-m", "cairn.checkpoint.writer", *map(str, (fd, nbytes, os.getpid()))],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                pass_fds=[fd],
+            )
         self._map = mmap.mmap(fd, nbytes)
         os.close(fd)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)

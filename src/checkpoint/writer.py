@@ -16,7 +16,6 @@ import itertools
 import json
 import mmap
 import os
-import signal
 import sys
 import time
 from collections.abc import Callable
@@ -32,6 +31,7 @@ from cairn.checkpoint.parts import part_content
 from cairn.run.faults import fault_point
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise
 from cairn.run.lifetime import die_with
+from cairn.run.signals import ignore_stop_signals
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 FALLOC_FL_KEEP_SIZE = 1
@@ -210,8 +210,7 @@ def main() -> None:
     """Serve one training process until it closes its end."""
     arena_fd, nbytes, trainer = map(int, sys.argv[1:])
     die_with(trainer)  # whoever comes after it may save the same step
-    for number in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(number, signal.SIG_IGN)  # the trainer decides when it ends
+    ignore_stop_signals()  # the trainer decides when it ends
     os.nice(10)
     os.posix_fallocate(arena_fd, 0, nbytes)  # have the kernel fetch the memory now, not during a save
     arena = memoryview(mmap.mmap(arena_fd, nbytes))

@@ -15,7 +15,8 @@ import threading
 
 
 def main() -> None:
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the owner is asked as well, and decides
     signal.signal(signal.SIGTERM, lambda *_: os.killpg(0, signal.SIGKILL))
     command = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL)
     signal.signal(signal.SIGTERM, lambda *_: command.terminate())

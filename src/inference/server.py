@@ -15,7 +15,6 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from types import FrameType
 from typing import Self
 
 import httpx
@@ -26,6 +25,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
 from cairn.run import heartbeat
+from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
+from cairn.run.terminal import outlive_terminal
 
 GRACE = 5.0
 """Seconds that a server has for stopping by itself before it is killed."""
@@ -124,10 +125,12 @@ class Server:
         config: Address and options of the server.
         model: A Hugging Face directory or hub name.
         log: File for vLLM's output, written over; default: beside the token file.
+        deaf: Whether its processes outlive stop signals that are sent to them; `stop` then kills them.
     """
 
-    def __init__(self, config: InferenceConfig, model: str, log: Path | None = None):
+    def __init__(self, config: InferenceConfig, model: str, log: Path | None = None, *, deaf: bool = False):
         self.config = config
+        self.deaf = deaf
         self.model = model
         host = f"[{config.host}]" if ":" in config.host else config.host
         self.url = f"http://{host}:{config.port}"
@@ -163,7 +166,8 @@ class Server:
         self._epoch = uuid.uuid4().hex
         self._token_file.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         self.log.parent.mkdir(parents=True, exist_ok=True)
-        with self.log.open("wb") as log:
+        deafness = stop_signals_blocked() if self.deaf else contextlib.nullcontext()
+        with self.log.open("wb") as log, deafness:
             self._process = subprocess.Popen(
                 [sys.executable, "-I", "-S", str(Path(__file__).with_name("lifeline.py")), *argv],
                 stdin=subprocess.PIPE,  # held open for as long as this process lives
@@ -234,7 +238,7 @@ class Server:
         """Stop the server with all its processes within about `GRACE` seconds; aborts requests in flight."""
         if self._process is None:
             return
-        if self.alive:
+        if self.alive and not self.deaf:
             # With requests in flight vLLM may hang on SIGTERM.
             with contextlib.suppress(httpx.HTTPError):
                 headers = {"Authorization": f"Bearer {self.token}"}
@@ -289,28 +293,37 @@ class Server:
         return "\n".join([f"the end of {self.log}:", *("    " + line for line in tail)])
 
 
-def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
+def run(
+    config: InferenceConfig,
+    model: str,
+    log: Path | None = None,
+    *,
+    end_signal: signal.Signals | None = None,
+) -> int:
     """Run a server in the foreground until a signal stops it; to be called from the main thread.
 
-    SIGINT or SIGTERM stops it cleanly, a second one at once. vLLM's output goes to `log` (see `Server`).
+    SIGINT, SIGTERM or SIGHUP stops it cleanly, a second request at once; or `end_signal` alone does, for a
+    server that others depend on. vLLM's output goes to `log` (see `Server`).
 
     Returns:
         The exit code: 0 stopped as requested; 1 the server died or was not ready in time; 2 the address
         can't be used, or the model can't be served.
     """
     console = Console(stderr=True, soft_wrap=True)
-    server = Server(config, model, log)
-    signals = 0
+    server = Server(config, model, log, deaf=end_signal is not None)
+    ending = False
 
-    def on_signal(signum: int, frame: FrameType | None) -> None:
-        nonlocal signals
-        signals += 1
-        if signals > 1:
-            server.kill()
+    def interrupt(_name: str) -> None:
+        if ending:
+            server.kill()  # it only hurries
         else:
             raise KeyboardInterrupt
 
-    previous = {signum: signal.signal(signum, on_signal) for signum in (signal.SIGINT, signal.SIGTERM)}
+    outlive_terminal()
+    signals = contextlib.ExitStack()
+    signals.enter_context(
+        on_stop_signals(interrupt, server.kill, [end_signal] if end_signal else STOP_SIGNALS)
+    )
     try:
         if not _is_loopback(config.host):
             console.print(
@@ -343,10 +356,9 @@ def run(config: InferenceConfig, model: str, log: Path | None = None) -> int:
         console.print(str(error), markup=False)
         return 1
     finally:
-        signals += 1  # from here on a signal only hurries
+        ending = True
         server.stop()
-        for signum, handler in previous.items():
-            signal.signal(signum, handler)
+        signals.close()
 
 
 def _is_loopback(host: str) -> bool:

@@ -13,6 +13,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.inference.client import InferenceClient, ServerUnavailable
 from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start, is_complete
+from cairn.launch.main import EXIT_STOPPED
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
@@ -96,6 +97,9 @@ def _see_through(config: RunConfig, start: Start, roles: list[str], *, command: 
             return run_roles(run, attempt, roles, config)
         except NewestDamaged as damaged:
             print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
+            if run.stop_requested():
+                print("stopped; --ckpt.resume auto goes on from the newest good one", flush=True)
+                return EXIT_STOPPED
         config.ckpt.resume_step, config.ckpt.resume = None, "auto"
         try:
             start = choose_start(config, needs=_needed_parts(config))
@@ -132,9 +136,14 @@ def orchestrate(config: OrchestratorConfig) -> int:
         of_trainer = RunDirectory(run.path, trainer.ckpt and trainer.ckpt.dir)
         turn = Turn("orchestrator", run)
         try:
-            return run_orchestrator(config.model_copy(update=shared), attempt, of_trainer, turn)
+            of_run = config.model_copy(update=shared)
+            return run_orchestrator(of_run, attempt, of_trainer, turn, at_once=_interrupt)
         except AttemptOver as over:
             print(over, flush=True)
+
+
+def _interrupt() -> None:
+    raise KeyboardInterrupt
 
 
 def _check_data(config: SFTDataConfig, checkpoint: Path | None) -> None:

@@ -7,6 +7,7 @@ Heavy modules are imported after the command line has been read, so that --help 
 """
 
 import errno
+import contextlib
 import os
 import signal
 import sys
@@ -16,6 +17,7 @@ from cairn import __version__
 from cairn.config.cli import load, require
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.logs import printable
+from cairn.run.signals import on_stop_signals, say
 
 EXIT_USAGE = 2
 EXIT_STOPPED = 75
@@ -33,7 +35,7 @@ def sft() -> int:
 
         return train(config)
 
-    return answer(run)
+    return answer(run, stopped=EXIT_STOPPED)
 
 
 def trainer() -> int:
@@ -47,7 +49,7 @@ def trainer() -> int:
 
         return train(config)
 
-    return answer(run)
+    return answer(run, stopped=EXIT_STOPPED)
 
 
 def orchestrator() -> int:
@@ -60,7 +62,7 @@ def orchestrator() -> int:
 
         return orchestrate(config)
 
-    return answer(run)
+    return answer(run, stopped=EXIT_STOPPED)
 
 
 def inference() -> int:
@@ -75,7 +77,7 @@ def inference() -> int:
 
         return serve(config, resolve_model(config.model))
 
-    return answer(run)
+    return answer(run, stopped=0)
 
 
 def rl() -> int:
@@ -89,7 +91,7 @@ def rl() -> int:
 
         return reinforce(config)
 
-    return answer(run)
+    return answer(run, stopped=EXIT_STOPPED)
 
 
 def ckpt() -> int:
@@ -103,13 +105,23 @@ def ckpt() -> int:
     return answer(command)
 
 
-def answer(run: Callable[[], int]) -> int:
-    """Run a command; an error that a user can do something about is one message, not a traceback."""
+def answer(run: Callable[[], int], *, stopped: int | None = None) -> int:
+    """Run a command; an error that a user can do something about is one message, not a traceback.
+
+    With `stopped`, the exit code for that, a stop signal ends the command there and then, which does no harm
+    before it has started anything; `run` handles signals in its own way from then on.
+    """
+
+    def stop(name: str) -> None:
+        say(f"{name}: stopped before anything was under way; the same command starts again")
+        os._exit(stopped)
+
     try:
         if sys.argv[1:] == ["--version"]:
             print(f"cairn {__version__}", flush=True)
             return 0
-        code = run()
+        with contextlib.nullcontext() if stopped is None else on_stop_signals(stop):
+            code = run()
         sys.stdout.flush()
         return code
     except BrokenPipeError:  # whoever reads what we print, such as `head`, has enough of it

@@ -1,7 +1,8 @@
-"""Child processes that never outlive their parent, and signals that end a run in good order."""
+"""The roles' processes: how they are started, killed, and asked to stop in good order."""
 
 import contextlib
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ from pathlib import Path
 
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError
+from cairn.run.signals import REPEAT_SECONDS, on_stop_signals, say, stop_signals_blocked
 
 RAY_SETTINGS = {
     # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
@@ -30,6 +32,14 @@ LOCAL_RAY_SETTINGS = {
 """And where it starts a cluster of its own; else that would listen on every network of the machine."""
 
 
+def _ray_token() -> dict[str, str]:
+    """A token of its own for one cluster, whose processes get it in their environment.
+
+    Ray would write one for all clusters to a file in the home folder, which others may be able to read.
+    """
+    return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+
+
 class RoleFailed(CairnError):
     """A role of the run died; the message shows the end of its log."""
 
@@ -43,20 +53,24 @@ def start_role(
 ) -> subprocess.Popen:
     """Start `role` of the run in `output_dir`, in a session of its own; its output goes to `log`.
 
+    Stop signals are blocked in it until it is ready to heed them (`stop_on_signals`).
+
     Args:
         local_ray: a Ray cluster that it starts is for this machine alone.
         standby: it does not begin before a line comes to its standard input.
     """
-    settings = RAY_SETTINGS | (LOCAL_RAY_SETTINGS if local_ray else {})
+    environment = {**RAY_SETTINGS, **(LOCAL_RAY_SETTINGS if local_ray else {}), **os.environ}
+    if local_ray:
+        environment |= _ray_token()
     log.parent.mkdir(parents=True, exist_ok=True)
     argv = [sys.executable, "-m", "cairn.launch.roles", role, str(output_dir), str(os.getpid())]
-    with open(log, "ab") as out:
+    with open(log, "ab") as out, stop_signals_blocked():
         return subprocess.Popen(
             [*argv, "standby"] if standby else argv,
             stdin=subprocess.PIPE if standby else subprocess.DEVNULL,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**settings, **os.environ},
+            env=environment,
             start_new_session=True,
         )
 
@@ -93,27 +107,17 @@ def log_end(log: Path, lines: int = 15) -> str:
     return "\n".join(end[errors[-1] :] if errors else end)
 
 
-def interrupt() -> None:
-    """End what the main thread is doing."""
-    raise KeyboardInterrupt
-
-
 @contextlib.contextmanager
-def stop_on_signals(run: RunDirectory, at_once: Callable[[], None] = interrupt) -> Iterator[None]:
-    """On the first SIGINT or SIGTERM ask the run to save and stop; on the second call `at_once`."""
-    seen: list[int] = []
+def stop_on_signals(run: RunDirectory, at_once: Callable[[], None] | None = None) -> Iterator[None]:
+    """On SIGINT, SIGTERM or SIGHUP ask the run to save and stop; on a second request call `at_once`.
 
-    def handle(number: int, _frame: object) -> None:
-        seen.append(number)
-        if len(seen) == 1:
-            print("stopping at the next step boundary; the same again stops at once", flush=True)
-            run.request_stop(signal.Signals(number).name)
-        else:
-            at_once()
+    A role leaves it to its launcher to end at once.
+    """
 
-    before = {number: signal.signal(number, handle) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
+    def stop(name: str) -> None:
+        hint = f"; the same again, after {REPEAT_SECONDS:g} s, stops at once" if at_once else ""
+        run.request_stop(name)
+        say(f"{name}: stopping at the next step boundary{hint}")
+
+    with on_stop_signals(stop, at_once):
         yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)

@@ -13,9 +13,10 @@ from typing import Self
 
 import ray
 
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.process import RayFailed, RoleFailed, log_end
-from cairn.launch.ray_group import Placement, Process, kill, start_ray
+from cairn.launch.ray_group import Placement, Process, end_ray, kill, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
 from cairn.run import heartbeat
@@ -23,6 +24,7 @@ from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.heartbeat import Watch
 from cairn.run.metrics import MetricsLog
+from cairn.run.waiting import Patience
 
 logger = logging.getLogger(__name__)
 
@@ -102,10 +104,12 @@ class Ranks:
         return self
 
     def __exit__(self, *_: object) -> None:
-        ray.shutdown()
+        end_ray(self.config)
 
     def train(self, newest: Callable[[], Attempt]) -> Outcome:
         """Train to the end, through the deaths of workers; returns what rank 0 says of it.
+
+        A worker that dies when the run was asked to stop is not replaced.
 
         Args:
             newest: what to go on from, asked whenever the ranks start.
@@ -125,6 +129,11 @@ class Ranks:
                     return self._train(attempt)
                 except _RanksDied as died:
                     self._bury(died)
+                    if self.run.stop_requested():
+                        step = self._newest_step()
+                        saved = CheckpointStore(self.run.checkpoints).exists(step)
+                        return Outcome(step, "a rank died when the run was asked to stop", saved)
+                    self._wait_after(died)
         except ray.exceptions.GetTimeoutError:
             raise RoleFailed(
                 f"waited {self.config.ray.start_timeout:g} s for the trainer's workers to start; "
@@ -184,14 +193,14 @@ class Ranks:
             raise _RanksDied({0: "died while it started"}) from None
         pending = {self._start(rank, meeting, attempt): rank for rank in self._ranks}
         ended = _Ended({}, {}, [])
-        deadline = None
-        while pending and (deadline is None or time.monotonic() < deadline):
+        settling: Patience | None = None
+        while pending and not (settling and settling.over):
             # Not for ever at once, so that a signal is seen in between.
             done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
             for future in done:
                 _collect(future, pending.pop(future), ended)
-            if ended.broken and deadline is None:
-                deadline = time.monotonic() + SETTLE_SECONDS
+            if ended.broken and settling is None:
+                settling = Patience(SETTLE_SECONDS)
             if ended.dead and self._placement.gpus:
                 break  # nothing wakes a rank that waits in a collective on a GPU
             self._watch(pending.values())
@@ -234,21 +243,24 @@ class Ranks:
                 kill(rank.worker, rank.process)
 
     def _bury(self, died: _RanksDied) -> None:
-        """Make room for successors, and wait as long as the rule says.
-
-        Raises:
-            RoleFailed: workers died too often.
-        """
+        """Make sure that they are dead, and make room for successors."""
         for rank in [self._ranks[number] for number in {*died.dead, *died.stuck}]:
             with contextlib.suppress(ray.exceptions.RayError):
                 kill(rank.worker, rank.process)
             if rank.process:
                 self.run.set_role(rank.name, "failed", rank.process.pid, rank.process.host)
             rank.worker = rank.process = None
-        wait = self._rule.wait_after_death(self._newest_step())
         self._buried |= died.dead
         for number, reason in died.dead.items():
             logger.warning("trainer rank %d %s", number, reason)
+
+    def _wait_after(self, died: _RanksDied) -> None:
+        """Wait as long as the rule for restarts says.
+
+        Raises:
+            RoleFailed: workers died too often.
+        """
+        wait = self._rule.wait_after_death(self._newest_step())
         if wait is None:
             number, reason = next(iter(died.dead.items()))
             log = self._ranks[number].log

@@ -13,11 +13,13 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
-from cairn.launch.process import RoleFailed, stop_on_signals
+from cairn.launch.process import RayFailed, RoleFailed, stop_on_signals
+from cairn.launch.ray_folder import make_private_folder
 from cairn.run import heartbeat
 from cairn.run.background import in_background
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.lifetime import die_after
+from cairn.run.signals import stop_signals_blocked
 
 LOOPBACK = "127.0.0.1"
 PING_SECONDS = 2.0
@@ -89,6 +91,7 @@ class Worker:
         os.environ["LOCAL_RANK"] = str(_index_of(gpu))
         run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         heartbeat.start(run.heartbeat(role))
+        heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
         from cairn.run.logs import start_logging
         from cairn.trainer.group import Group
@@ -96,7 +99,7 @@ class Worker:
 
         start_logging()
         try:
-            with stop_on_signals(run, at_once=lambda: os._exit(1)):
+            with stop_on_signals(run):
                 heartbeat.doing("meeting the other ranks")
                 group = Group.join(threads=config.threads, deterministic=config.deterministic)
                 try:
@@ -169,29 +172,56 @@ def start_ray(config: TrainerBase) -> None:
     """Join the cluster at `ray.address`, or start one on this machine.
 
     Raises:
-        RoleFailed: nobody answers there, or it does not start.
+        RoleFailed: nobody answers there.
+        RayFailed: it does not start.
     """
-    quiet = {"log_to_driver": False, "logging_level": "ERROR"}
-    try:
-        if config.ray.address:
+    if config.ray.address:
+        try:
             _check_address(config.ray)
-            ray.init(config.ray.address, **quiet)
-            return
-        os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-        if isinstance(config, TrainerConfig) and "OMP_WAIT_POLICY" not in os.environ:
-            # Servers share the cores, and get one that a thread has nothing to do on only once it sleeps.
-            os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+            ray.init(config.ray.address, log_to_driver=False, logging_level="ERROR")
+        except (RuntimeError, OSError, ValueError) as error:
+            raise RoleFailed(f"no Ray cluster at --ray.address {config.ray.address}: {error}") from None
+        return
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    if isinstance(config, TrainerConfig) and "OMP_WAIT_POLICY" not in os.environ:
+        # Servers share the cores, and get one that a thread has nothing to do on only once it sleeps.
+        os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
+    with stop_signals_blocked():  # for Ray's own processes, and for the workers until they train
+        _start_local(config.workers)
+
+
+def _start_local(cpus: int) -> None:
+    """Start a cluster with `cpus` CPUs and this machine's GPUs; it ends with this process.
+
+    Its files and sockets lie in a folder that only this user may enter; its token is in this process's
+    environment (`start_role`).
+
+    Raises:
+        RayFailed: it did not start; a busy machine is a usual reason, so another start may well succeed.
+    """
+    try:
         ray.init(
             "local",  # whatever RAY_ADDRESS says
-            num_cpus=config.workers,
+            num_cpus=cpus,
             include_dashboard=False,
             object_store_memory=80 << 20,
+            log_to_driver=False,
+            logging_level="ERROR",
             _node_ip_address=LOOPBACK,
-            **quiet,
+            _temp_dir=str(make_private_folder() / "r"),  # its mode is Ray's: 0777
         )
-    except (RuntimeError, OSError, ValueError) as error:
-        where = f"at --ray.address {config.ray.address}" if config.ray.address else "on this machine"
-        raise RoleFailed(f"no Ray cluster {where}: {error}") from None
+    except Exception as error:  # Ray raises plain ones
+        message = " ".join(str(error).split())
+        raise RayFailed(f"Ray did not start on this machine: {message}") from error
+
+
+def end_ray(config: TrainerBase) -> None:
+    """Leave the cluster; one of our own ends with this process, which has nothing else to do.
+
+    Asked to end, its processes, which are deaf to signals, would take a second each.
+    """
+    if config.ray.address:
+        ray.shutdown()
 
 
 def _check_address(config: RayConfig) -> None:

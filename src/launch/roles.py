@@ -6,6 +6,7 @@ A role finds all that it needs in the run directory, where the command that star
 import asyncio
 import importlib
 import os
+import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -35,6 +36,8 @@ EXIT_CRASHED = 4
 """The trainer's exit code where its Ray cluster broke down."""
 EXIT_DAMAGED = 5
 """The trainer's exit code where the checkpoint that it has to go on from is damaged."""
+END_SERVER = signal.SIGUSR1
+"""The launcher's signal to a server that it started; others ask the run to stop."""
 STANDBY = ("trainer", "orchestrator")
 """The roles that a standby can be kept for."""
 
@@ -87,7 +90,7 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
                 ranks.standbys.start(config.workers)
                 ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
-            with stop_on_signals(run):  # only now, since Ray sets handlers of its own when it starts
+            with stop_on_signals(run):  # only now: Ray sets a handler of its own when it starts
                 store = CheckpointStore(run.checkpoints)
                 outcome = ranks.train(lambda: newest_start(attempt, store, pass_over=False))
         state = "stopped" if outcome.stopped else "done"
@@ -98,8 +101,17 @@ def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDir
     return EXIT_STOPPED if outcome.saved else EXIT_LOST
 
 
-def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
-    """Ship batches until the trainer says that the run ends; returns the exit code."""
+def run_orchestrator(
+    config: OrchestratorConfig,
+    attempt: Attempt,
+    run: RunDirectory,
+    turn: Turn,
+    at_once: Callable[[], None] | None = None,
+) -> int:
+    """Ship batches until the trainer says that the run ends; returns the exit code.
+
+    `at_once` is called when a signal asks to stop for the second time.
+    """
     turn.load("cairn.inference.pool", "cairn.orchestrator.loop")
     from cairn.inference.pool import ServerPool
     from cairn.orchestrator.loop import Orchestrator
@@ -126,10 +138,10 @@ def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirec
             progress.cancel()
 
     turn.wait()
-    attempt = newest_start(attempt, CheckpointStore(run.checkpoints), pass_over=True)
     state = "failed"
     try:
-        with stop_on_signals(run):
+        with stop_on_signals(run, at_once):
+            attempt = newest_start(attempt, CheckpointStore(run.checkpoints), pass_over=True)
             step = asyncio.run(serve())
         state = "stopped" if step < config.max_steps else "done"
     finally:
@@ -138,11 +150,15 @@ def run_orchestrator(config: OrchestratorConfig, attempt: Attempt, run: RunDirec
 
 
 def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
-    """A server for one run, whose model is resolved already; returns the exit code."""
+    """A server for one run, whose model is resolved already; returns the exit code.
+
+    The run's last step may need it, so it heeds only its launcher's signal.
+    """
     from cairn.inference.server import run as serve
 
     try:
-        return serve(config, config.model.name, run.logs / "vllm.log")
+        with stop_on_signals(run):
+            return serve(config, config.model.name, run.logs / "vllm.log", end_signal=END_SERVER)
     finally:
         run.set_role("inference", "stopped")
 
@@ -174,4 +190,8 @@ def _main(role: str, folder: str, launcher: str, *standby: str) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(answer(lambda: _main(*sys.argv[1:])))
+    exit_code = answer(lambda: _main(*sys.argv[1:]))
+    if sys.argv[1] == "trainer":
+        sys.stderr.flush()
+        os._exit(exit_code)  # not through Ray's own shutdown: see `end_ray`
+    sys.exit(exit_code)

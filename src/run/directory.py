@@ -244,6 +244,11 @@ class RunDirectory:
             if name.startswith(prefixes) and entry.state in ("running", "waiting"):
                 self.set_role(name, state, entry.pid, entry.host)
 
+    def current_roles(self) -> dict[str, RoleEntry] | None:
+        """What roles.json says of each role, by name; None if it is damaged."""
+        content = self._read_roles()
+        return content.roles if content else None
+
     def lock(self) -> bool:
         """Keep other launchers out while this process lives; False if one is at work already."""
         if self._lock is not None:

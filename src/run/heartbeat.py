@@ -23,7 +23,10 @@ LONGEST_LOOK = 2.0
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says in its file; `since`, in seconds since 1970, it has been doing what it is."""
+    """What a process says in its file; `since`, in seconds since 1970, it has been doing what it is.
+
+    `unsaved`: it holds results that are in no checkpoint.
+    """
 
     pid: int
     beats: int
@@ -31,6 +34,7 @@ class Beat:
     doing: str
     waiting: bool
     since: float
+    unsaved: bool = False
 
 
 class _Heart:
@@ -40,8 +44,10 @@ class _Heart:
         self.path = path
         self.doing = "starting"
         self.waiting = False
+        self.unsaved = False
         self.marks = 0
         self.since = time.time()
+        self._writing = threading.Lock()
         with contextlib.suppress(OSError):
             path.parent.mkdir(parents=True, exist_ok=True)
         self.beat(0)
@@ -55,8 +61,8 @@ class _Heart:
             self.beat(beats)
 
     def beat(self, beats: int) -> None:
-        beat = Beat(os.getpid(), beats, self.marks, self.doing, self.waiting, self.since)
-        with contextlib.suppress(OSError):  # a full disk is for others to report
+        beat = Beat(os.getpid(), beats, self.marks, self.doing, self.waiting, self.since, self.unsaved)
+        with contextlib.suppress(OSError), self._writing:  # a full disk is for others to report
             write_json(self.path, asdict(beat))
 
 
@@ -78,6 +84,13 @@ def doing(what: str, *, waiting: bool = False) -> None:
     if _heart is not None:
         _heart.doing, _heart.waiting, _heart.since = what, waiting, time.time()
         _heart.marks += 1
+
+
+def holds_unsaved(unsaved: bool) -> None:
+    """Say whether this process holds results that are in no checkpoint, so that a stop should wait for it."""
+    if _heart is not None and _heart.unsaved != unsaved:
+        _heart.unsaved = unsaved
+        _heart.beat(-1)
 
 
 @contextlib.contextmanager

@@ -10,10 +10,31 @@ from cairn.run.errors import CairnError
 T = TypeVar("T")
 
 POLL_SECONDS = 0.005
+LONGEST_LOOK = 2.0
+"""What passes between two looks counts at most this many seconds: more, and we were stopped ourselves."""
 
 
 class DeadlinePassed(CairnError):
     """Somebody did not answer in time; the message names who and the setting that allows more."""
+
+
+class Patience:
+    """A deadline that does not run on while this process is stopped, or the machine suspended.
+
+    Ask `over` every second or so.
+    """
+
+    def __init__(self, seconds: float):
+        self._left = seconds
+        self._looked = time.monotonic()
+
+    @property
+    def over(self) -> bool:
+        """Whether it has passed."""
+        now = time.monotonic()
+        self._left -= min(now - self._looked, LONGEST_LOOK)
+        self._looked = now
+        return self._left < 0
 
 
 def wait_for(
@@ -24,10 +45,10 @@ def wait_for(
     Raises:
         DeadlinePassed: after `seconds`, naming `whom` we waited for and the `setting` to raise.
     """
-    deadline = time.monotonic() + seconds
+    patience = Patience(seconds)
     with heartbeat.waiting_for(whom):
         while (value := check()) is None:
-            if time.monotonic() > deadline:
+            if patience.over:
                 raise DeadlinePassed(f"waited {seconds:g} s for {whom}; {setting} allows more")
             time.sleep(poll)
     return value

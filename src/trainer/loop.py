@@ -168,6 +168,7 @@ class _Training:
 
     def _train_on(self, work: Work, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""
+        heartbeat.holds_unsaved(True)
         meanwhile = partial(self._prefetch.make_ready, step + 1) if self._prefetch else None
         row = train_step(self.state, work, step, self._loss_function, self._before_update, meanwhile)
         return row | work.metrics

@@ -6,6 +6,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.history import Account
+from cairn.run.signals import stop_signals_blocked
 
 
 def check_login(config: TrainerBase) -> None:
@@ -46,15 +47,16 @@ class Tracker:
         if config.wandb:
             import wandb
 
-            self.wandb = wandb.init(
-                project=config.wandb.project,
-                name=config.wandb.name or run.path.name,
-                mode=config.wandb.mode,
-                dir=run.path,
-                id=attempt.run_id,
-                resume="allow",
-                config=config.model_dump(),
-            )
+            with stop_signals_blocked():  # its service is still needed after them
+                self.wandb = wandb.init(
+                    project=config.wandb.project,
+                    name=config.wandb.name or run.path.name,
+                    mode=config.wandb.mode,
+                    dir=run.path,
+                    id=attempt.run_id,
+                    resume="allow",
+                    config=config.model_dump(),
+                )
 
     def log(self, row: dict[str, Any]) -> None:
         """Record the metrics of one step, which the row names, and how the run fares."""

@@ -1,0 +1,80 @@
+"""The signals that ask a process to stop, and the one rule for them.
+
+Schedulers, terminals, `timeout` and `uv run` often deliver the same request several times at once: to one
+process, to its group, and passed on by whoever started it. So what follows within `REPEAT_SECONDS` is taken
+for the same request.
+"""
+
+import contextlib
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+
+STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
+"""Ctrl-C; what schedulers send; the terminal was closed."""
+REPEAT_SECONDS = 2.0
+"""A signal counts as a second request if it comes at least this long after the first."""
+
+
+def say(message: str) -> None:
+    """Print a line from a signal handler, which may have interrupted another print."""
+    with contextlib.suppress(OSError):  # the terminal may be gone
+        os.write(1, f"{message}\n".encode())
+
+
+@contextlib.contextmanager
+def on_stop_signals(
+    first: Callable[[str], None],
+    again: Callable[[], None] | None = None,
+    signals: Sequence[signal.Signals] = STOP_SIGNALS,
+) -> Iterator[None]:
+    """Call `first` with the name of the first of `signals`, and `again` once if another request follows.
+
+    To be used in the main thread. The signals are unblocked inside. SIGHUP stays ignored where it was, which
+    is what `nohup` is for.
+    """
+    since: float | None = None
+    repeated = False
+
+    def handle(number: int, _frame: object) -> None:
+        nonlocal since, repeated
+        now = time.monotonic()
+        if since is None:
+            since = now
+            first(signal.Signals(number).name)
+        elif again and not repeated and now - since >= REPEAT_SECONDS:
+            repeated = True
+            again()
+
+    ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    numbers = [number for number in signals if not (ignored and number == signal.SIGHUP)]
+    before = {number: signal.signal(number, handle) for number in numbers}
+    mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        for number, handler in before.items():
+            signal.signal(number, signal.SIG_DFL if handler is None else handler)
+
+
+@contextlib.contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Processes and threads that are started inside don't receive stop signals.
+
+    The mask is inherited by whatever they start in turn, and no handler that they install undoes it; they
+    have to unblock the signals themselves (`on_stop_signals` does). What was sent meanwhile to this process
+    is delivered afterwards.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def ignore_stop_signals() -> None:
+    """For a process that ends when its owner does, and not before."""
+    for number in STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
