@@ -1,0 +1,296 @@
+"""The rule for signals that ask to stop, and what processes inherit of it."""
+
+import os
+import pty
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from cairn.launch import ray_folder, ray_group
+from cairn.launch.process import RayFailed, kill_session, start_role
+from cairn.launch.ray_folder import LONGEST_FOLDER, make_private_folder, remove_private_folders
+from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
+from cairn.run.waiting import DeadlinePassed, Patience, wait_for
+
+INT, TERM, HUP = STOP_SIGNALS
+
+
+# The rule
+
+
+def test_what_comes_within_two_seconds_is_one_request(monkeypatch: pytest.MonkeyPatch):
+    """Whatever the signals are; a later one is a second request, and there is no third."""
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    heard = []
+    with on_stop_signals(heard.append, lambda: heard.append("again")):
+        for later, number in [(0, TERM), (0, TERM), (0.5, HUP), (1.4, INT)]:
+            clock[0] += later
+            signal.raise_signal(number)
+        assert heard == ["SIGTERM"]
+        clock[0] += 0.1
+        signal.raise_signal(INT)
+        assert heard == ["SIGTERM", "again"]
+        clock[0] += 60
+        signal.raise_signal(TERM)
+    assert heard == ["SIGTERM", "again"]
+
+
+def test_a_role_leaves_the_second_request_to_its_launcher(monkeypatch: pytest.MonkeyPatch):
+    clock = [100.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    heard = []
+    with on_stop_signals(heard.append):
+        signal.raise_signal(HUP)
+        clock[0] += 10
+        signal.raise_signal(TERM)
+    assert heard == ["SIGHUP"]
+
+
+def test_handlers_and_mask_are_as_before_afterwards():
+    """And inside the signals are heard, even by who was started deaf."""
+    before = [signal.getsignal(number) for number in STOP_SIGNALS]
+    heard = []
+    with stop_signals_blocked():
+        with on_stop_signals(heard.append):
+            os.kill(os.getpid(), TERM)
+            assert heard == ["SIGTERM"]
+        assert signal.pthread_sigmask(signal.SIG_BLOCK, []) >= set(STOP_SIGNALS)
+    assert not signal.pthread_sigmask(signal.SIG_BLOCK, []) & set(STOP_SIGNALS)
+    assert [signal.getsignal(number) for number in STOP_SIGNALS] == before
+
+
+def test_nohup_is_respected():
+    """SIGHUP stays ignored where it was; the others do not."""
+    before = signal.signal(HUP, signal.SIG_IGN)
+    heard = []
+    try:
+        with on_stop_signals(heard.append):
+            signal.raise_signal(HUP)
+            assert heard == []
+            signal.raise_signal(INT)
+        assert signal.getsignal(HUP) is signal.SIG_IGN
+    finally:
+        signal.signal(HUP, before)
+    assert heard == ["SIGINT"]
+
+
+# What processes inherit
+
+
+def test_no_handler_of_its_own_undoes_the_deafness_of_a_process():
+    """As of Ray's daemons and vLLM, which install some; so do the processes that they start in turn."""
+    grandchild = "import signal, sys; [signal.signal(n, lambda *_: sys.exit(3)) for n in (1, 2, 15)]; input()"
+    child = f"import subprocess, sys; subprocess.run([sys.executable, '-c', {grandchild!r}])"
+    with stop_signals_blocked():
+        process = subprocess.Popen([sys.executable, "-c", child], stdin=subprocess.PIPE, process_group=0)
+    time.sleep(0.3)
+    for number in STOP_SIGNALS:
+        os.killpg(process.pid, number)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(0.5)
+    process.communicate(b"\n")
+    assert process.returncode == 0
+
+
+def test_a_role_starts_deaf_and_with_a_ray_token_of_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Whatever the user's own token or mode is; it is for clusters that others have started."""
+    monkeypatch.setenv("RAY_AUTH_MODE", "disabled")
+    monkeypatch.setenv("RAY_AUTH_TOKEN", "users")
+    tokens = []
+    for local in (True, True, False):
+        role = start_role("trainer", tmp_path, tmp_path / "log", local_ray=local)
+        try:
+            status = Path(f"/proc/{role.pid}/status").read_text()
+            environment = dict(
+                entry.partition(b"=")[::2]
+                for entry in Path(f"/proc/{role.pid}/environ").read_bytes().split(b"\0")
+            )
+        finally:
+            kill_session(role.pid)
+            role.wait()
+        (blocked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))
+        assert all(blocked >> (number - 1) & 1 for number in STOP_SIGNALS)
+        tokens.append((environment[b"RAY_AUTH_MODE"], environment[b"RAY_AUTH_TOKEN"]))
+    assert tokens[2] == (b"disabled", b"users")
+    assert tokens[0][0] == tokens[1][0] == b"token"
+    assert len({tokens[0][1], tokens[1][1], b"users"}) == 3
+
+
+# A terminal that is gone
+
+
+OUTLIVES = """
+import sys
+from cairn.run.terminal import outlive_terminal
+outlive_terminal()
+print("before", flush=True)
+sys.stdin.readline()
+for stream in (sys.stdout, sys.stderr):
+    print("nobody reads this", file=stream, flush=True)
+"""
+
+
+def test_printing_goes_on_without_a_terminal():
+    """Closed under a process that does not get SIGHUP, as one in the background."""
+    terminal, of_process = pty.openpty()
+    process = subprocess.Popen(
+        [sys.executable, "-c", OUTLIVES],
+        stdin=subprocess.PIPE,
+        stdout=of_process,
+        stderr=of_process,
+        start_new_session=True,
+    )
+    os.close(of_process)
+    assert os.read(terminal, 100) == b"before\r\n"
+    os.close(terminal)
+    process.communicate(b"\n")
+    assert process.returncode == 0
+
+
+# Deadlines
+
+
+def test_a_deadline_does_not_run_while_the_process_is_stopped(monkeypatch: pytest.MonkeyPatch):
+    """An hour between two looks counts for two seconds."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    patience = Patience(5)
+    clock[0] += 3600
+    assert not patience.over
+    clock[0] += 1.5
+    assert not patience.over
+    clock[0] += 1.6
+    assert patience.over
+
+
+def test_a_wait_goes_on_after_a_stop(monkeypatch: pytest.MonkeyPatch):
+    """And ends when the rest of its time has passed."""
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "sleep", lambda seconds: clock.__setitem__(0, clock[0] + 1))
+    looks = []
+
+    def check() -> str | None:
+        looks.append(clock[0])
+        if len(looks) == 3:
+            clock[0] += 86_400
+        return "there" if len(looks) == 6 else None
+
+    assert wait_for(check, seconds=10, whom="batch 1", setting="--x") == "there"
+    with pytest.raises(DeadlinePassed, match="waited 10 s for batch 2; --x allows more"):
+        wait_for(lambda: None, seconds=10, whom="batch 2", setting="--x")
+
+
+# Ray's folder, and a Ray that does not start
+
+
+@pytest.fixture
+def places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The only place for private folders."""
+    monkeypatch.setattr(ray_folder, "_places", lambda: [tmp_path])
+    return tmp_path
+
+
+MAKE = """
+import sys
+from pathlib import Path
+from cairn.launch import ray_folder
+ray_folder._places = lambda: [Path(sys.argv[1])]
+print(ray_folder.make_private_folder(), flush=True)
+sys.stdin.readline()
+"""
+
+
+def test_a_private_folder_lives_as_long_as_its_process(places: Path):
+    """However that ends; until then nobody removes it, and what is not ours stays."""
+    process = subprocess.Popen(
+        [sys.executable, "-c", MAKE, str(places)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    folder = Path(process.stdout.readline().strip())
+    (folder / "r").mkdir()
+    others = places / "other"
+    others.mkdir()
+    (places / "cairn-ray-link").symlink_to(others)
+    assert folder.stat().st_mode & 0o777 == 0o700
+    own = make_private_folder()
+    assert own.is_dir()
+    assert folder.is_dir()
+    process.kill()
+    process.communicate()
+    remove_private_folders()
+    assert (folder.exists(), own.exists(), others.exists()) == (False, True, True)
+
+
+def test_the_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """A long TMPDIR, as schedulers give it, is passed over."""
+    long = tmp_path / ("x" * 60)
+    long.mkdir()
+    for name in ("RAY_TMPDIR", "TMPDIR"):
+        monkeypatch.setenv(name, str(long))
+    monkeypatch.setattr(ray_folder.tempfile, "tempdir", None)
+    folder = make_private_folder()
+    assert len(str(folder / "r")) <= LONGEST_FOLDER
+    assert long not in folder.parents
+
+
+def test_no_place_for_the_folder(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(ray_folder, "_places", lambda: [Path("/dev/null/x")])
+    with pytest.raises(OSError, match="no folder for temporary files can be written to, of /dev/null/x"):
+        make_private_folder()
+
+
+def test_a_ray_that_does_not_start_may_start_the_next_time(places: Path, monkeypatch: pytest.MonkeyPatch):
+    """Ray says so in a plain Exception over several lines."""
+
+    def init(*_: object, **__: object) -> None:
+        raise Exception("The current node timed out\n during startup.")
+
+    monkeypatch.setattr(ray_group.ray, "init", init)
+    with pytest.raises(RayFailed) as raised:
+        ray_group._start_local(1)
+    assert (
+        str(raised.value) == "Ray did not start on this machine: The current node timed out during startup."
+    )
+
+
+# Commands
+
+
+@pytest.mark.parametrize(
+    ("command", "number", "code", "message"),
+    [
+        (["sft", "@"], TERM, 75, "SIGTERM: stopped before anything was under way; the same command starts"),
+        (["rl", "@"], INT, 75, "SIGINT: stopped before anything was under way"),
+        (["inference", "@"], HUP, 0, "SIGHUP: stopped before anything was under way"),
+        (["ckpt", "show"], INT, 1, "error: interrupted"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else None,
+)
+def test_a_command_that_is_still_reading(
+    command: list[str], number: int, code: int, message: str, tmp_path: Path
+):
+    """A plain message, no traceback; it reads from a pipe, so that it is known where it is."""
+    target = tmp_path / "pipe.toml"
+    pipe = target
+    if command[0] == "ckpt":
+        target = tmp_path / "step_1"
+        target.mkdir()
+        pipe = target / "manifest.json"
+    os.mkfifo(pipe)
+    program = Path(sys.executable).with_name(command[0])
+    process = subprocess.Popen(
+        [program, *command[1:], target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+    writing = os.open(pipe, os.O_WRONLY)  # returns when somebody reads
+    time.sleep(0.1)
+    process.send_signal(number)
+    output, _ = process.communicate(timeout=60)
+    os.close(writing)
+    assert message in output
+    assert "Traceback" not in output
+    assert process.returncode == code
