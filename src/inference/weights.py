@@ -28,12 +28,14 @@ from cairn.inference.expected import ExpectedTensors
 from cairn.inference.loading import RepackableLoader, load_weights
 from cairn.inference.transfer import Source, Unchanged, WeightReceiver, read_source
 from cairn.inference.weight_files import Refused, check_folder, identities, is_finite, read_weights
+from cairn.run.signals import stay_deaf
 
 logger = init_logger("vllm.cairn")
 
 
 def register() -> None:
     """Entry point, called by vLLM in each of its processes."""
+    stay_deaf()
     WeightTransferEngineFactory.register_engine("filesystem", FilesystemEngine)
     register_model_loader("cairn")(RepackableLoader)
 

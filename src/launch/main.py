@@ -6,8 +6,8 @@ it again to go on. 1: anything else.
 Heavy modules are imported after the command line has been read, so that --help answers at once.
 """
 
-import errno
 import contextlib
+import errno
 import os
 import signal
 import sys

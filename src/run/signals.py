@@ -10,6 +10,7 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from multiprocessing import resource_tracker
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
 """Ctrl-C; what schedulers send; the terminal was closed."""
@@ -72,6 +73,17 @@ def stop_signals_blocked() -> Iterator[None]:
         yield
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+def stay_deaf() -> None:
+    """In a process that was started with stop signals blocked, keep them so; for its main thread.
+
+    When multiprocessing starts its resource tracker, it unblocks SIGINT and SIGTERM whatever they were
+    before. So the tracker is started first.
+    """
+    if signal.SIGHUP in signal.pthread_sigmask(signal.SIG_BLOCK, []):
+        resource_tracker.ensure_running()
+        signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
 
 
 def ignore_stop_signals() -> None:

@@ -130,7 +130,7 @@ def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to
 def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
     shell: Shell, server: Server, rl: tuple[object, ...], tmp_path: Path, moment: str
 ):
-    """The orchestrator has ended then: the next worker ends where the first one would have."""
+    """Nothing is started again. What the worker did not commit is done again from the same batches."""
     run = tmp_path / "run"
     once = tmp_path / "faults"
     once.mkdir()
@@ -142,11 +142,17 @@ def test_a_worker_dies_in_the_last_save_of_a_run_that_was_asked_to_stop(
         command.process.send_signal(signal.SIGTERM)
         finished = command.finish()
     assert finished.code == 75, finished.output
-    assert "trainer_rank0 died and is started again" in finished.output
-    last = rows(run)[-1]["step"]
-    assert f"stopped at step {last}, saved in" in finished.output
-    assert steps(run) == [last]
+    assert "started again" not in finished.output
     assert not list(once.iterdir())
+    last = rows(run)[-1]["step"]
+    if moment == "commit.done":
+        assert f"stopped at step {last}, saved in" in finished.output
+        assert steps(run) == [last]
+    else:
+        assert f"step {last} could not be saved (a rank of the trainer died)" in finished.output
+        assert steps(run) == []
+        shell.succeed(*rl, *end, "--ckpt.resume", "auto", "--max-steps", last + 1)
+        whole_rows(run, last + 1)
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 

@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import signal
+import time
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -271,13 +272,16 @@ def test_a_stop_without_checkpoints_says_what_is_lost(shell: Shell, sft: tuple, 
 
 
 def test_weights_alone_after_each_step(shell: Shell, sft: tuple, straight: Path, tmp_path: Path):
-    """A run that goes on from another one's step, saves by time, and is stopped by a second signal."""
+    """A run that goes on from another one's step, saves by time, and is stopped by a second request."""
     run, source = tmp_path / "run", step_folder(straight, 20)
     often = ("--ckpt.interval-minutes", 1e-6, "--ckpt.save-async", "false", "--ckpt.training-state", "false")
     flags = (*often, "--ckpt.resume", source, "--output-dir", run)
     with shell.start(*sft, *flags, "--max-steps", 100_000) as command:
         command.wait_until(lambda: len(steps(run)) >= 3)
+        (worker,) = command.workers()
+        os.kill(worker, signal.SIGSTOP)  # or the first request would do
         command.process.send_signal(signal.SIGINT)
+        time.sleep(2.2)
         command.process.send_signal(signal.SIGTERM)
         finished = command.finish()
         command.assert_nothing_survives()
