@@ -1,7 +1,7 @@
 """The commands. Each turns argv into a configuration, runs, and answers with an exit code.
 
-0: done. 2: bad usage or configuration, before anything is touched. 75: stopped by a signal after saving, run
-it again to go on. 1: anything else.
+0: done. 2: bad usage or configuration, before anything is touched. 75: stopped by a signal, with everything
+saved that could be; run it again to go on. 1: anything else.
 
 Heavy modules are imported after the command line has been read, so that --help answers at once.
 """
