@@ -7,7 +7,9 @@ holds changes nothing for the next in its row, and if logprobs are those of the 
 
 import contextlib
 import logging
+import math
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
@@ -26,11 +28,13 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (17, 11)
 """Tokens of the samples; longer than the kernels of convolutions, and not multiples of anything."""
-ROUNDING = {"float32": 1e-4, "bfloat16": 5e-2}
+ROUNDING = {"float32": 5e-4, "bfloat16": 0.1}
 """How far logprobs may be from those of a sample alone, on average, by the data type of the computation."""
 LEAK = 1e-5
 """How much a sample may change the next one's logprobs, on average. Rounding does not depend on the values of
-others but where experts get more or fewer tokens, so it is the same for all data types."""
+others, whatever the data type, but where experts get more or fewer tokens."""
+ABOVE_ROUNDING = 4.0
+"""There a sample may change the next one's logprobs so many times as much as those of one in another row."""
 MANY_TOKENS = 4096
 """Tokens are drawn from so many at most."""
 
@@ -108,8 +112,14 @@ class _Check:
         self.group = group
         self.first, self.other, self.second = samples
         self.rounding = rounding
-        scorer.rows = ALONE
-        self.alone = torch.cat([self._score([[sample]]) for sample in (self.first, self.second)])
+
+    @cached_property
+    def alone(self) -> torch.Tensor:
+        """What each scores with nothing beside it, one after the other."""
+        rows, self.scorer.rows = self.scorer.rows, ALONE
+        alone = torch.cat([self._score([[sample]]) for sample in (self.first, self.second)])
+        self.scorer.rows = rows
+        return alone
 
     def problem(self, rows: Rows) -> str | None:
         """What is wrong with scoring samples in such rows; all ranks come to the same answer."""
@@ -124,22 +134,38 @@ class _Check:
     def _problem(self, rows: Rows) -> str | None:
         self.scorer.rows = rows
         together = self._score(self._arranged(self.first, rows))
-        if not together.isfinite().all() or not self.alone.isfinite().all():
-            return "logprobs are not finite: the weights are not, or they are too large"
-        seconds = len(self.second.token_ids) - 1
-        arranged = self._arranged(self.other, rows)
-        leak = (together - self._score(arranged))[-seconds:].abs().mean().item()
-        if leak > (LEAK if len(arranged) == 1 else self.rounding):
-            return f"a sample changes the logprobs of the next one by {leak:.1e} on average"
         apart = (together - self.alone).abs()
+        leak = self._leak(together)
+        if not math.isfinite(self._agreed(apart.mean() + leak)):
+            return "logprobs are not finite: the weights are not, or they are too large"
+        if leak > LEAK and leak > min(ABOVE_ROUNDING * self._leak_of_rounding, self.rounding):
+            return f"a sample changes the logprobs of the next one by {leak:.1e} on average"
         if apart.mean() <= self.rounding:
             return None
-        which = "the second sample" if apart[:-seconds].mean() <= self.rounding else "samples"
+        of_first = apart[: len(self.first.token_ids) - 1].mean()
+        which = "samples" if of_first > self.rounding else "the second sample"
         return (
             f"logprobs of {which} differ by {apart.mean().item():.1e} on average from those alone, and "
             f"rounding makes no more than {self.rounding:g}: attention that is not causal, positions that "
             "count from the row's start, or experts that take a limited number of tokens do that"
         )
+
+    def _leak(self, together: torch.Tensor) -> float:
+        """How much the second sample's logprobs change, on average, if the first is another."""
+        changed = self._score(self._arranged(self.other, self.scorer.rows))
+        return self._agreed((together - changed)[1 - len(self.second.token_ids) :].abs().mean())
+
+    def _agreed(self, value: torch.Tensor) -> float:
+        """The largest on any rank, NaN above all: ranks must go through the same forward passes."""
+        return self.group.gather_rows(value.double().view(1, 1)).max().item()
+
+    @cached_property
+    def _leak_of_rounding(self) -> float:
+        """The same where nothing flows from one to the other, since each has a row of its own."""
+        rows, self.scorer.rows = self.scorer.rows, ALONE
+        leak = self._leak(self._score(self._arranged(self.first, ALONE)))
+        self.scorer.rows = rows
+        return leak
 
     def _arranged(self, first: Sample, rows: Rows) -> list[list[Sample]]:
         samples = [first, self.second]

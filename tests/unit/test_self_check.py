@@ -103,6 +103,35 @@ class AcrossRow(nn.Module):
         return hidden + hidden.mean(1, keepdim=True)
 
 
+class AcrossMicroBatch(nn.Module):
+    """Adds to each token a trace of all others, as if rounding depended on how many go to an expert."""
+
+    def __init__(self, inner: nn.Module, trace: float):
+        super().__init__()
+        self.inner = inner
+        self.trace = trace
+
+    def forward(self, *args: object, **kwargs: object) -> torch.Tensor:
+        hidden = self.inner(*args, **kwargs)
+        return hidden + self.trace * hidden.mean()
+
+
+@pytest.mark.parametrize(
+    ("family", "trace", "name"),
+    [
+        pytest.param("llama", 1e-2, "packed", id="rounding"),
+        pytest.param("mamba", 1e-3, "one sample a row", id="rounding and more"),
+    ],
+)
+def test_rounding_is_not_taken_for_a_leak(scorer, group: Group, family: str, trace: float, name: str):
+    """It changes other rows as much as the next sample in the same row."""
+    made = scorer(family)
+    layer = made.model.base_model.layers[0]
+    inner = "mlp" if family == "llama" else "mixer"
+    setattr(layer, inner, AcrossMicroBatch(getattr(layer, inner), trace))
+    assert find_rows(made, group).name == name
+
+
 def looking_ahead(model: PreTrainedModel) -> None:
     model.model.layers[0].mlp = AcrossRow(model.model.layers[0].mlp)
 
