@@ -7,7 +7,7 @@ from pydantic_config import BaseConfig
 
 
 class CkptConfig(BaseConfig):
-    """Checkpoints; the bare flag --ckpt saves the final step."""
+    """Checkpoints; --ckpt on its own saves the final step."""
 
     interval: int | None = Field(None, ge=1)
     """Save every N steps; default: the final step only, which is always saved."""
@@ -16,23 +16,23 @@ class CkptConfig(BaseConfig):
     resume_step: int | None = Field(None, ge=1)
     """Resume from this step of the run; later steps are set aside. -1 is `resume = latest`."""
     resume: str | None = None
-    """latest (an error if there is none), auto (go on, or start fresh), or the path of a step_N folder."""
+    """latest (an error if there is none), auto (resume, or start), or the path of a step_N folder."""
     interval_minutes: float | None = Field(None, gt=0)
-    """And at least this often, whatever the interval."""
+    """Also save at least every N minutes."""
     save_async: bool = True
-    """Write while training goes on; false waits until each save is committed."""
+    """Write while training continues; false waits until each save is committed."""
     training_state: bool = True
     """False saves weights only, which can start a run but not resume one."""
     keep_last: int | None = Field(None, ge=1, validation_alias=AliasChoices("keep_last", "keep"))
     """Keep the newest N steps; default: all, unless keep_best is given."""
     keep_every: int | None = Field(None, ge=1)
-    """Keep the multiples of N for ever."""
+    """Keep multiples of N for ever."""
     keep_best: int | None = Field(None, ge=1)
     """Keep the N best steps by the metric."""
     metric: str | None = None
-    """What keep_best goes by, such as loss or reward/mean."""
+    """Metric that keep_best uses, such as loss or reward/mean."""
     mode: Literal["min", "max"] | None = None
-    """Whether small or large values of the metric are better."""
+    """Whether smaller or larger values of the metric are better."""
     milestones: list[int] = []
     """Keep these steps for ever."""
     verify: Literal["load", "save", "off"] = "load"

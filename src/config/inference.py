@@ -7,12 +7,12 @@ from cairn.config.model import ModelConfig
 
 
 class InferenceConfig(BaseConfig):
-    """The long-lived vLLM server."""
+    """The vLLM inference server."""
 
     model: ModelConfig = ModelConfig()
-    """Weights and tokenizer that the server starts with; a run pushes its own weights later."""
+    """Initial weights and tokenizer; a run loads its own weights later."""
     host: str = "127.0.0.1"
-    """Address to listen on; anything but loopback is reachable from other machines."""
+    """Address to listen on; any other than loopback is reachable from other machines."""
     port: int = Field(8000, ge=1, le=65535)
     """Port to listen on."""
     dtype: str = "auto"
@@ -20,18 +20,18 @@ class InferenceConfig(BaseConfig):
     max_model_len: int | None = Field(None, ge=1)
     """Longest prompt plus answer, in tokens; default: the model's own limit."""
     max_num_seqs: int = Field(64, ge=1)
-    """Most sequences that are generated at once."""
+    """Maximum number of sequences generated at once."""
     kv_cache_memory: str | None = None
     """Bytes for the KV cache, such as 64M or 4G; default: vLLM's choice on GPU, 1G on CPU."""
     threads: int = Field(1, ge=1)
-    """CPU threads of the engine (CPU only); 1 makes tokens independent of the batch."""
+    """CPU threads of the engine (CPU only); with 1, tokens don't depend on the batch."""
     tensor_parallel: int = Field(1, ge=1)
-    """GPUs that one copy of the model is split over."""
+    """GPUs over which one copy of the model is split."""
     compile: bool = False
     """Let vLLM compile the model: slower to start, faster to generate."""
     startup_timeout: float = Field(300, gt=0)
     """Seconds to wait for the server to become healthy before giving up."""
     vllm_args: list[str] = []
-    """Further arguments for vLLM's server, passed on as they are."""
+    """Further arguments for vLLM's server, passed on unchanged."""
     dry_run: bool = False
     """Print the resolved configuration and exit."""

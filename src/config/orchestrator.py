@@ -10,12 +10,12 @@ from cairn.config.model import ModelConfig
 
 
 class EnvironmentConfig(BaseConfig):
-    """Where prompts and rewards come from."""
+    """The source of prompts and rewards."""
 
     arguments_of: ClassVar[dict[str, str]] = {"name": "args"}
     """Another name is another environment, whose arguments are not those that were given for the first."""
     name: str = "reverse_text"
-    """A built-in environment, or module:Class of your own."""
+    """A built-in environment, or your own module:Class."""
     args: dict[str, Any] = {}
     """Arguments of the environment, such as the number of prompts."""
 
@@ -30,7 +30,7 @@ class SamplingConfig(BaseConfig):
     max_tokens: int = Field(256, ge=1)
     """Longest answer, in tokens."""
     chunk_tokens: int = Field(512, ge=1)
-    """Tokens asked for at once; an answer that a crash cuts short goes on after its last whole piece."""
+    """Tokens requested at once; after a crash an answer continues from its last complete piece."""
 
     @field_validator("top_p")
     @classmethod
@@ -51,42 +51,42 @@ class SamplingConfig(BaseConfig):
 
 
 class OrchestratorConfig(BaseConfig):
-    """Prompts to rollouts to rewards to advantages to batches."""
+    """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
     model: ModelConfig = ModelConfig()
     seed: int = Field(0, ge=0)
-    """Seed that every random draw of the run derives from."""
+    """Seed of every random draw of the run."""
     max_steps: int = Field(100, ge=1)
     """Optimiser steps after which the run is done."""
     output_dir: str = "outputs/rl"
-    """Folder that holds everything the run writes."""
+    """Folder for everything that the run writes."""
     ckpt: CkptConfig | None = None
     inference_url: list[str] = []
-    """Address of a running server, or of several; without it, rl starts one from [inference]."""
+    """Address of one or several running servers; without it, rl starts one from [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     prompts_per_step: int = Field(16, ge=1)
     """Prompts in one batch."""
     samples_per_prompt: int = Field(8, ge=2)
-    """Answers to each prompt: the group that advantages are relative to."""
+    """Answers to each prompt; advantages are relative to the others in this group."""
     reward_threads: int = Field(1, ge=0)
     """Calls of the environment at once, each in a thread; 0: in the main thread, where all else waits."""
     reward_timeout: float = Field(600, gt=0)
     """Seconds that a reward, or a problem's messages, may take."""
     max_off_policy_steps: int = Field(1, ge=0)
-    """Steps that the policy of a token may be behind; 0: generating and training take turns, exactly."""
+    """Steps by which a token's policy may lag behind; with 0, generation and training alternate."""
     recompute_kv_cache: bool = False
-    """Have answers in flight recompute keys and values under new weights, not go on from old ones."""
+    """Recompute the KV cache of answers in progress whenever new weights are loaded."""
     normalize_advantages: bool = True
     """Divide a group's advantages by the standard deviation of its rewards."""
     self_check: bool = True
     """Have servers score a few tokens of every policy, and use none that differs from the trainer."""
     max_in_flight: int = Field(256, ge=1)
-    """Most requests that wait for the server at once."""
+    """Maximum number of requests in progress."""
     server_timeout: float = Field(300, gt=0)
-    """Seconds to wait for the servers to become healthy."""
+    """Seconds to wait for servers to become healthy."""
     request_timeout: float = Field(600, gt=0)
-    """Seconds to wait for an answer, and for which a request that failed is tried again."""
+    """Seconds to wait for an answer, and to retry a failed request."""
     version_timeout: float = Field(1800, gt=0)
     """Seconds to wait for the trainer's next policy version."""
     dry_run: bool = False

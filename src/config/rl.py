@@ -31,17 +31,17 @@ SHARED = {
 
 
 class RLConfig(SupervisionConfig):
-    """Reinforcement learning: trainer, orchestrator and, unless one runs already, a server."""
+    """Reinforcement learning: a trainer, an orchestrator, and a server unless one is running already."""
 
     shared: ClassVar[dict[str, tuple[str, ...]]] = SHARED
 
     model: ModelConfig = ModelConfig()
     seed: int = Field(0, ge=0)
-    """Seed that every random draw of the run derives from."""
+    """Seed of every random draw of the run."""
     max_steps: int = Field(100, ge=1)
     """Optimiser steps after which the run is done."""
     output_dir: str = "outputs/rl"
-    """Folder that holds everything the run writes."""
+    """Folder for everything that the run writes."""
     ckpt: CkptConfig | None = None
     self_check: bool = True
     """Refuse a model that is not scored alike alone, in micro-batches and by servers; false goes on."""

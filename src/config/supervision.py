@@ -5,13 +5,13 @@ from pydantic_config import BaseConfig
 
 
 class SupervisionConfig(BaseConfig):
-    """What every command has that watches over other processes."""
+    """How processes are watched, and when they are restarted."""
 
     max_restarts: int = Field(3, ge=0)
-    """How often a role that dies is started again without a step finished in between."""
+    """Restarts of a role, without a step finished in between, before the run fails."""
     heartbeat_timeout: float = Field(60, gt=5)
-    """Seconds without any sign of life, as of a stopped process, after which a role is replaced."""
+    """Seconds without a heartbeat after which a role is replaced; a stopped process sends none."""
     hang_timeout: float = Field(600, gt=5)
-    """Seconds that a role may spend on one thing, such as a micro-batch, before it is replaced."""
+    """Seconds in one activity, such as a micro-batch, after which a role is replaced."""
     standby: bool = False
-    """Keep a second trainer driver and orchestrator started, to take over within a second or two."""
+    """Keep a second trainer driver and orchestrator running, to take over within a second or two."""

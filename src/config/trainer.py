@@ -18,11 +18,11 @@ class OptimizerConfig(BaseConfig):
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
     eps: float = Field(1e-8, gt=0)
-    """Added to the denominator."""
+    """Term added to the denominator."""
     weight_decay: float = Field(0.0, ge=0)
-    """Decoupled weight decay, on matrices only."""
+    """Decoupled weight decay, applied to matrices only."""
     max_grad_norm: float = Field(1.0, gt=0)
-    """Gradients are scaled down to this global L2 norm."""
+    """Global L2 norm to which larger gradients are scaled down."""
 
 
 class SchedulerConfig(BaseConfig):
@@ -33,9 +33,9 @@ class SchedulerConfig(BaseConfig):
     warmup_steps: int = Field(0, ge=0)
     """Steps over which the rate rises linearly to its peak."""
     steps: int | None = Field(None, ge=1)
-    """Step at which linear and cosine reach their end, whatever --max-steps is; default: --max-steps."""
+    """Step at which linear and cosine end, independent of max_steps; default: max_steps."""
     min_lr_ratio: float = Field(0.0, ge=0, le=1)
-    """The end of linear and cosine, as a fraction of the peak."""
+    """Final learning rate of linear and cosine, as a fraction of the peak."""
 
 
 class PrecisionConfig(BaseConfig):
@@ -53,7 +53,7 @@ class RayConfig(BaseConfig):
     address: str | None = None
     """Address of a running cluster; default: start a local one."""
     start_timeout: float = Field(300, gt=0)
-    """Seconds to wait for the workers to be placed and started."""
+    """Seconds to wait for workers to be placed and started."""
 
 
 class WandbConfig(BaseConfig):
@@ -64,7 +64,7 @@ class WandbConfig(BaseConfig):
     name: str | None = None
     """Name of the run; default: the output folder's name."""
     mode: Literal["online", "offline"] = "online"
-    """offline writes to the output folder, to be synced later."""
+    """online needs a login; offline writes to the output folder, to be synced later."""
 
 
 class TrainerBase(SupervisionConfig):
@@ -72,31 +72,31 @@ class TrainerBase(SupervisionConfig):
 
     model: ModelConfig = ModelConfig()
     seed: int = Field(0, ge=0)
-    """Seed that every random draw of the run derives from."""
+    """Seed of every random draw of the run."""
     max_steps: int = Field(100, ge=1)
     """Optimiser steps after which the run is done."""
     output_dir: str = "outputs/run"
-    """Folder that holds everything the run writes."""
+    """Folder for everything that the run writes."""
     ckpt: CkptConfig | None = None
     workers: int = Field(1, ge=1)
     """Trainer ranks: one process each, one GPU each where there are GPUs."""
     spare_workers: int = Field(0, ge=0)
-    """Workers kept imported and idle, to take the place of one that dies within a second or two."""
+    """Idle workers with everything imported, to replace one that dies within a second or two."""
     threads: int = Field(1, ge=1)
     """CPU threads of each rank."""
     seq_len: int = Field(2048, ge=2)
     """Longest row of a micro-batch, in tokens; samples are packed into rows, longer ones are cut."""
     micro_batch_size: int = Field(1, ge=1)
-    """Rows of seq_len, or their tokens in more and shorter rows, in one forward and backward pass."""
+    """Rows of seq_len tokens (or as many tokens in shorter rows) in one forward and backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass instead of keeping them."""
+    """Recompute each layer's activations in the backward pass, to save memory."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     deterministic: bool = False
-    """Only deterministic kernels, slower on GPU; CPU runs are deterministic anyway."""
+    """Use only deterministic kernels; slower on GPUs, and no difference on CPUs."""
     self_check: bool = True
     """Refuse a model that scores samples in a micro-batch otherwise than alone, and servers that score a
     policy's probe otherwise than the trainer; false goes on anyway."""
@@ -126,14 +126,14 @@ class SFTDataConfig(BaseConfig):
     batch_size: int = Field(64, ge=1)
     """Records in one optimiser step, over all ranks."""
     shuffle: bool = True
-    """A new seeded order in every epoch; false keeps the file's order."""
+    """Use a new seeded order in every epoch instead of the file's order."""
 
 
 class SFTConfig(TrainerBase):
     """Supervised fine-tuning on Ray-launched FSDP2 workers."""
 
     output_dir: str = "outputs/sft"
-    """Folder that holds everything the run writes."""
+    """Folder for everything that the run writes."""
     data: SFTDataConfig = SFTDataConfig()
 
 
@@ -141,24 +141,24 @@ class PolicyLossConfig(BaseConfig):
     """Policy gradient with a ratio for each token: its probability now over that when it was sampled."""
 
     correction: Literal["clip", "truncate", "mask"] = "clip"
-    """What bounds the ratio: PPO's clipping, truncation at ratio_max, or leaving out tokens beyond bounds."""
+    """How the ratio is bounded: PPO clipping, truncation at ratio_max, or masking tokens out of bounds."""
     clip_low: float = Field(0.2, ge=0, lt=1)
-    """clip: the ratio is clipped from below at 1 - clip_low."""
+    """clip: lower bound of the ratio is 1 - clip_low."""
     clip_high: float = Field(0.2, ge=0)
-    """clip: the ratio is clipped from above at 1 + clip_high."""
+    """clip: upper bound of the ratio is 1 + clip_high."""
     ratio_min: float = Field(0.5, ge=0, le=1)
-    """mask: tokens with a smaller ratio are left out."""
+    """mask: tokens with a smaller ratio are excluded."""
     ratio_max: float = Field(2.0, ge=1)
-    """truncate: larger ratios count as this one; mask: tokens with a larger ratio are left out."""
+    """truncate: larger ratios are set to this; mask: tokens with a larger ratio are excluded."""
 
 
 class TrainerConfig(TrainerBase):
     """The trainer of an RL run: reads the orchestrator's batches, publishes policy versions."""
 
     output_dir: str = "outputs/rl"
-    """Folder that holds everything the run writes."""
+    """Folder for everything that the run writes."""
     loss: PolicyLossConfig = PolicyLossConfig()
     weight_transport: Literal["files", "network"] = "files"
-    """How servers get policies: files, or the trainer's memory, over NCCL between GPUs and gloo elsewhere."""
+    """How servers get policies: from files, or from the trainer's memory over NCCL (GPUs) or gloo."""
     batch_timeout: float = Field(1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
