@@ -27,6 +27,7 @@ from cairn.inference.log_reason import reason
 from cairn.run import heartbeat
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.terminal import outlive_terminal
+from cairn.run.waiting import Patience
 
 GRACE = 5.0
 """Seconds that a server has for stopping by itself before it is killed."""
@@ -186,11 +187,11 @@ class Server:
             ModelUnservable: the model, or a setting, is the reason for its death.
             ServerFailed: it died, or `config.startup_timeout` seconds were not enough.
         """
-        end = time.monotonic() + self.config.startup_timeout
+        patience = Patience(self.config.startup_timeout)
         while not self.answers(timeout=2.0):
             if not self.alive:
                 raise self._death()
-            if time.monotonic() > end:
+            if patience.over:
                 raise ServerFailed(
                     f"the inference server is not ready after {self.config.startup_timeout:g} s "
                     f"(--startup-timeout); {self._log_tail()}"

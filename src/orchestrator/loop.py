@@ -31,7 +31,7 @@ from cairn.run.directory import Announcement, Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.probe import Probe, read_probe
-from cairn.run.waiting import POLL_SECONDS, DeadlinePassed
+from cairn.run.waiting import POLL_SECONDS, DeadlinePassed, Patience
 
 logger = logging.getLogger(__name__)
 
@@ -216,14 +216,14 @@ class Orchestrator:
             DeadlinePassed: it did not come.
             AttemptOver: another attempt of the run has begun.
         """
-        deadline, checked = None, time.monotonic()
+        patience, checked = None, time.monotonic()
         while (message := self._announced(step)) is None:
             now = time.monotonic()
             if self.shipped < step:
-                deadline = None
-            elif deadline is None:
-                deadline = now + self.config.version_timeout
-            elif now > deadline:
+                patience = None
+            elif patience is None:
+                patience = Patience(self.config.version_timeout)
+            elif patience.over:
                 raise DeadlinePassed(
                     f"waited {self.config.version_timeout:g} s for the trainer's policy version {step}; "
                     "--orchestrator.version-timeout allows more"
@@ -245,9 +245,9 @@ class Orchestrator:
             DeadlinePassed: it has not said so in time.
             AttemptOver: another attempt of the run has begun.
         """
-        end, checked = time.monotonic() + self.config.version_timeout, time.monotonic()
+        patience, checked = Patience(self.config.version_timeout), time.monotonic()
         while (probe := read_probe(self.run_directory.version_folder(step))) is None:
-            if time.monotonic() > end:
+            if patience.over:
                 raise DeadlinePassed(
                     f"waited {self.config.version_timeout:g} s for the trainer to score the probe of policy "
                     f"{step}; --orchestrator.version-timeout allows more, --no-self-check does without"
