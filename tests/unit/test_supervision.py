@@ -6,13 +6,18 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import pytest
 
+from cairn.launch import supervisor
 from cairn.launch.process import kill_session, start_role
 from cairn.launch.restarts import RestartRule
-from cairn.run.heartbeat import INTERVAL, Watch
+from cairn.launch.roles import EXIT_LOST
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.files import write_json
+from cairn.run.heartbeat import INTERVAL, Beat, Watch
 from cairn.run.history import Account, History
 
 # Starting
@@ -194,3 +199,79 @@ def test_a_clock_that_is_set_back_costs_no_goodput(tmp_path: Path, monkeypatch: 
 
 def test_without_a_history_goodput_is_whole(tmp_path: Path):
     assert Account(tmp_path / "history.jsonl", None).metrics()["run/goodput"] == 1.0
+
+
+# Stopping
+
+
+def stopping_run(
+    tmp_path: Path, rank: str | None, *, unsaved: bool, waiting: bool, pid: int = 7
+) -> RunDirectory:
+    """A run whose rank 0 is in state `rank` and says the rest in its signs of life."""
+    run = RunDirectory(tmp_path)
+    run.begin(Attempt("id", 1, "rl", 0, None, "branch_1"))
+    run.heartbeats.mkdir()
+    if rank:
+        run.set_role("trainer_rank0", rank, pid=7)
+        beat = Beat(pid, 1, 1, "step 3, micro-batch 0", waiting, time.time(), unsaved)
+        write_json(run.heartbeat("trainer_rank0"), asdict(beat))
+    return run
+
+
+@dataclass
+class Role:
+    """As the supervisor knows it."""
+
+    lost: str | None = None
+    ended: bool = False
+    code: int | None = None
+
+    @property
+    def process(self) -> "Role":
+        return self
+
+    @property
+    def returncode(self) -> int | None:
+        return self.code
+
+
+NOTHING = "no step was under way"
+
+
+@pytest.mark.parametrize(
+    ("rank", "beat", "roles", "expected"),
+    [
+        (None, {}, {}, NOTHING),  # Ray starts
+        ("running", {}, {}, NOTHING),  # the model is loaded
+        ("running", {"waiting": True}, {}, NOTHING),  # no batch has come yet
+        ("running", {"unsaved": True, "pid": 6}, {}, NOTHING),  # said by the one that died
+        ("failed", {"unsaved": True}, {}, NOTHING),  # between a death and a restart
+        ("running", {"unsaved": True}, {}, None),
+        ("running", {"unsaved": True, "waiting": True}, {}, None),  # the next batch is being generated
+        ("running", {"unsaved": True}, {"orchestrator": Role(lost="orchestrator died")}, None),
+        (
+            "running",
+            {"unsaved": True, "waiting": True},
+            {"orchestrator": Role(lost="orchestrator died")},
+            "orchestrator died",
+        ),
+        ("running", {"unsaved": True, "waiting": True}, {"inference": Role(lost="it died")}, "it died"),
+        ("running", {"unsaved": True}, {"trainer": Role(lost="trainer died", ended=True)}, "trainer died"),
+        ("stopped", {"unsaved": True}, {}, None),  # the driver is about to end
+        ("done", {"unsaved": True}, {"trainer": Role(ended=True, code=0)}, None),
+        ("stopped", {"unsaved": True}, {"trainer": Role(ended=True, code=75)}, None),
+        ("failed", {}, {"trainer": Role(ended=True, code=EXIT_LOST)}, "a rank of the trainer died"),
+    ],
+)
+def test_what_a_run_that_was_asked_to_stop_waits_for(
+    tmp_path: Path, rank: str | None, beat: dict, roles: dict[str, Role], expected: str | None
+):
+    """For a trainer that holds results which are not saved, as long as somebody can still save them."""
+    run = stopping_run(tmp_path, rank, **{"unsaved": False, "waiting": False, **beat})
+    assert supervisor._hopeless(run, {"trainer": Role(), "orchestrator": Role(), **roles}) == expected
+
+
+def test_a_damaged_roles_file_ends_no_run_that_could_save(tmp_path: Path):
+    run = stopping_run(tmp_path, "running", unsaved=True, waiting=False)
+    run.roles.write_text("{")
+    assert supervisor._hopeless(run, {"trainer": Role()}) is None
