@@ -18,7 +18,7 @@ from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
-from cairn.orchestrator.calls import EnvironmentFailed, check_environment
+from cairn.orchestrator.calls import check_environment
 from cairn.orchestrator.environments import BadEnvironment
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.run.directory import RunDirectory
@@ -171,7 +171,7 @@ def _check_data(config: SFTDataConfig, checkpoint: Path | None) -> None:
 def _check_environment(config: OrchestratorConfig) -> None:
     try:
         check_environment(config)
-    except (BadEnvironment, EnvironmentFailed) as error:
+    except BadEnvironment as error:
         raise UsageError(str(error)) from None
 
 

@@ -16,7 +16,7 @@ from concurrent.futures import Future
 from typing import Any, Self
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import Environment, make_environment
+from cairn.orchestrator.environments import BadEnvironment, Environment, make_environment
 from cairn.run.errors import CairnError
 
 logger = logging.getLogger(__name__)
@@ -213,8 +213,7 @@ def check_environment(config: OrchestratorConfig) -> None:
     """Find what is wrong with an environment before anything is started: make it, and ask for problem 0.
 
     Raises:
-        BadEnvironment: it can't be made, or lacks something.
-        EnvironmentFailed: problem 0 is no conversation.
+        BadEnvironment: it can't be made, lacks something, or problem 0 is no conversation.
     """
     environment = make_environment(config.environment)
 
@@ -222,7 +221,10 @@ def check_environment(config: OrchestratorConfig) -> None:
         with EnvironmentCalls(environment, config) as calls:
             await calls.messages(0)
 
-    asyncio.run(ask())
+    try:
+        asyncio.run(ask())
+    except EnvironmentFailed as error:
+        raise BadEnvironment(f"orchestrator.environment: {error}") from None
 
 
 def _wrong_with_conversation(found: Any) -> str | None:

@@ -129,6 +129,24 @@ def test_shards_other_types_and_a_copy_of_the_tied_head_load(
     with_client(inference_server, job)
 
 
+def test_an_answer_ends_where_the_context_does_which_the_server_tells(
+    inference_server: Server, tiny_model: Model
+):
+    """Both are what the orchestrator goes by."""
+
+    async def job(client: InferenceClient) -> None:
+        limit = (await client.status()).max_model_len
+        config = json.loads((tiny_model(tied=True, seed=0) / "config.json").read_text())
+        assert limit == config["max_position_embeddings"]
+        full = [40 + i % 20 for i in range(limit)]
+        (cut,) = await client.generate(full[:-3], max_tokens=10, seed=1, temperature=5.0)
+        assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
+        with pytest.raises(ValueError, match=f"length {limit}"):
+            await client.generate(full, max_tokens=1, seed=1)
+
+    with_client(inference_server, job)
+
+
 def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
     inference_server: Server, tiny_model: Model, tmp_path: Path
 ):

@@ -359,7 +359,7 @@ class Unread(Whole):
 def test_an_environment_that_is_none_is_found_before_anything_starts(environment: type, message: str):
     """By its name, which the message has; without a word from its rewards."""
     config = EnvironmentConfig(name=f"{__name__}:{environment.__name__}")
-    with pytest.raises((BadEnvironment, EnvironmentFailed), match=re.escape(message)) as raised:
+    with pytest.raises(BadEnvironment, match=re.escape(message)) as raised:
         check_environment(OrchestratorConfig(environment=config))
     assert environment.__name__ in str(raised.value) or environment is Unread
     check_environment(OrchestratorConfig(environment=EnvironmentConfig(name=f"{__name__}:Whole")))
