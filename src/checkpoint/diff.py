@@ -34,8 +34,11 @@ def _config_of(folder: Path) -> dict[str, Any]:
         else:
             flat[key] = value
 
-    walk((read_json(folder / "trainer" / "state.json") or {}).get("config", {}), "")
-    return flat
+    trainer = read_json(folder / "trainer" / "state.json") or {}
+    orchestrator = read_json(folder / "orchestrator" / "state.json") or {}
+    walk(trainer.get("recipe") or {"settings": trainer.get("config", {})}, "")
+    walk({"orchestrator": orchestrator.get("recipe", {})}, "")
+    return {key.replace("settings.", ""): value for key, value in flat.items()}
 
 
 def _changes(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

@@ -2,8 +2,11 @@
 
 from typing import Any, Literal
 
-from pydantic import AliasChoices, Field, model_validator
+from pydantic import AliasChoices, Field, field_validator, model_validator
 from pydantic_config import BaseConfig
+
+ACCEPTABLE = ("data", "batch_size", "shuffle", "environment", "prompts_per_step", "samples_per_prompt")
+"""The changes of a run's recipe that a resumed run makes only if it is told to."""
 
 
 class CkptConfig(BaseConfig):
@@ -17,6 +20,8 @@ class CkptConfig(BaseConfig):
     """Resume from this step of the run; later steps are set aside. -1 is `resume = latest`."""
     resume: str | None = None
     """latest (an error if there is none), auto (resume, or start), or the path of a step_N folder."""
+    accept_changes: list[str] = []
+    """Changes to accept although they break a promise of the run, such as data,batch_size."""
     interval_minutes: float | None = Field(None, gt=0)
     """Also save at least every N minutes."""
     save_async: bool = True
@@ -39,6 +44,15 @@ class CkptConfig(BaseConfig):
     """Check all bytes when loading; save: also read them back when saving; off: sizes only."""
     part_timeout: float = Field(300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
+
+    @field_validator("accept_changes")
+    @classmethod
+    def _known_changes(cls, value: list[str]) -> list[str]:
+        names = [name.strip().replace("-", "_") for part in value for name in part.split(",")]
+        for name in names:
+            if name not in ACCEPTABLE:
+                raise ValueError(f"{name!r} is none of {', '.join(ACCEPTABLE)}")
+        return names
 
     @model_validator(mode="before")
     @classmethod

@@ -3,15 +3,16 @@
 import contextlib
 import dataclasses
 import importlib.metadata
-import json
 import logging
 import os
 import platform
 import re
 import secrets
 import tempfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.store import CheckpointStore, load_manifest, verify
@@ -20,12 +21,9 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders, read_json, write_atomic
+from cairn.run.files import make_folders, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
-
-# What config.json says beside the architecture.
-NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
 
 ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
 """Of the folders of what attempts have set aside."""
@@ -86,12 +84,14 @@ class NewestDamaged(Exception):
     """The newest checkpoint of an attempt is damaged: only another attempt can go back behind it."""
 
 
-def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -> Attempt:
+def begin(
+    run: RunDirectory, config: RunConfig, start: Start, recipe: Mapping[str, Any], *, command: str
+) -> Attempt:
     """Make the run directory ready for an attempt from `start`, and announce it to the roles.
 
     What lies beyond that step is set aside: later checkpoints under `abandoned/`, later rows of
     metrics.jsonl, and whatever was in transit between roles. The directory stays locked while this process
-    lives.
+    lives. `recipe` is what recipe.json is to hold.
 
     Raises:
         UsageError: another run is at work in the directory.
@@ -117,7 +117,7 @@ def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -
         run_id=run_id,
         number=number,
         command=command,
-        branch=f"branch_{number}" if rewinds or not branch else branch,
+        branch=f"branch_{number}" if rewinds or not branch or recipe.get("prompts_again") else branch,
         start_step=start.step,
         resume_from=str(start.folder) if start.folder else None,
     )
@@ -137,7 +137,11 @@ def begin(run: RunDirectory, config: RunConfig, start: Start, *, command: str) -
     dropped = run.metrics.keep_through(own_step)
     wanted = rewinds and config.ckpt.resume not in ("auto", "latest")  # the user goes back on purpose
     run.history.recompute(dropped if goes_on and not wanted else 0)
+    for change in recipe["trainer"].get("changes", []):
+        if change["step"] == start.step:
+            run.history.change(change)
     run.clear_weights()
+    write_json(run.recipe, recipe, durable=True)
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode(), durable=True)
     run.begin(attempt)
     return attempt
@@ -259,31 +263,15 @@ def _with_parts(folder: Path, needs: list[str]) -> Manifest:
 
 
 def _check_fit(config: RunConfig, start: Start) -> None:
-    """Compare the run with the checkpoint that it goes on from, before anything is touched.
+    """Compare seed and packages with those of the checkpoint, before anything is touched.
 
-    Another model or another seed is an error; other versions of packages are a warning.
+    Another seed is an error; other versions of packages are a warning.
 
     Raises:
         UsageError: naming what differs.
     """
     assert start.folder is not None
     assert start.manifest is not None
-    own = Path(config.model.name) / "config.json"
-    if not own.exists():
-        own = Path(config.model.name) / "model" / "config.json"
-    saved = start.folder / "model" / "config.json"
-    if own.exists():
-        ours, theirs = json.loads(own.read_text()), json.loads(saved.read_text())
-        keys = sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
-        different = [key for key in keys if ours.get(key) != theirs.get(key)]
-        if different:
-            differences = "; ".join(
-                f"{key} {theirs.get(key)} there, {ours.get(key)} here" for key in different
-            )
-            raise UsageError(
-                f"--model.name {config.model.name} is not the model in {start.folder}: {differences}. "
-                "Leave --model.name as it was to resume, or start a new run in another --output-dir"
-            )
     seed = (read_json(start.folder / "trainer" / "state.json") or {}).get("seed")
     if seed is not None and seed != config.seed and not start.is_fork:
         raise UsageError(

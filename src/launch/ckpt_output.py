@@ -18,6 +18,7 @@ from rich.text import Text
 from cairn.checkpoint.manifest import Manifest
 from cairn.run.logs import printable
 from cairn.run.metrics import number
+from cairn.run.recipe import short_identity
 
 if TYPE_CHECKING:
     from cairn.launch.audit import Report
@@ -157,6 +158,10 @@ def print_audit(report: "Report") -> None:
     if rows:
         columns = ["epoch", what, "issued", "trained", "waiting", "dropped tries", "repeated", "missing"]
         _print_table(columns, rows)
+    for segment in report.trained_on:
+        inputs = ", ".join(f"{key} {short_identity(value)}" for key, value in segment.inputs.items())
+        if inputs:
+            say(f"steps {segment.first_step} to {segment.last_step}: {inputs}")
     if report.staleness is not None:
         say(f"staleness: at most {report.staleness} steps, {report.max_off_policy_steps} allowed")
     for note in report.notes:

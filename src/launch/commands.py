@@ -6,24 +6,26 @@ Everything that can be wrong is looked at first; only then is anything started o
 import asyncio
 import time
 from pathlib import Path
+from typing import Any
 
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.inference.client import InferenceClient, ServerUnavailable
 from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start, is_complete
 from cairn.launch.main import EXIT_STOPPED
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
+from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
-from cairn.orchestrator.calls import check_environment
+from cairn.orchestrator.calls import EnvironmentFailed, check_environment
 from cairn.orchestrator.environments import BadEnvironment
+from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import read_json
 from cairn.run.logs import start_logging
 from cairn.run.waiting import wait_for
 from cairn.trainer.tracking import check_login
@@ -39,9 +41,8 @@ def train(config: SFTConfig | TrainerConfig) -> int:
     start = choose_start(config, needs=_needed_parts(config))
     if is_complete(config, start):
         return _say_complete(config, start)
-    if sft:
-        _check_data(config.data, start.folder)
-    return _see_through(config, start, ["trainer"], command="sft" if sft else "trainer")
+    recipe = plan_recipe(config, start)
+    return _see_through(config, start, recipe, ["trainer"], command="sft" if sft else "trainer")
 
 
 def reinforce(config: RLConfig) -> int:
@@ -52,11 +53,12 @@ def reinforce(config: RLConfig) -> int:
         ServerUnavailable: no server answers at an address that was given.
         RoleFailed: a role died.
     """
-    _check_environment(config.orchestrator)
+    orchestrator = _check_environment(config.orchestrator)
     check_login(config.trainer)
     start = choose_start(config, needs=_needed_parts(config))
     if is_complete(config, start):
         return _say_complete(config, start)
+    recipe = plan_recipe(config, start, orchestrator)
     roles = ["trainer", "orchestrator"]
     if config.orchestrator.inference_url:
         resumes = config.ckpt is not None and config.ckpt.resumes
@@ -66,7 +68,7 @@ def reinforce(config: RLConfig) -> int:
     else:
         config.orchestrator.inference_url = [f"http://{config.inference.host}:{config.inference.port}"]
         roles.insert(0, "inference")
-    return _see_through(config, start, roles, command="rl")
+    return _see_through(config, start, recipe, roles, command="rl", orchestrator=orchestrator)
 
 
 def _needed_parts(config: RunConfig) -> list[str]:
@@ -83,7 +85,15 @@ def _say_complete(config: RunConfig, start: Start) -> int:
     return 0
 
 
-def _see_through(config: RunConfig, start: Start, roles: list[str], *, command: str) -> int:
+def _see_through(
+    config: RunConfig,
+    start: Start,
+    recipe: dict[str, Any],
+    roles: list[str],
+    *,
+    command: str,
+    orchestrator: dict[str, Any] | None = None,
+) -> int:
     """Run the roles to the end; a checkpoint that is found damaged on the way costs another attempt."""
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
     model = config.model
@@ -92,7 +102,9 @@ def _see_through(config: RunConfig, start: Start, roles: list[str], *, command: 
         name = str(start.folder / "model") if start.folder else resolve_model(model)
         for owner in (config, *of_roles):
             owner.model = ModelConfig(name=name)
-        attempt = begin(run, config, start, command=command)
+        goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
+        finish_recipe(recipe, Path(name), start, run, goes_on=goes_on)
+        attempt = begin(run, config, start, recipe, command=command)
         try:
             return run_roles(run, attempt, roles, config)
         except NewestDamaged as damaged:
@@ -103,6 +115,7 @@ def _see_through(config: RunConfig, start: Start, roles: list[str], *, command: 
         config.ckpt.resume_step, config.ckpt.resume = None, "auto"
         try:
             start = choose_start(config, needs=_needed_parts(config))
+            recipe = plan_recipe(config, start, orchestrator)
         except UsageError as error:
             raise RoleFailed(str(error)) from None
 
@@ -116,7 +129,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         raise UsageError(
             "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
         )
-    _check_environment(config)
+    recipe = _check_environment(config)
     start_logging()
     run = RunDirectory(config.output_dir)
     while True:
@@ -134,6 +147,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
             )
         shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
         of_trainer = RunDirectory(run.path, trainer.ckpt and trainer.ckpt.dir)
+        join_recipe(recipe, attempt, of_trainer, trainer.ckpt)
         turn = Turn("orchestrator", run)
         try:
             of_run = config.model_copy(update=shared)
@@ -146,32 +160,11 @@ def _interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def _check_data(config: SFTDataConfig, checkpoint: Path | None) -> None:
-    """Look at every record before anything is started; compare with what a checkpoint was trained on.
-
-    What lies on the hub is fetched on the way, before all ranks want it.
-    """
-    from cairn.trainer.records import BadRecord, examine, load_records, same_records
-
+def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
+    """See that prompts can be had; returns the orchestrator's part of the run's recipe."""
     try:
-        records = load_records(config)
-        identity = examine(config, records)
-    except BadRecord as error:
-        raise UsageError(f"--data.name {error}") from None
-    if checkpoint is not None:
-        saved = (read_json(checkpoint / "trainer" / "state.json") or {}).get("data")
-        if saved and not same_records(saved, identity):
-            raise UsageError(
-                f"--data.name {config.name} is not the checkpoint's data set: that has {saved['records']} "
-                f"records, this has {identity['records']}, or they hold something else; start a new run from "
-                "the checkpoint's weights with --model.name"
-            )
-
-
-def _check_environment(config: OrchestratorConfig) -> None:
-    try:
-        check_environment(config)
-    except BadEnvironment as error:
+        return orchestrator_recipe(config, check_environment(config))
+    except (BadEnvironment, EnvironmentFailed) as error:
         raise UsageError(str(error)) from None
 
 

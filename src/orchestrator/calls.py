@@ -209,8 +209,11 @@ def to_reward(value: Any) -> float | None:
     return reward if math.isfinite(reward) and abs(reward) <= LARGEST_REWARD else None
 
 
-def check_environment(config: OrchestratorConfig) -> None:
+def check_environment(config: OrchestratorConfig) -> Environment:
     """Find what is wrong with an environment before anything is started: make it, and ask for problem 0.
+
+    Returns:
+        The environment.
 
     Raises:
         BadEnvironment: it can't be made, lacks something, or problem 0 is no conversation.
@@ -225,6 +228,7 @@ def check_environment(config: OrchestratorConfig) -> None:
         asyncio.run(ask())
     except EnvironmentFailed as error:
         raise BadEnvironment(f"orchestrator.environment: {error}") from None
+    return environment
 
 
 def _wrong_with_conversation(found: Any) -> str | None:

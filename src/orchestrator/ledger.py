@@ -121,7 +121,10 @@ class Ledger:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        self._database = _open(path, run, snapshot, step) or self._begin(path, run, snapshot, step)
+        found = _open(path, run, snapshot, step)
+        self.begun = found is None
+        """Whether it begins here, empty or as the snapshot has it, and nobody has written to it since."""
+        self._database = found or self._begin(path, run, snapshot, step)
         self._inode = path.stat().st_ino
         self._run = run
         rows = self._database.execute("SELECT * FROM batches").fetchall()

@@ -31,6 +31,7 @@ from cairn.run.directory import Announcement, Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.probe import Probe, read_probe
+from cairn.run.recipe import template_arguments
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed, Patience
 
 logger = logging.getLogger(__name__)
@@ -87,11 +88,17 @@ class Orchestrator:
             resume_from and resume_from / "orchestrator" / "ledger.sqlite",
             attempt.start_step,
         )
+        recipe = read_json(self.run_directory.recipe) or {}
+        self.recipe = recipe.get("orchestrator", {})
+        if recipe.get("prompts_again") and self.ledger.begun:  # who waits was asked by another recipe
+            for group in self.ledger.waiting():
+                self.ledger.drop(group.place, "recipe", attempt.start_step + 1)
         self.versions: set[str] = set()
         """Names of the policies that tokens may come from now."""
         self.policy_step: int | None = None
         """Of the policy that the servers have, once they have one."""
         self.sampler = Sampler(config, self._calls, self.policy_folder, servers, self.ledger, self.versions)
+        self.sampler.template_arguments = template_arguments(self.recipe)
         self.progress = self._resume(resume_from)
         """After each step whose batch is shipped, from the newest that the trainer has announced on."""
         self.shipped = max(self.progress)
@@ -119,13 +126,6 @@ class Orchestrator:
         if folder:
             saved = read_json(folder / "orchestrator" / "state.json")
             progress = Progress(**saved["progress"])
-            if saved["prompts"]["problems"] != len(self.environment):
-                logger.warning(
-                    "the environment has %d problems now and had %d when the checkpoint was saved: "
-                    "the prompt order is another one",
-                    len(self.environment),
-                    saved["prompts"]["problems"],
-                )
         by_step = {progress.step: progress}
         while (batch := self._shipped_already(progress.step + 1)) is not None:
             progress = by_step[batch.step] = progress.after(batch)
@@ -300,6 +300,7 @@ class Orchestrator:
         state = {
             "progress": asdict(progress),
             "seed": self.config.seed,
+            "recipe": self.recipe,
             "prompts": {
                 "environment": self.config.environment.model_dump(),
                 "problems": problems,

@@ -51,6 +51,8 @@ class Sampler:
         self.versions = versions
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.stop_token_ids = _stop_tokens(model, self.tokenizer.eos_token_id)
+        self.template_arguments: Mapping[str, Any] = {}
+        """What the chat template gets beside the messages."""
         self._epoch = -1
         self._order: list[int] = []
 
@@ -115,7 +117,11 @@ class Sampler:
         about = f"environment {self.config.environment.name!r}, problem {problem}"
         try:
             prompt_ids = self.tokenizer.apply_chat_template(
-                messages, add_generation_prompt=True, tokenize=True, return_dict=True
+                messages,
+                add_generation_prompt=True,
+                tokenize=True,
+                return_dict=True,
+                **self.template_arguments,
             )["input_ids"]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
             raise PromptRefused(f"{about}: the chat template does not take its messages: {error}") from error

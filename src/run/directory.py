@@ -123,6 +123,7 @@ class RunDirectory:
         self.path = Path(path).absolute()
         self.checkpoints = Path(checkpoints).absolute() if checkpoints else self.path / "checkpoints"
         self.config = self.path / "config.json"
+        self.recipe = self.path / "recipe.json"
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
         self.history = History(self.path / "history.jsonl")
         self.logs = self.path / "logs"

@@ -14,6 +14,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "attempt": {"time": float, "number": int, "idle": float},
     "restart": {"time": float, "role": str, "step": int, "reason": str, "how": str},
     "recompute": {"steps": int},
+    "change": {"step": int, "name": str},
 }
 """What belongs to which event."""
 PREFIX = "run/"
@@ -26,6 +27,7 @@ class History(JsonLines):
     - attempt: the launcher began attempt `number`; for `idle` seconds before it nobody was at work.
     - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
       says what took its place.
+    - change: from `step` on the recipe has another value of `name`: `now`, no longer `was`.
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
     """
 
@@ -50,6 +52,10 @@ class History(JsonLines):
         """`role` is started again."""
         event = {"time": time.time(), "event": "restart", "role": role, "step": step}
         self._note({**event, "reason": reason, "how": how})
+
+    def change(self, change: dict[str, Any]) -> None:
+        """The run goes on with another recipe."""
+        self.append({"time": time.time(), "event": "change", **change})
 
     def recompute(self, steps: int) -> None:
         """Finished steps are done again."""

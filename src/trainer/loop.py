@@ -26,6 +26,8 @@ from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run import heartbeat
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.errors import CairnError
+from cairn.run.files import read_json
+from cairn.run.recipe import template_arguments
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
 from cairn.trainer.losses import LossFunction, LossSums, PolicyLoss, sft_loss
@@ -34,7 +36,7 @@ from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import Work, make_work
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.probe import make_probe
-from cairn.trainer.records import examine
+from cairn.trainer.records import BadRecord, examine, same_records
 from cairn.trainer.rl_data import RLData, VersionPublisher
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.state import Progress, TrainerCheckpoints, TrainerState
@@ -94,13 +96,21 @@ class _Training:
         self.state.check_model()
 
         self._prefetch = self._publisher = self._checkpoints = self._tracker = None
-        identity = None
+        recipe = (read_json(run.recipe) or {}).get("trainer", {})
         if isinstance(config, SFTConfig):
             self._loss_function = sft_loss
             tokenizer = AutoTokenizer.from_pretrained(model_folder)
-            position = self.state.progress.total_samples
-            self._data = SFTData(config.data, tokenizer, config.seed, position, row_length=config.seq_len)
+            self._data = SFTData(
+                config.data,
+                tokenizer,
+                config.seed,
+                self.state.progress.total_samples - recipe.get("data", {}).get("begins_at", 0),
+                row_length=config.seq_len,
+                template_arguments=template_arguments(recipe),
+            )
             identity = examine(config.data, self._data.records)
+            if not same_records(identity, recipe.setdefault("data", identity)):
+                raise BadRecord(f"{config.data.name} holds other records than when the run was started")
             self._data.check_start()
             first = self.state.progress.step + 1
             self._prefetch = Prefetch(self._next_work, first, config.max_steps)
@@ -119,7 +129,7 @@ class _Training:
         if config.ckpt:
             store = CheckpointStore(run.checkpoints)
             self._checkpoints = TrainerCheckpoints(
-                self.state, store, attempt, model_folder, parent, identity, run
+                self.state, store, attempt, model_folder, parent, recipe, run
             )
             closing.callback(self._checkpoints.abandon)
         if group.rank == 0:

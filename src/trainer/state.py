@@ -20,7 +20,6 @@ from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver, Tensors
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import DTYPE_NAMES, load_step
-from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerBase, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import read_json
@@ -29,22 +28,6 @@ from cairn.trainer.model import companions, weights, weights_in
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import find_rows
 
-# What of the configuration says where and how long a run goes, and not what it computes.
-NOT_RECIPE = {
-    "model",
-    "max_steps",
-    "output_dir",
-    "ckpt",
-    "workers",
-    "spare_workers",
-    "weight_transport",
-    "threads",
-    "self_check",
-    *SupervisionConfig.model_fields,
-    "ray",
-    "wandb",
-}
-NOT_RECIPE |= {"dry_run"}
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
 
@@ -70,8 +53,6 @@ class TrainerState:
     model: PreTrainedModel
     optimizer: torch.optim.Optimizer
     progress: Progress
-    data_identity: dict[str, Any] | None = None
-    """Of the data set that the loaded checkpoint was trained on."""
     rows: str | None = None
     """How samples lay in rows in the loaded checkpoint's run."""
 
@@ -102,7 +83,6 @@ class TrainerState:
             Damaged: a file is not as it was written.
         """
         saved = read_json(folder / "trainer" / "state.json")
-        self.data_identity = saved.get("data")
         self.rows = saved.get("rows")
         optimizer = type(self.optimizer).__name__
         if saved.get("optimizer", optimizer) != optimizer:
@@ -162,7 +142,7 @@ class TrainerCheckpoints:
         attempt: Attempt,
         model_folder: Path,
         parent: Origin | None,
-        data_identity: dict[str, Any] | None,
+        recipe: dict[str, Any],
         run: RunDirectory,
     ):
         """Prepare to save.
@@ -170,14 +150,14 @@ class TrainerCheckpoints:
         Args:
             model_folder: where the model's configuration and tokenizer come from.
             parent: the checkpoint that the run goes on from.
-            data_identity: what tells the data set from others (SFT).
+            recipe: the trainer's part of the run's, which every checkpoint keeps.
             run: whose rows are durable before a checkpoint of their step exists, and whose batches go after.
         """
         self.state = state
         self.store = store
         self.attempt = attempt
         self.parent = parent
-        self.data_identity = data_identity
+        self.recipe = recipe
         self._companions = companions(state.model, model_folder) if state.group.rank == 0 else {}
         ckpt, group = state.config.ckpt, state.group
         if not ckpt.training_state:
@@ -227,11 +207,10 @@ class TrainerCheckpoints:
             trainer_state = {
                 "progress": asdict(state.progress),
                 "seed": state.config.seed,
-                "data": self.data_identity,
                 "rows": state.scorer.rows.name,
                 "optimizer": type(state.optimizer).__name__,
                 "scheduler": state.config.scheduler.model_dump(),
-                "config": state.config.model_dump(exclude=NOT_RECIPE),
+                "recipe": self.recipe,
             }
             files["trainer/state.json"] = (json.dumps(trainer_state, indent=2) + "\n").encode()
         self._saver.save(step, tensors, files, self._about(metrics, tensors))
@@ -251,7 +230,7 @@ class TrainerCheckpoints:
         self._saver.abandon()
 
     def _about(self, metrics: dict[str, float], tensors: Tensors) -> dict[str, Any]:
-        config = self.state.config.model_dump_json(exclude=NOT_RECIPE)
+        recipe = json.dumps({key: self.recipe[key] for key in sorted(self.recipe.keys() - {"changes"})})
         versions = {package: importlib.metadata.version(package) for package in PACKAGES}
         return {
             "run_id": self.attempt.run_id,
@@ -266,5 +245,5 @@ class TrainerCheckpoints:
             },
             "metrics": metrics,
             "versions": versions | {"python": platform.python_version()},
-            "config_digest": hashlib.blake2b(config.encode(), digest_size=16).hexdigest(),
+            "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
         }

@@ -545,8 +545,9 @@ def test_another_data_set_than_before(refused: Refused, trained: Path, tmp_path:
     data = write(tmp_path / "other.jsonl", "\n".join(records[:-1]) + "\n")
     run = ("--output-dir", copy(trained, tmp_path / "run"), "--max-steps", 300, "--ckpt.resume-step", 100)
     message = refused("sft", *SFT, *run, "--data.name", data)
-    assert f"--data.name {data} is not the checkpoint's data set" in message
-    assert f"that has {len(records)} records, this has {len(records) - 1}" in message
+    assert f"--data.name: {len(records)} records" in message
+    assert f"-> {len(records) - 1} records" in message
+    assert "--ckpt.accept-changes data" in message
 
 
 def test_other_versions_of_packages_are_a_warning(

@@ -402,6 +402,48 @@ def test_a_jump_in_the_data_is_found(sft: Run, doctor: Callable[[list[dict]], ob
     assert "position" in kinds(sft.audit())
 
 
+@pytest.mark.parametrize("accepted", [True, False])
+def test_other_data_needs_a_note(sft: Run, accepted: bool):
+    """It says what which steps were trained on, and each data set has its own epochs."""
+    first = {"records": 100, "digest": "aa", "begins_at": 0}
+    second = {"records": 20, "digest": "bb", "begins_at": 2 * EACH * SAMPLES}
+    note = {"step": 2, "name": "data", "was": first, "now": second, "accepted": True}
+    for step, data in ((2, first), (4, second)):
+        path = f"checkpoints/step_{step}/trainer/state.json"
+        state = json.loads((sft.path / path).read_text())
+        recipe = {"settings": {"data.batch_size": EACH * SAMPLES}, "data": data, "tokenizer": "cc"}
+        sft.write(path, state | {"recipe": recipe | {"changes": [note] if accepted and step == 4 else []}})
+        sft.write("recipe.json", {"trainer": recipe | {"changes": [note] if accepted else []}})
+    for row in sft.rows[2:]:
+        row["epoch"] = (row["total_samples"] - second["begins_at"]) / 20
+    sft.write_metrics()
+    report = sft.audit()
+    assert kinds(report) == (set() if accepted else {"recipe"})
+    segments = [(one.first_step, one.last_step, one.inputs["data"]["digest"]) for one in report.trained_on]
+    assert segments == [(1, 2, "aa"), (3, 6, "bb")]
+    assert [(epoch.problems, epoch.trained) for epoch in report.epochs] == [(100, 16), (20, 20), (20, 12)]
+
+
+def test_another_environment_needs_a_note(run: Run):
+    """It is found in the orchestrator's part, and compared in what was seen of both."""
+
+    def save(step: int, messages: dict[str, str], *names: str) -> None:
+        environment = {"problems": 10, "messages": messages}
+        changes = [{"step": 2, "name": name, "was": 0, "now": 1, "accepted": True} for name in names]
+        recipe = {"environment": environment, "changes": changes}
+        run.write(f"checkpoints/step_{step}/orchestrator/state.json", {"recipe": recipe})
+
+    save(2, {"1": "aa", "2": "bb"})
+    save(4, {"1": "aa"})
+    assert run.audit().ok
+    save(4, {"1": "aa", "2": "cc"})
+    assert kinds(run.audit()) == {"recipe"}
+    save(4, {"1": "aa", "2": "cc"}, "optimizer.lr")
+    assert kinds(run.audit()) == {"recipe"}
+    save(4, {"1": "aa", "2": "cc"}, "environment.args")
+    assert run.audit().ok
+
+
 # What can't be audited
 
 

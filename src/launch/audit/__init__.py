@@ -10,6 +10,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_ledger
 from cairn.launch.audit.positions import check_records
+from cairn.launch.audit.recipes import check_recipes, read_recipes
 from cairn.launch.audit.report import Report
 from cairn.launch.audit.steps import check_lineage, check_manifests, check_steps, read_manifests, read_metrics
 from cairn.run.directory import RunDirectory
@@ -40,8 +41,10 @@ def audit(path: Path) -> Report:
     check_steps(rows, manifests, attempt, store, report)
     check_lineage(manifests, config, attempt, report)
     check_manifests(store, manifests, rows, report)
+    recipes = read_recipes(store, manifests, config, run, report)
+    check_recipes(recipes, manifests, report)
     if attempt.command == "sft":
-        check_records(store, manifests, rows, config, report)
+        check_records(recipes, rows, report)
     else:
         ledger = read_ledger(run.ledger)
         add_unnoted(ledger, run, attempt)

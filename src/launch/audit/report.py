@@ -32,6 +32,15 @@ class Epoch:
 
 
 @dataclass
+class Segment:
+    """Steps that were trained on the same: `inputs` has the identities of data, environment and tokenizer."""
+
+    first_step: int
+    last_step: int
+    inputs: dict[str, Any]
+
+
+@dataclass
 class Report:
     """What was found. `staleness`: the most steps between a token's policy and the one that it trained."""
 
@@ -41,6 +50,7 @@ class Report:
     last_step: int | None = None
     checkpoints: list[int] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
+    trained_on: list[Segment] = field(default_factory=list)
     staleness: int | None = None
     max_off_policy_steps: int | None = None
     violations: list[Violation] = field(default_factory=list)

@@ -1,0 +1,110 @@
+"""Recipes: what each segment of the run was trained on, and whether whoever changed it said so."""
+
+import operator
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.store import CheckpointStore
+from cairn.launch.audit.report import Report, Segment
+from cairn.launch.audit.steps import read_state
+from cairn.orchestrator.identity import same_environment
+from cairn.run.directory import RunDirectory
+from cairn.run.files import DamagedFile, read_json
+from cairn.trainer.records import same_records
+
+INPUTS = ("data", "environment", "tokenizer")
+"""Of a recipe: what the run is trained on."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """What is known of how the steps up to `step` were made, since the recipe before it.
+
+    changes: of the recipe, up to there; each has the `step` after which it holds, and its `name`.
+    """
+
+    step: int | None
+    """The checkpoint that says so; None: recipe.json, for steps that no checkpoint holds yet."""
+    settings: Mapping[str, Any]
+    inputs: Mapping[str, Any]
+    changes: list[Mapping[str, Any]]
+
+    @property
+    def data(self) -> Mapping[str, Any]:
+        """Of SFT: `records`, `digest`, and the number of samples at which they begin."""
+        return self.inputs.get("data") or {}
+
+
+def read_recipes(
+    store: CheckpointStore,
+    manifests: dict[int, Manifest],
+    config: Mapping[str, Any],
+    run: RunDirectory,
+    report: Report,
+) -> list[Recipe]:
+    """Those of all checkpoints in order, then the current one; older checkpoints have parts of it."""
+    recipes = []
+    for step in sorted(manifests):
+        state = read_state(store, step, report)
+        if state is None:
+            continue
+        try:
+            part = read_json(store.folder(step) / "orchestrator" / "state.json") or {}
+        except DamagedFile as error:
+            report.broken("recipe", str(error), step)
+            part = {}
+        recipes.append(_recipe(step, state, part.get("recipe", {})))
+    try:
+        current = read_json(run.recipe) or {}
+    except DamagedFile as error:
+        report.notes.append(str(error))
+        current = {}
+    state = {"recipe": current["trainer"]} if "trainer" in current else {"config": config}
+    if not current and recipes:
+        state["data"] = dict(recipes[-1].data)
+    return [*recipes, _recipe(None, state, current.get("orchestrator", {}))]
+
+
+def _recipe(step: int | None, state: Mapping[str, Any], orchestrator: Mapping[str, Any]) -> Recipe:
+    trainer = state.get("recipe") or {
+        "settings": {"data.batch_size": state.get("config", {}).get("data", {}).get("batch_size")},
+        "data": state.get("data"),
+    }
+    inputs = {key: value for key in INPUTS if (value := {**orchestrator, **trainer}.get(key))}
+    changes = trainer.get("changes", []) + orchestrator.get("changes", [])
+    return Recipe(step, trainer.get("settings", {}), inputs, changes)
+
+
+def check_recipes(recipes: list[Recipe], manifests: dict[int, Manifest], report: Report) -> None:
+    """Whatever the run is trained on changes only where that was noted, which takes the user's consent."""
+    first = 1 if report.first_step is None else report.first_step
+    before: Recipe | None = None
+    for recipe in recipes:
+        last = report.last_step if recipe.step is None else recipe.step
+        if last is None or last < first:
+            continue
+        if before is not None and not _differing(before, recipe):
+            report.trained_on[-1].last_step = last
+        else:
+            report.trained_on.append(Segment(first, last, dict(recipe.inputs)))
+        if before is not None:
+            _check_change(before, recipe, first, last, report)
+        before, first = recipe, last + 1
+
+
+def _check_change(before: Recipe, after: Recipe, first: int, last: int, report: Report) -> None:
+    noted = {change["name"].split(".")[0] for change in after.changes if first - 1 <= change["step"] < last}
+    for key in _differing(before, after):
+        if key not in noted:
+            what = f"steps {first} to {last} were trained on another {key} than step {first - 1}"
+            rows = before.inputs[key], after.inputs[key]
+            report.broken("recipe", f"{what}, and nobody accepted that", *rows)
+
+
+def _differing(one: Recipe, other: Recipe) -> list[str]:
+    """Which inputs differ, of those that both know."""
+    both = [key for key in INPUTS if key in one.inputs and key in other.inputs]
+    same = {"data": same_records, "environment": same_environment}
+    return [key for key in both if not same.get(key, operator.eq)(one.inputs[key], other.inputs[key])]

@@ -1,0 +1,208 @@
+"""What a run is made of, compared with the checkpoint that it goes on from before anything is touched."""
+
+import contextlib
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cairn.config.ckpt import CkptConfig
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import SFTConfig
+from cairn.launch.attempt import RunConfig, Start
+from cairn.orchestrator.identity import changes_since
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.files import DamagedFile, read_json, write_json
+from cairn.run.recipe import (
+    NOT_ARCHITECTURE,
+    TRAINER,
+    Change,
+    changed_settings,
+    check_accepted,
+    in_words,
+    model_of,
+    now,
+    prints_date,
+    settings_of,
+    tokenizer_of,
+)
+
+PROMPTS_AGAIN = {"environment", "samples_per_prompt"}
+"""Changes after which answers that wait to be trained on are of no use."""
+
+
+def plan_recipe(
+    config: RunConfig, start: Start, orchestrator: Mapping[str, Any] | None = None
+) -> dict[str, Any]:
+    """The run's recipe, after it was compared with that of the checkpoint; what differs is printed.
+
+    Args:
+        orchestrator: its part, of an RL run that begins as a whole.
+
+    Returns:
+        What recipe.json holds: the parts of `trainer` and `orchestrator`, each of which goes into that role's
+        part of a checkpoint, and `prompts_again`, whether waiting answers are to be thrown away.
+
+    Raises:
+        UsageError: the data can't be trained on; or the recipe differs in what a promise depends on, and
+            `--ckpt.accept-changes` does not say so.
+    """
+    is_rl = isinstance(config, RLConfig)
+    trainer = config.trainer if is_rl else config
+    recipe: dict[str, Any] = {"trainer": {"settings": settings_of(trainer.model_dump(), TRAINER)}}
+    if isinstance(config, SFTConfig):
+        recipe["trainer"]["data"] = _look_at_data(config)
+    if orchestrator is not None:
+        recipe["orchestrator"] = dict(orchestrator)
+    if start.folder is None:
+        return recipe
+
+    check_model(config.model.name, start)
+    saved = _saved_recipe(start)
+    changes = changed_settings(saved["settings"], recipe["trainer"]["settings"], TRAINER)
+    if "data" in recipe["trainer"]:
+        changes += _go_on_in_data(start, saved.get("data"), recipe["trainer"]["data"])
+    flags = {change.name: "--trainer." if is_rl else "--" for change in changes}
+    if "orchestrator" in recipe:
+        of_orchestrator = changes_since(start.folder, recipe["orchestrator"])
+        flags |= {change.name: "--orchestrator." for change in of_orchestrator}
+        changes += of_orchestrator
+    accepted = config.ckpt.accept_changes if config.ckpt else []
+    for prefix in dict.fromkeys(flags.values()):
+        check_accepted([c for c in changes if flags[c.name] == prefix], accepted, start.folder, prefix)
+    if changes:
+        print(f"what differs from step {start.step} (what was there -> what is here):", flush=True)
+    for change in changes:
+        is_accepted = " (accepted)" if change.accept else ""
+        print(f"  {in_words(change, flags[change.name])}{is_accepted}", flush=True)
+    noted = [change.at(start.step, bool(change.accept)) for change in changes]
+    for part in ("trainer", "orchestrator"):
+        if part in recipe:
+            recipe[part]["changes"] = [*saved.get("changes", []), *noted]
+    recipe["prompts_again"] = any(change.accept in PROMPTS_AGAIN for change in changes)
+    return recipe
+
+
+def finish_recipe(
+    recipe: dict[str, Any], model: Path, start: Start, run: RunDirectory, *, goes_on: bool
+) -> None:
+    """Add what the model's folder says: tokenizer, architecture, and the date that its chat template prints.
+
+    Args:
+        model: the Hugging Face directory that the run starts or goes on from.
+        goes_on: whether a run that began before goes on, if only from its beginning.
+    """
+    trainer = recipe["trainer"]
+    trainer |= {"model": model_of(model), "tokenizer": tokenizer_of(model)}
+    if prints_date(model):
+        earlier: Mapping[str, Any] = {}
+        if start.folder:
+            earlier = (read_json(start.folder / "trainer" / "state.json") or {}).get("recipe", {})
+        elif goes_on:
+            with contextlib.suppress(DamagedFile):
+                earlier = (read_json(run.recipe) or {}).get("trainer", {})
+        date = earlier.get("date") or now()
+        for part in ("trainer", "orchestrator"):
+            if part in recipe:
+                recipe[part]["date"] = date
+
+
+def join_recipe(
+    orchestrator: Mapping[str, Any], attempt: Attempt, run: RunDirectory, ckpt: CkptConfig | None
+) -> None:
+    """Add the part of an orchestrator that was started on its own to the recipe of the run that it joins.
+
+    Raises:
+        UsageError: it differs from the checkpoint's in what a promise depends on, and the user does not
+            accept it or it takes another start of the whole run.
+    """
+    recipe = read_json(run.recipe) or {"trainer": {}}
+    part = {**orchestrator, **{key: recipe["trainer"][key] for key in ("date",) if key in recipe["trainer"]}}
+    if attempt.resume_from:
+        checkpoint = Path(attempt.resume_from)
+        changes = changes_since(checkpoint, orchestrator)
+        check_accepted(changes, ckpt.accept_changes if ckpt else [], checkpoint)
+        for change in changes:
+            if change.accept in PROMPTS_AGAIN:
+                raise UsageError(
+                    f"{in_words(change)}: an orchestrator that is started on its own can't take back what "
+                    "was asked for before; go on with `rl`, or start a new run from the weights"
+                )
+            print(f"differs from {checkpoint.name}: {in_words(change)}", flush=True)
+        noted = [change.at(attempt.start_step, bool(change.accept)) for change in changes]
+        part["changes"] = [*recipe["trainer"].get("changes", []), *noted]
+    write_json(run.recipe, {**recipe, "orchestrator": part}, durable=True)
+
+
+def check_model(name: str, start: Start) -> None:
+    """See that a local `--model.name` is the model of the checkpoint, which is what a run goes on with.
+
+    Raises:
+        UsageError: it has another architecture, tokenizer or chat template.
+    """
+    assert start.folder is not None
+    own = next((path for path in (Path(name), Path(name) / "model") if (path / "config.json").exists()), None)
+    saved = start.folder / "model"
+    if own is None:
+        return
+    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (own, saved))
+    keys = sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
+    different = [
+        f"{key} {theirs.get(key)} there, {ours.get(key)} here"
+        for key in keys
+        if ours.get(key) != theirs.get(key)
+    ]
+    if not different and tokenizer_of(own) != tokenizer_of(saved):
+        different = ["its tokenizer or chat template differs, and a run goes on with the checkpoint's"]
+    if different:
+        raise UsageError(
+            f"--model.name {name} is not the model in {start.folder}: {'; '.join(different)}. "
+            "Leave --model.name as it was to resume, or start a new run in another --output-dir"
+        )
+
+
+def _look_at_data(config: SFTConfig) -> dict[str, Any]:
+    """See that every record can be trained on, before anything is started; what tells them from others.
+
+    What lies on the hub is fetched on the way, before all ranks want it.
+    """
+    from cairn.trainer.records import BadRecord, examine, load_records
+
+    try:
+        return examine(config.data, load_records(config.data))
+    except BadRecord as error:
+        raise UsageError(f"--data.name {error}") from None
+
+
+def _saved_recipe(start: Start) -> Mapping[str, Any]:
+    """The trainer's recipe in the checkpoint; of an older version's, as much as can be told."""
+    state = read_json(start.folder / "trainer" / "state.json") or {}
+    if "recipe" in state:
+        return {"settings": {}, **state["recipe"]}
+    print(
+        f"note: {start.folder} was saved by a version of Cairn that kept no recipe: its data is compared by "
+        "number, first and last record only",
+        flush=True,
+    )
+    data = {"data": state["data"]} if state.get("data") else {}
+    return {"settings": settings_of(state.get("config", {}), TRAINER), **data}
+
+
+def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str, Any]) -> list[Change]:
+    """Whether the data set is another one; a new one begins with its first epoch (`begins_at`, in samples).
+
+    In the middle of an epoch the user has to accept that: the rest of it is left out.
+    """
+    from cairn.trainer.records import same_records
+
+    if not saved:
+        return []
+    begins_at = saved.get("begins_at", 0)
+    data["begins_at"] = begins_at
+    if same_records(saved, data):
+        return []
+    progress = (read_json(start.folder / "trainer" / "state.json") or {})["progress"]
+    data["begins_at"] = progress["total_samples"]
+    within = (progress["total_samples"] - begins_at) % saved["records"] != 0
+    return [Change("data", dict(saved), dict(data), "data" if within else None)]

@@ -1,0 +1,91 @@
+"""What tells one environment from another that has as many problems."""
+
+import asyncio
+import hashlib
+import json
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.calls import EnvironmentCalls
+from cairn.orchestrator.environments import Environment
+from cairn.run.files import read_json
+from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, settings_of
+from cairn.run.seeds import derive
+
+PROBLEMS = 4096
+"""So many problems' messages are looked at: all, or a sample that is spread over them."""
+SECONDS = 1.0
+"""How long looking may take. What was seen until then counts, in powers of two, so that two environments are
+compared in what was seen of both, however fast the machine was."""
+
+
+async def environment_of(calls: EnvironmentCalls) -> dict[str, Any]:
+    """Names an environment by its problems.
+
+    Returns:
+        `problems`, their number; `messages`, by a count, a digest of the messages of so many problems; and
+        `own`, what the environment itself gives as `identity` (text, such as a version), if it does.
+
+    Raises:
+        EnvironmentFailed: it does not say what a problem is.
+    """
+    count = len(calls.environment)
+    digest, digests = hashlib.blake2b(digest_size=16), {}
+    end = time.monotonic() + SECONDS
+    for i in range(min(count, PROBLEMS)):
+        problem = i if count <= PROBLEMS else derive(0, "environment identity", i) % count
+        messages = await calls.messages(problem)
+        digest.update(json.dumps(messages, sort_keys=True, default=str).encode())
+        if (i + 1) & i == 0 or i + 1 == count:
+            digests[str(i + 1)] = digest.hexdigest()
+        if time.monotonic() > end:
+            break
+    own = getattr(calls.environment, "identity", None)
+    return {"problems": count, "messages": digests, **({"own": str(own)} if own is not None else {})}
+
+
+def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    """Whether two identities are of the same environment, as far as both say."""
+    if one["problems"] != other["problems"]:
+        return False
+    if "messages" in one and "messages" in other and one.get("own") != other.get("own"):
+        return False
+    seen = one.get("messages", {}).keys() & other.get("messages", {}).keys()
+    most = max(seen, key=int, default=None)
+    return most is None or one["messages"][most] == other["messages"][most]
+
+
+def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) -> dict[str, Any]:
+    """The orchestrator's part of a run's recipe.
+
+    Raises:
+        EnvironmentFailed: the environment does not say what a problem is.
+    """
+
+    async def identify() -> dict[str, Any]:
+        with EnvironmentCalls(environment, config) as calls:
+            return await environment_of(calls)
+
+    settings = settings_of(config.model_dump(), ORCHESTRATOR)
+    return {"settings": settings, "environment": asyncio.run(identify())}
+
+
+def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
+    """How the orchestrator's recipe differs from that of a checkpoint.
+
+    Older checkpoints know of the environment only its settings and the number of problems.
+    """
+    state = read_json(checkpoint / "orchestrator" / "state.json") or {}
+    prompts = state.get("prompts", {})
+    saved = state.get("recipe") or {
+        "settings": settings_of({"environment": prompts.get("environment", {})}, ORCHESTRATOR),
+        **({"environment": {"problems": prompts["problems"]}} if "problems" in prompts else {}),
+    }
+    changes = changed_settings(saved["settings"], recipe["settings"], ORCHESTRATOR)
+    was, now = saved.get("environment"), recipe["environment"]
+    if was and not same_environment(was, now):
+        changes.append(Change("environment", was, now, "environment"))
+    return changes

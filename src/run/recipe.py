@@ -1,0 +1,208 @@
+"""A run's recipe: the settings and inputs that determine what it computes, and how two recipes differ.
+
+Settings are named one by one: what is not in these lists says where, how fast or how long a run goes. The
+recipe lies in the run directory (`recipe.json`) and in each checkpoint (`trainer/state.json`, and the
+orchestrator's part in `orchestrator/state.json`), with every change that was made to it on the way.
+"""
+
+import datetime
+import hashlib
+import json
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.run.errors import UsageError
+
+Settings = Mapping[str, str | None]
+
+TRAINER: Settings = {
+    "seed": None,
+    "seq_len": None,
+    "micro_batch_size": None,
+    "optimizer": None,
+    "scheduler": None,
+    "precision": None,
+    "activation_checkpointing": None,
+    "compile": None,
+    "deterministic": None,
+    "loss": None,
+    "data.batch_size": "batch_size",
+    "data.shuffle": "shuffle",
+}
+"""The trainer's settings (a section stands for all that is in it). One that a promise depends on, such as
+that each record of an epoch is trained on once, has a name by which the user may accept another value."""
+ORCHESTRATOR: Settings = {
+    "environment": "environment",
+    "sampling": None,
+    "prompts_per_step": "prompts_per_step",
+    "samples_per_prompt": "samples_per_prompt",
+    "max_off_policy_steps": None,
+    "recompute_kv_cache": None,
+    "normalize_advantages": None,
+}
+"""The orchestrator's, likewise."""
+
+TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
+    "*.model",
+)
+"""What a Hugging Face directory holds of the tokenizer and its chat template."""
+NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
+"""What config.json says beside the model's architecture."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A difference between the recipe of a checkpoint and that of the run that goes on from it.
+
+    accept: what `--ckpt.accept-changes` calls it, where going on needs that; else None.
+    """
+
+    name: str
+    was: Any
+    now: Any
+    accept: str | None = None
+
+    def at(self, step: int, accepted: bool) -> dict[str, Any]:
+        """As it is kept in all later checkpoints; `step` is the last one with the recipe of before."""
+        about = asdict(self)
+        del about["accept"]
+        return {"step": step, **about, "accepted": accepted}
+
+
+def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
+    """The settings of a dumped configuration that belong to the recipe, by dotted name.
+
+    A schedule's end is where it ends, whether that is `scheduler.steps` or the run's `max_steps`.
+    """
+    flat: dict[str, Any] = {}
+
+    def walk(value: Any, name: str) -> None:
+        if isinstance(value, Mapping) and name != "environment.args":
+            for key, inner in value.items():
+                walk(inner, f"{name}.{key}" if name else key)
+        else:
+            flat[name] = json.loads(json.dumps(value, default=str))
+
+    walk(config, "")
+    if flat.get("scheduler.type") == "constant":
+        flat.pop("scheduler.steps", None)
+    elif flat.get("scheduler.steps", 0) is None:
+        flat["scheduler.steps"] = config.get("max_steps")
+        if flat["scheduler.steps"] is None:
+            del flat["scheduler.steps"]
+    return {name: value for name, value in flat.items() if any(_covers(key, name) for key in allowed)}
+
+
+def _covers(key: str, name: str) -> bool:
+    return name == key or name.startswith(f"{key}.")
+
+
+def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Settings) -> list[Change]:
+    """The settings that both recipes have, with different values."""
+    return [
+        Change(name, saved[name], now[name], next(allowed[key] for key in allowed if _covers(key, name)))
+        for name in now
+        if name in saved and saved[name] != now[name]
+    ]
+
+
+def check_accepted(
+    changes: Collection[Change], accepted: Collection[str], checkpoint: Path, flags: str = "--"
+) -> None:
+    """See that the user accepts all changes that break a promise.
+
+    Args:
+        accepted: what `--ckpt.accept-changes` names.
+        flags: what the flags of these settings begin with.
+
+    Raises:
+        UsageError: naming those that are not accepted, with both values.
+    """
+    refused = [change for change in changes if change.accept and change.accept not in accepted]
+    if refused:
+        names = ",".join(dict.fromkeys(change.accept for change in refused))
+        lines = "\n".join(f"  {in_words(change, flags)}" for change in refused)
+        raise UsageError(
+            f"{checkpoint} was made with another recipe, and going on with this one would break what is "
+            f"promised of the run (what was there -> what is here):\n{lines}\nGive what was there, or accept "
+            f"it with --ckpt.accept-changes {names}; all later checkpoints then say so"
+        )
+
+
+def in_words(change: Change, flags: str = "--") -> str:
+    """A change for people, on one line."""
+    flag = flags + {"data": "data.name"}.get(change.name, change.name).replace("_", "-")
+    return f"{flag}: {_in_words(change.was)} -> {_in_words(change.now)}"
+
+
+def short_identity(value: Any) -> str:
+    """An identity for people: how many records or problems, and the beginning of a digest."""
+    return value[:12] if isinstance(value, str) else _in_words(value)
+
+
+def _in_words(value: Any) -> str:
+    if isinstance(value, Mapping) and ("records" in value or "problems" in value):
+        what = "records" if "records" in value else "problems"
+        digests = value.get("digest") or value.get("first_and_last") or value.get("messages")
+        if isinstance(digests, Mapping):
+            digests = digests[max(digests, key=int)]
+        own = f", {value['own']}" if "own" in value else ""
+        return f"{value[what]} {what}{own} ({digests[:12] if digests else 'content unknown'})"
+    return json.dumps(value)
+
+
+# Identities
+
+
+def tokenizer_of(folder: Path) -> str:
+    """Names the tokenizer and chat template of a Hugging Face directory: a digest of their files."""
+    digest = hashlib.blake2b(digest_size=16)
+    for path in _tokenizer_files(folder):
+        content = path.read_bytes()
+        digest.update(f"{path.name} {len(content)} ".encode() + content)
+    return digest.hexdigest()
+
+
+def _tokenizer_files(folder: Path) -> list[Path]:
+    return sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
+
+
+def model_of(folder: Path) -> str:
+    """Names the architecture of a Hugging Face directory."""
+    config = json.loads((folder / "config.json").read_text())
+    kept = {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
+    return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+# The date
+
+
+def prints_date(folder: Path) -> bool:
+    """Whether the chat template in a Hugging Face directory asks for today's date."""
+    files = [path for path in _tokenizer_files(folder) if path.name.startswith(("chat_", "tokenizer_config"))]
+    return any(b"strftime_now" in path.read_bytes() for path in files)
+
+
+def now() -> str:
+    """The time, as recipes have it."""
+    return datetime.datetime.now().astimezone().isoformat(timespec="seconds")
+
+
+def template_arguments(recipe: Mapping[str, Any] | None) -> dict[str, Callable[[str], str]]:
+    """What a chat template gets beside the messages: where it prints the date, that of the run's start.
+
+    So the same conversation has the same tokens on every day.
+    """
+    date = (recipe or {}).get("date")
+    return {"strftime_now": datetime.datetime.fromisoformat(date).strftime} if date else {}

@@ -1,0 +1,350 @@
+"""A run goes on with the recipe that it was made with; what differs is said, accepted or refused."""
+
+import dataclasses
+import json
+import shutil
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+from pydantic import BaseModel
+from runs import ABOUT
+from transformers import AutoTokenizer
+
+from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.config.model import ModelConfig
+from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
+from cairn.launch.attempt import Start
+from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
+from cairn.orchestrator import identity
+from cairn.orchestrator.environments import ReverseText
+from cairn.orchestrator.identity import orchestrator_recipe, same_environment
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.files import read_json, write_json
+from cairn.run.recipe import ORCHESTRATOR, TRAINER, settings_of, template_arguments
+from cairn.trainer.sft_data import encode
+
+MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
+STEP, BATCH = 5, 4
+
+
+@pytest.fixture(autouse=True)
+def caches(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Caches that are not the user's."""
+    folder = tmp_path_factory.mktemp("caches")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", folder / "datasets")
+    monkeypatch.setenv("XDG_CACHE_HOME", str(folder))
+
+
+def write_records(path: Path, count: int, changed: int | None = None) -> Path:
+    """Text records, of which one may be another."""
+    records = [{"prompt": f"{i}", "completion": "y" if i == changed else "x"} for i in range(count)]
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+def sft(tmp_path: Path, data: Path, *, accept: tuple[str, ...] = (), **settings: Any) -> SFTConfig:
+    """The configuration of an SFT run with `data`."""
+    return SFTConfig(
+        model=ModelConfig(name=str(tmp_path / "model")),
+        data=SFTDataConfig(name=str(data), batch_size=settings.pop("batch_size", BATCH)),
+        ckpt=CkptConfig(resume_step=STEP, accept_changes=list(accept)),
+        **settings,
+    )
+
+
+def start_at(tmp_path: Path, recipe: dict | None, **parts: Any) -> Start:
+    """A checkpoint after `STEP` steps with that recipe; `parts` are what else its state files hold."""
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    folder = store.folder(STEP)
+    shutil.copytree(MODEL, folder / "model", dirs_exist_ok=True)
+    shutil.copytree(MODEL, tmp_path / "model", dirs_exist_ok=True)
+    progress = {"step": STEP, "total_tokens": 100, "total_samples": STEP * BATCH}
+    state = {"progress": progress, "seed": 0, **parts.get("trainer", {})}
+    for part in ("trainer", "orchestrator"):
+        (folder / part).mkdir(exist_ok=True)
+    write_json(folder / "trainer" / "state.json", state | ({"recipe": recipe["trainer"]} if recipe else {}))
+    of_orchestrator = {"recipe": recipe["orchestrator"]} if recipe and "orchestrator" in recipe else {}
+    write_json(folder / "orchestrator" / "state.json", of_orchestrator | parts.get("orchestrator", {}))
+    manifest = Manifest(**ABOUT, step=STEP, created="", files={})
+    return Start(store, folder, manifest)
+
+
+FRESH = Start(CheckpointStore(Path("/nowhere")), None, None)
+
+
+def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
+    """Whoever adds one says whether it determines what a run computes."""
+    not_recipe = {
+        *("model", "max_steps", "output_dir", "ckpt", "workers", "spare_workers", "threads", "ray", "wandb"),
+        *("dry_run", "weight_transport", "batch_timeout", "self_check", "seed"),
+        *("data.name", "data.split", "inference_url", "max_in_flight", "reward_threads", "reward_timeout"),
+        *("server_timeout", "request_timeout", "version_timeout"),
+    }
+    supervision = set(SFTConfig.model_fields) & set(RLConfig.model_fields) - {"seed"}
+
+    def names(cls: type[BaseModel], allowed: dict) -> set[str]:
+        found = settings_of(cls().model_dump() | {"data": SFTDataConfig().model_dump()}, allowed)
+        return {name for name in found} | set(allowed)
+
+    for cls, allowed in ((SFTConfig, TRAINER), (TrainerConfig, TRAINER), (OrchestratorConfig, ORCHESTRATOR)):
+        known = {name.split(".")[0] for name in names(cls, dict(allowed))} | not_recipe | supervision
+        assert set(cls.model_fields) <= known | {"data"}, set(cls.model_fields) - known
+
+
+def test_the_same_recipe_goes_on_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Also from a copy of the file, and with more steps where the schedule has its own end."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    recipe = plan_recipe(sft(tmp_path, data), FRESH)
+    copy = shutil.copy(data, tmp_path / "copy.jsonl")
+    again = plan_recipe(sft(tmp_path, Path(copy), max_steps=200), start_at(tmp_path, recipe))
+    assert again["trainer"]["changes"] == []
+    assert again["trainer"]["data"]["begins_at"] == 0
+    assert capsys.readouterr().out == ""
+
+
+REFUSED: dict[str, tuple[str, Callable[[Path, Path], dict], str]] = {
+    "another record in the middle": (
+        "data",
+        lambda path, data: {"data": write_records(path / "other.jsonl", 50, changed=25)},
+        r"--data.name: 50 records \(\w{12}\) -> 50 records \(\w{12}\)",
+    ),
+    "fewer records": (
+        "data",
+        lambda path, data: {"data": write_records(path / "other.jsonl", 40)},
+        r"--data.name: 50 records \(\w{12}\) -> 40 records",
+    ),
+    "another batch size": ("batch_size", lambda path, data: {"batch_size": 8}, "--data.batch-size: 4 -> 8"),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_what_breaks_a_promise_takes_consent(tmp_path: Path, capsys: pytest.CaptureFixture[str], what: str):
+    """With which it is printed, and kept in all later checkpoints."""
+    name, change, words = REFUSED[what]
+    data = write_records(tmp_path / "a.jsonl", 50)
+    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data), FRESH))
+    other = {"data": data, **change(tmp_path, data)}
+    with pytest.raises(UsageError, match=words) as error:
+        plan_recipe(sft(tmp_path, **other), start)
+    assert f"--ckpt.accept-changes {name}" in str(error.value)
+    assert str(start.folder) in str(error.value)
+
+    recipe = plan_recipe(sft(tmp_path, **other, accept=(name,)), start)
+    assert "(accepted)" in capsys.readouterr().out
+    (noted,) = recipe["trainer"]["changes"]
+    assert (noted["step"], noted["accepted"]) == (STEP, True)
+    assert noted["name"].split(".")[-1] == name
+    later = plan_recipe(sft(tmp_path, **other), start_at(tmp_path, recipe))
+    assert later["trainer"]["changes"] == [noted], "it needs no consent again, and is not forgotten"
+    if name == "data":
+        assert later["trainer"]["data"]["begins_at"] == STEP * BATCH, (
+            "another data set begins at its beginning"
+        )
+
+
+def test_other_data_at_the_end_of_an_epoch_needs_no_consent(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    data = write_records(tmp_path / "a.jsonl", STEP * BATCH // 2)
+    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data), FRESH))
+    other = write_records(tmp_path / "b.jsonl", 30)
+    recipe = plan_recipe(sft(tmp_path, other), start)
+    assert [change["name"] for change in recipe["trainer"]["changes"]] == ["data"]
+    assert "--data.name: 10 records" in capsys.readouterr().out
+
+
+def test_what_may_change_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """The learning rate, for one; and where a schedule ends if that is --max-steps."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    linear = {"scheduler": {"type": "linear"}, "seq_len": 64}
+    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data, max_steps=10, **linear), FRESH))
+    changed = sft(tmp_path, data, max_steps=20, optimizer={"lr": 0.5}, **linear)
+    recipe = plan_recipe(changed, start)
+    printed = capsys.readouterr().out
+    assert "  --optimizer.lr: 1e-05 -> 0.5\n" in printed
+    assert "  --scheduler.steps: 10 -> 20\n" in printed
+    names = [(change["name"], change["accepted"]) for change in recipe["trainer"]["changes"]]
+    assert sorted(names) == [("optimizer.lr", False), ("scheduler.steps", False)]
+
+
+def test_an_older_checkpoint_goes_on_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """What it knows is compared all the same."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    config = sft(tmp_path, data)
+    known = plan_recipe(config, FRESH)["trainer"]["data"]
+    old = {"config": config.model_dump(), "data": {key: known[key] for key in ("records", "first_and_last")}}
+    start = start_at(tmp_path, None, trainer=old)
+    assert plan_recipe(config, start)["trainer"]["changes"] == []
+    assert "was saved by a version of Cairn that kept no recipe" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"--data.name: 50 records"):
+        plan_recipe(sft(tmp_path, write_records(tmp_path / "b.jsonl", 49)), start)
+    with pytest.raises(UsageError, match=r"--data.batch-size: 4 -> 8"):
+        plan_recipe(sft(tmp_path, data, batch_size=8), start)
+
+
+@pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer.json"])
+def test_another_tokenizer_is_refused(tmp_path: Path, file: str):
+    """A run goes on with the checkpoint's, whatever --model.name holds by now."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data), FRESH))
+    path = tmp_path / "model" / file
+    path.write_text(path.read_text() + " ")
+    with pytest.raises(UsageError, match=r"--model.name .*: its tokenizer or chat template differs"):
+        plan_recipe(sft(tmp_path, data), start)
+
+
+# Environments
+
+
+class Slow(ReverseText):
+    """Takes its time to say what a problem is."""
+
+    def messages(self, problem: int) -> list[dict[str, str]]:
+        time.sleep(0.01)
+        return super().messages(problem)
+
+
+class Versioned(ReverseText):
+    """Says what it is."""
+
+    identity = "2"
+
+
+def rl(tmp_path: Path, *, accept: tuple[str, ...] = (), **orchestrator: Any) -> RLConfig:
+    """The configuration of an RL run."""
+    environment = orchestrator.pop("environment", {"args": {"problems": 20, "seed": 1}})
+    return RLConfig(
+        model=ModelConfig(name=str(tmp_path / "model")),
+        ckpt=CkptConfig(resume_step=STEP, accept_changes=list(accept)),
+        orchestrator={"environment": environment, **orchestrator},
+    )
+
+
+def plan_rl(config: RLConfig, start: Start, environment: ReverseText | None = None) -> dict:
+    """As `rl` does it."""
+    environment = environment or ReverseText(**config.orchestrator.environment.args)
+    return plan_recipe(config, start, orchestrator_recipe(config.orchestrator, environment))
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "words"),
+    [
+        (
+            "environment",
+            {"environment": {"args": {"problems": 20, "seed": 2}}},
+            r"--orchestrator.environment.args: .*\n  --orchestrator.environment: 20 problems \(\w{12}\) ->",
+        ),
+        ("prompts_per_step", {"prompts_per_step": 3}, "--orchestrator.prompts-per-step: 16 -> 3"),
+        ("samples_per_prompt", {"samples_per_prompt": 3}, "--orchestrator.samples-per-prompt: 8 -> 3"),
+    ],
+)
+def test_another_environment_or_batch_takes_consent(tmp_path: Path, name: str, changed: dict, words: str):
+    """Both roles keep the change; answers by another environment are asked for again."""
+    start = start_at(tmp_path, plan_rl(rl(tmp_path), FRESH))
+    assert plan_rl(rl(tmp_path), start)["orchestrator"]["changes"] == []
+    with pytest.raises(UsageError, match=words):
+        plan_rl(rl(tmp_path, **changed), start)
+    recipe = plan_rl(rl(tmp_path, **changed, accept=(name,)), start)
+    assert recipe["trainer"]["changes"] == recipe["orchestrator"]["changes"] != []
+    assert recipe["prompts_again"] == (name != "prompts_per_step")
+
+
+def test_an_environment_is_known_by_its_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """By all of them, also by what could be seen of it in time, and by what it says of itself."""
+
+    def of(environment: ReverseText) -> dict:
+        return orchestrator_recipe(OrchestratorConfig(), environment)["environment"]
+
+    assert same_environment(of(ReverseText(5000, seed=1)), of(ReverseText(5000, seed=1)))
+    assert not same_environment(of(ReverseText(5000, seed=1)), of(ReverseText(5000, seed=2)))
+    assert not same_environment(of(ReverseText(30, seed=1)), of(ReverseText(31, seed=1)))
+    last = ReverseText(30, seed=1)
+    last._texts[-1] = "other"
+    assert not same_environment(of(ReverseText(30, seed=1)), of(last)), "up to the last problem"
+    assert not same_environment(of(Versioned(30, seed=1)), of(ReverseText(30, seed=1)))
+    assert same_environment({"problems": 30}, of(ReverseText(30, seed=1))), (
+        "an older checkpoint knows no more"
+    )
+
+    monkeypatch.setattr(identity, "SECONDS", 0.05)
+    slow = of(Slow(400, seed=1))
+    assert 0 < len(slow["messages"]) < 5
+    assert same_environment(slow, of(ReverseText(400, seed=1)))
+    assert not same_environment(slow, of(ReverseText(400, seed=2)))
+
+
+def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It compares its own part."""
+    run = RunDirectory(tmp_path / "run")
+    whole = plan_rl(rl(tmp_path), FRESH)
+    start = start_at(tmp_path, whole)
+    attempt = Attempt("abc", 2, "trainer", STEP, str(start.folder), "branch_1")
+    write_json(run.recipe, {"trainer": whole["trainer"] | {"date": "2026-01-01"}})
+
+    def join(*accept: str, **settings: Any) -> dict:
+        args = settings.pop("args", {"problems": 20, "seed": 1})
+        config = OrchestratorConfig(environment=EnvironmentConfig(args=args), **settings)
+        part = orchestrator_recipe(config, ReverseText(**args))
+        join_recipe(part, attempt, run, CkptConfig(accept_changes=list(accept)))
+        return read_json(run.recipe)["orchestrator"]
+
+    assert (join()["changes"], join()["date"]) == ([], "2026-01-01")
+    assert [change["name"] for change in join(max_off_policy_steps=0)["changes"]] == ["max_off_policy_steps"]
+    assert "--max-off-policy-steps: 1 -> 0" in capsys.readouterr().out
+    with pytest.raises(UsageError, match=r"accept it with --ckpt.accept-changes environment"):
+        join(args={"problems": 20, "seed": 2})
+    with pytest.raises(UsageError, match="an orchestrator that is started on its own can't take back"):
+        join("environment", args={"problems": 20, "seed": 2})
+
+
+# The date
+
+
+def test_a_template_prints_the_date_of_the_runs_start_for_ever(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A resume on another day makes the same tokens; so does one that begins again before any checkpoint."""
+    data, run = write_records(tmp_path / "a.jsonl", 50), RunDirectory(tmp_path / "run")
+    model = shutil.copytree(MODEL, tmp_path / "dated")
+    (model / "chat_template.jinja").write_text(
+        "{{ strftime_now('%d %b %Y') }}{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}"
+        "{% if add_generation_prompt %}<assistant>{% endif %}"
+    )
+
+    def recipe_on(day: str, start: Start, *, goes_on: bool = False) -> dict:
+        monkeypatch.setattr("cairn.launch.recipe.now", lambda: f"{day}T12:00:00+00:00")
+        recipe = plan_recipe(sft(tmp_path, data), start)
+        finish_recipe(recipe, model, start, run, goes_on=goes_on)
+        return recipe
+
+    def tokens(recipe: dict) -> str:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+        record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
+        arguments = template_arguments(recipe["trainer"])
+        return tokenizer.decode(encode([record], tokenizer, [0], template_arguments=arguments)[0].token_ids)
+
+    first = recipe_on("2026-01-31", FRESH)
+    assert tokens(first).startswith("31 Jan 2026<user>")
+    start = start_at(tmp_path, first)
+    assert tokens(recipe_on("2026-02-01", start)) == tokens(first)
+    assert tokens(recipe_on("2026-02-01", dataclasses.replace(FRESH))) != tokens(first)
+    run.path.mkdir(exist_ok=True)
+    write_json(run.recipe, first)
+    assert tokens(recipe_on("2026-02-01", FRESH, goes_on=True)) == tokens(first)
+
+
+def test_other_templates_need_no_date(tmp_path: Path):
+    """So checkpoints of the same run are the same on every day."""
+    recipe = plan_recipe(sft(tmp_path, write_records(tmp_path / "a.jsonl", 50)), FRESH)
+    finish_recipe(recipe, MODEL, FRESH, RunDirectory(tmp_path), goes_on=False)
+    assert "date" not in recipe["trainer"]
+    assert len(recipe["trainer"]["tokenizer"]) == len(recipe["trainer"]["model"]) == 32
