@@ -296,7 +296,7 @@ def test_going_back_again_and_again_without_roles(made: Path, tmp_path: Path):
     for _ in range(3):
         run.roles.unlink()
         store = CheckpointStore(run.checkpoints)
-        attempt = begin(RunDirectory(run.path), config, choose_start(config, needs=PARTS), command="trainer")
+        attempt = begin(run, config, choose_start(config, needs=PARTS), command="trainer")
         numbers.append(attempt.number)
         branches.add(attempt.branch)
         ledger = Ledger(tmp_path / f"{attempt.number}.sqlite", LEDGER_RUN, None, 0)
