@@ -101,8 +101,8 @@ def log_end(log: Path, lines: int = 15) -> str:
     """What a log says last, for an error message: from its last error on, if that is not far up."""
     try:
         end = log.read_text(errors="replace").splitlines()[-lines:]
-    except OSError:
-        return "(no log)"
+    except OSError as error:
+        return f"(no log: {error.strerror})"
     errors = [i for i, line in enumerate(end) if line.startswith("error: ")]
     return "\n".join(end[errors[-1] :] if errors else end)
 

@@ -135,6 +135,7 @@ class RunDirectory:
         self.servers = self.path / "servers.json"
         self._stop = self.path / "stop.json"
         self._lock: int | None = None
+        self._warned = False
         self._known: Attempt | None = None
         """The newest attempt that was read or begun here, in case that roles.json is damaged meanwhile."""
 
@@ -220,7 +221,9 @@ class RunDirectory:
         try:
             self._set_role(role, state, pid or os.getpid(), host or socket.gethostname())
         except OSError as error:
-            logger.warning("%s does not say that %s is %s: %s", self.roles, role, state, error.strerror)
+            if not self._warned:
+                logger.warning("%s is not up to date from now on: %s", self.roles, error.strerror)
+            self._warned = True
 
     def _set_role(self, role: str, state: str, pid: int, host: str) -> None:
         folder = os.open(self.path, os.O_RDONLY)

@@ -182,3 +182,39 @@ def test_a_run_instead_of_a_step(ckpt, run: Path):
         f"error: {run}: give one step, such as {step_folder(run, 8)}\n",
     )
     assert read(step_folder(run, 8) / "manifest.json") == data(ckpt("show", step_folder(run, 8), "--json"))
+
+
+# What else may befall a run's folder
+
+
+def test_a_run_goes_on_through_damaged_files(ckpt, shell: Shell, run: Path):
+    """As a power cut may leave them; what is damaged is kept beside, and said once."""
+    history, metrics = run / "history.jsonl", run / "metrics.jsonl"
+    history.write_bytes(history.read_bytes()[:-7])
+    lines = metrics.read_bytes().split(b"\n")
+    metrics.write_bytes(b"\n".join([*lines[:3], b'{"step": 4, "lo\xff', *lines[4:]]))
+    (run / "roles.json").write_bytes(b"")
+    (run / "heartbeats" / "trainer.json").write_bytes(b"{}")
+    (run / "stop.json").mkdir()
+    sft = ("sft", "@", f"{CONFIGS}/sft.toml", "--output-dir", run, "--ckpt.resume", "auto")
+    output = shell.succeed(*sft, "--max-steps", 9)
+    assert [row["step"] for row in rows(run)] == [1, 2, 3, 5, 6, 7, 8, 9]
+    for name, content in (("roles.json", b""), ("metrics.jsonl", b'{"step": 4, "lo\xff\n')):
+        assert (run / f"{name}.damaged-1").read_bytes() == content
+        assert output.count(f"now {'in ' if content else ''}{name}.damaged-1") == 1
+    assert read(run / "roles.json")["number"] == 2
+    found = json.loads(ckpt("audit", run, "--json").output)
+    assert [row["what"] for row in found["violations"]] == ["metrics.jsonl misses steps 4 to 4"]
+
+
+def test_a_run_whose_folder_is_deleted_ends(shell: Shell, tmp_path: Path):
+    """With an error that says so, not with a traceback of the launcher, and leaves no process."""
+    run = tmp_path / "run"
+    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", "--max-steps", 10**6, "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) > 1)
+        run.rename(tmp_path / "gone")
+        finished = command.finish()
+        command.assert_nothing_survives()
+    assert finished.code == 1
+    assert f"{run}/logs/trainer.log:\n(no log: No such file or directory)" in finished.output
+    assert "Traceback" not in finished.output

@@ -6,9 +6,11 @@ import contextlib
 import json
 import os
 import re
+import resource
 import shutil
+import signal
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import asdict
 from pathlib import Path
 
@@ -22,6 +24,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.server_list import ServerList
+from cairn.launch import main
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.audit import audit
 from cairn.launch.display import StepDisplay
@@ -310,3 +313,35 @@ def test_going_back_again_and_again_without_roles(made: Path, tmp_path: Path):
         "before_attempt_4",
     ]
     assert [event["number"] for event in run.history.rows() if event["event"] == "attempt"] == [1, 2, 3, 4]
+
+
+@contextlib.contextmanager
+def no_space() -> Iterator[None]:
+    """While this lasts no byte can be written to any file, as on a full disk."""
+    limit = resource.getrlimit(resource.RLIMIT_FSIZE)
+    before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, limit[1]))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limit)
+        signal.signal(signal.SIGXFSZ, before)
+
+
+def test_a_disk_without_a_free_byte(made: Path, tmp_path: Path, capsys, caplog):
+    """A run can't begin there, and says with which file; one that is at work goes on without its notes."""
+    run = RunDirectory(shutil.copytree(made, tmp_path / "run"))
+    config = make_config(run.path)
+    start = choose_start(config, needs=PARTS)
+    before = contents(run.path)
+    with no_space():
+        code = main.answer(lambda: begin(run, config, start, command="trainer"))
+    assert code == 1
+    assert capsys.readouterr().err == f"error: {run.history.path}: File too large\n"
+    assert {name: contents(run.path)[name] for name in before} == before
+    with no_space():
+        for _ in range(2):
+            run.set_role("trainer", "failed")
+            run.history.restart("trainer", step=5, reason="died", how="is started again")
+    assert caplog.text.count("roles.json is not up to date from now on: File too large") == 1
+    assert "history.jsonl lacks that" in caplog.text
