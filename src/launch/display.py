@@ -92,12 +92,12 @@ class StepDisplay:
         if now - self._looked_at < 1 or (self.step > self.start_step and quiet < QUIET_SECONDS):
             return
         self._looked_at = now
-        doing = "; ".join(self._doing()) or "roles are being started"
-        if self.step > self.start_step:
-            doing = f"no step for {quiet:.0f} s: {doing}"
-        self._bar.note = doing
+        doing = list(self._doing()) or ["roles are being started"]
+        starting = self.step == self.start_step
+        still = f"{'starting' if starting else 'no step'} for {quiet:.0f} s"
+        self._bar.note = "\n".join(doing if starting else [still, *doing])
         if not self.console.is_terminal and not self._unprinted and now - self._printed_at > LINE_SECONDS:
-            self._print(doing if self.step > self.start_step else f"starting, {quiet:.0f} s: {doing}", now)
+            self._print(f"{still}: {'; '.join(doing)}", now)
 
     def _print(self, line: str, now: float) -> None:
         self.console.print(line, markup=False, highlight=False, soft_wrap=True)
@@ -133,13 +133,14 @@ class StepDisplay:
 
 
 class _Bar(Progress):
-    """The bar, and below it a line of its own that is cut at the terminal's edge."""
+    """The bar, and below it lines of its own, each cut at the terminal's edge."""
 
     note = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
-        yield Text(f"  {self.note}", no_wrap=True, overflow="ellipsis")
+        for line in self.note.splitlines() or [""]:
+            yield Text(f"  {line}", no_wrap=True, overflow="ellipsis")
 
 
 def _count(number: float, what: str) -> str:

@@ -79,7 +79,10 @@ def test_while_a_run_starts_each_role_says_what_it_is_doing(
     beat(run, "inference", "starting the inference server", ago=-1)
     beat(run, "trainer_rank0", "importing torch", ago=-1)
     later(display, monkeypatch, 5)
-    assert "inference: starting the inference server; trainer: importing torch" in shown(display)
+    assert shown(display).splitlines()[1:] == [
+        "  inference: starting the inference server",
+        "  trainer: importing torch",
+    ]
 
 
 def test_a_run_that_stands_still_says_what_is_being_waited_for(
@@ -93,7 +96,7 @@ def test_a_run_that_stands_still_says_what_is_being_waited_for(
     later(display, monkeypatch, 5)
     assert "s/step" in shown(display)
     later(display, monkeypatch, 25)
-    assert "no step for 25 s: trainer: waiting for batch 2" in shown(display)
+    assert "  no step for 25 s\n  trainer: waiting for batch 2" in shown(display)
     run.metrics.append({"step": 2, **ROW})
     display.update()
     assert "s/step" in shown(display)
@@ -110,8 +113,7 @@ def test_without_a_terminal_there_are_lines(run: RunDirectory, monkeypatch: pyte
             run.metrics.append({"step": step, **ROW})
             display.update()
     lines = display.console.file.getvalue().splitlines()
-    assert lines[0].startswith("starting, ")
-    assert lines[0].endswith("s: trainer: starting Ray")
+    assert lines[0] == "starting for 12 s: trainer: starting Ray"
     assert lines[-1].startswith("step 4/4  reward 0.7231")
     assert len(lines) <= 3
 
