@@ -101,7 +101,7 @@ def finish_recipe(
             earlier = (read_json(start.folder / "trainer" / "state.json") or {}).get("recipe", {})
         elif goes_on:
             with contextlib.suppress(DamagedFile):
-                earlier = (read_json(run.recipe) or {}).get("trainer", {})
+                earlier = (read_json(run.recipe, dict) or {}).get("trainer", {})
         date = earlier.get("date") or now()
         for part in ("trainer", "orchestrator"):
             if part in recipe:
@@ -117,7 +117,7 @@ def join_recipe(
         UsageError: it differs from the checkpoint's in what a promise depends on, and the user does not
             accept it or it takes another start of the whole run.
     """
-    recipe = read_json(run.recipe) or {"trainer": {}}
+    recipe = read_json(run.recipe, dict) or {"trainer": {}}
     part = {**orchestrator, **{key: recipe["trainer"][key] for key in ("date",) if key in recipe["trainer"]}}
     if attempt.resume_from:
         checkpoint = Path(attempt.resume_from)

@@ -147,14 +147,14 @@ class RunDirectory:
         Raises:
             OSError: something can't be moved.
         """
-        files = [self.roles, self.config, self._stop, self.metrics.path, self.history.path]
+        files = [self.roles, self.config, self.recipe, self._stop, self.metrics.path, self.history.path]
         files += _entries(self.heartbeats, ".json")
         folders = [self.logs, self.heartbeats, self.batches, self.weights]
         wrong = [path for path in files if os.path.lexists(path) and not path.is_file()]
         wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
         for path in wrong:
             logger.warning("%s is no %s; it is now %s", path, _kind(path in files), set_aside(path).name)
-        for path, shape in ((self.roles, _Roles), (self.config, dict)):
+        for path, shape in ((self.roles, _Roles), (self.config, dict), (self.recipe, dict)):
             with self._aside_if_damaged(path):
                 read_json(path, shape)
         for path in self._batch_files():

@@ -96,7 +96,7 @@ class _Training:
         self.state.check_model()
 
         self._prefetch = self._publisher = self._checkpoints = self._tracker = None
-        recipe = (read_json(run.recipe) or {}).get("trainer", {})
+        recipe = (read_json(run.recipe, dict) or {}).get("trainer", {})
         if isinstance(config, SFTConfig):
             self._loss_function = sft_loss
             tokenizer = AutoTokenizer.from_pretrained(model_folder)

@@ -28,6 +28,7 @@ from cairn.launch import main
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.audit import audit
 from cairn.launch.display import StepDisplay
+from cairn.launch.recipe import plan_recipe
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch
 from cairn.orchestrator.rollouts import Group, Rollout
 from cairn.run.batches import Batch, Sample, Sampling, batch_path, write_batch
@@ -70,7 +71,7 @@ def save(store: CheckpointStore, ledger: Ledger, step: int) -> None:
     progress = {"step": step, "total_tokens": 3 * step, "total_samples": step}
     state = {"progress": progress, "seed": 0, "config": {}}
     files = {
-        "model/config.json": (REPOSITORY / CONFIGS / "model" / "config.json").read_bytes(),
+        **{f"model/{path.name}": path.read_bytes() for path in (REPOSITORY / CONFIGS / "model").iterdir()},
         "trainer/state.json": json.dumps(state).encode(),
         "orchestrator/state.json": json.dumps(state).encode(),
         "orchestrator/ledger.sqlite": ledger.snapshot(),
@@ -90,6 +91,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     run.logs.mkdir(parents=True)
     run.begin(ATTEMPT)
     run.config.write_text(make_config(path).model_dump_json())
+    write_json(run.recipe, {"trainer": {"settings": {}}})
     run.history.begin_attempt(1, None)
     run.history.restart("trainer", step=3, reason="died", how="is started again")
     run.history.recompute(2)
@@ -127,7 +129,7 @@ def go_on(path: Path) -> int:
     config = make_config(path)
     start = choose_start(config, needs=PARTS)
     run = RunDirectory(path)
-    attempt = begin(run, config, start, command="trainer")
+    attempt = begin(run, config, start, plan_recipe(config, start), command="trainer")
     assert (attempt.run_id, attempt.number) == (RUN, 2)
     role = RunDirectory(path)
     assert role.attempt() == attempt
@@ -175,12 +177,8 @@ def go_on(path: Path) -> int:
 # Every file, and every way to damage it
 
 FILES = [
-    *("metrics.jsonl", "history.jsonl", "roles.json", "config.json", "stop.json", "servers.json"),
-    *(
-        "heartbeats/trainer.json",
-        "weights/v5.json",
-        "batches/step_5.safetensors",
-    ),
+    *("metrics.jsonl", "history.jsonl", "roles.json", "config.json", "recipe.json", "stop.json"),
+    *("servers.json", "heartbeats/trainer.json", "weights/v5.json", "batches/step_5.safetensors"),
     *("checkpoints/pins.json", "checkpoints/step_4/manifest.json", "checkpoints/step_4/trainer/state.json"),
     *("logs", "heartbeats", "batches", "weights", "checkpoints"),
 ]
@@ -211,7 +209,7 @@ PLACES: dict[str, Callable[[Path], object]] = {
     "a link to nothing": lambda path: (path.rename(f"{path}.aside"), path.symlink_to("/nowhere/at/all")),
     "a link to a folder": lambda path: (path.rename(f"{path}.aside"), path.symlink_to(path.parent.parent)),
 }
-OWN = {"roles.json", "config.json", "trainer.json", "orchestrator.json"}
+OWN = {"roles.json", "config.json", "recipe.json", "trainer.json", "orchestrator.json"}
 """What is written anew for each attempt, if it is sound."""
 
 
@@ -299,7 +297,8 @@ def test_going_back_again_and_again_without_roles(made: Path, tmp_path: Path):
     for _ in range(3):
         run.roles.unlink()
         store = CheckpointStore(run.checkpoints)
-        attempt = begin(run, config, choose_start(config, needs=PARTS), command="trainer")
+        start = choose_start(config, needs=PARTS)
+        attempt = begin(run, config, start, plan_recipe(config, start), command="trainer")
         numbers.append(attempt.number)
         branches.add(attempt.branch)
         ledger = Ledger(tmp_path / f"{attempt.number}.sqlite", LEDGER_RUN, None, 0)
@@ -335,7 +334,7 @@ def test_a_disk_without_a_free_byte(made: Path, tmp_path: Path, capsys, caplog):
     start = choose_start(config, needs=PARTS)
     before = contents(run.path)
     with no_space():
-        code = main.answer(lambda: begin(run, config, start, command="trainer"))
+        code = main.answer(lambda: begin(run, config, start, {}, command="trainer"))
     assert code == 1
     assert capsys.readouterr().err == f"error: {run.history.path}: File too large\n"
     assert {name: contents(run.path)[name] for name in before} == before

@@ -57,7 +57,7 @@ def read_recipes(
             part = {}
         recipes.append(_recipe(step, state, part.get("recipe", {})))
     try:
-        current = read_json(run.recipe) or {}
+        current = read_json(run.recipe, dict) or {}
     except DamagedFile as error:
         report.notes.append(str(error))
         current = {}
