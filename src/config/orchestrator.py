@@ -23,8 +23,8 @@ class EnvironmentConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How answers are sampled."""
 
-    temperature: float = Field(1.0, ge=0.01, allow_inf_nan=False)
-    """Softmax temperature of sampling; the loss uses it too. vLLM samples with nothing below 0.01."""
+    temperature: float = Field(1.0, ge=0.01, le=2, allow_inf_nan=False)
+    """Softmax temperature of sampling; the loss uses it too. vLLM takes none beyond these bounds."""
     top_p: float = 1.0
     """Must be 1.0: a policy gradient needs answers from the whole distribution; lower the temperature."""
     max_tokens: int = Field(256, ge=1)

@@ -17,7 +17,7 @@ from dataclasses import astuple, dataclass
 from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger_checks import oddity, wrong_with
+from cairn.orchestrator.ledger_checks import check_format, oddity, wrong_with
 from cairn.orchestrator.rollouts import Group, Rollout
 from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
@@ -31,6 +31,9 @@ CREATE TABLE run (
     problems INTEGER NOT NULL,          -- in an epoch
     prompts_per_step INTEGER NOT NULL, samples_per_prompt INTEGER NOT NULL,
     max_off_policy_steps INTEGER NOT NULL
+);
+CREATE TABLE sampling (                 -- of all answers that wait; missing in ledgers of earlier versions
+    temperature REAL NOT NULL
 );
 CREATE TABLE groups (                   -- prompts on which the training is in no checkpoint yet
     place INTEGER PRIMARY KEY,          -- in the run's prompt order; epoch, index = divmod(place, problems)
@@ -139,7 +142,7 @@ class Ledger:
         database = _connect(path)
         with database:
             if snapshot:
-                _check_format(database, snapshot)
+                check_format(database, snapshot, FORMAT)
                 _rewind(database, step)
                 if odd := oddity(database):
                     raise CheckpointError(f"{snapshot}: {odd}; go on from another step (--ckpt.resume-step)")
@@ -211,6 +214,24 @@ class Ledger:
                 Rollout(seed, json.loads(token_ids), json.loads(logprobs), spans, finish_reason, text, reward)
             )
         return list(groups.values())
+
+    def sample_at(self, temperature: float, step: int) -> int:
+        """Answers are sampled at this temperature from now on; `step` is that of the next batch.
+
+        A batch has one temperature, so that waiting prompts with answers of another are dropped. Returns how
+        many there were.
+        """
+        with self._database:
+            self._database.execute("CREATE TABLE IF NOT EXISTS sampling (temperature REAL NOT NULL)")
+        if self._database.execute("SELECT * FROM sampling").fetchall() == [(temperature,)]:
+            return 0
+        doomed = [group.place for group in self.waiting() if any(one.token_ids for one in group.rollouts)]
+        for place in doomed:
+            self.drop(place, "temperature", step)
+        with self._database:
+            self._database.execute("DELETE FROM sampling")
+            self._database.execute("INSERT INTO sampling VALUES (?)", (temperature,))
+        return len(doomed)
 
     # Batches
 
@@ -364,15 +385,6 @@ def _own(database: sqlite3.Connection, run: LedgerRun) -> None:
     """Write down whose ledger it is now."""
     database.execute("DELETE FROM run")
     database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(run))
-
-
-def _check_format(database: sqlite3.Connection, snapshot: Path) -> None:
-    try:
-        (found,) = database.execute("SELECT format FROM run").fetchone()
-    except sqlite3.DatabaseError:
-        found = "an older one"
-    if found != FORMAT:
-        raise CheckpointError(f"{snapshot} has the format {found}, this version of Cairn reads {FORMAT}")
 
 
 def _rewind(database: sqlite3.Connection, step: int) -> None:

@@ -11,6 +11,8 @@ import sqlite3
 from pathlib import Path
 from urllib.parse import quote
 
+from cairn.checkpoint.manifest import CheckpointError
+
 UNWRITTEN = """
 SELECT place, sample FROM samples
 WHERE json_array_length(token_ids) IS NOT json_array_length(logprobs) OR json_valid(versions) = 0
@@ -45,6 +47,20 @@ def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, s
             if trained != database.execute(batches).fetchall():
                 return f"its batches through step {step} are not those of the checkpoint"
     return None
+
+
+def check_format(database: sqlite3.Connection, snapshot: Path, wanted: int) -> None:
+    """Refuse a checkpoint's ledger of another format.
+
+    Raises:
+        CheckpointError: the message names it.
+    """
+    try:
+        (found,) = database.execute("SELECT format FROM run").fetchone()
+    except sqlite3.DatabaseError:
+        found = "an older one"
+    if found != wanted:
+        raise CheckpointError(f"{snapshot} has the format {found}, this version of Cairn reads {wanted}")
 
 
 def oddity(database: sqlite3.Connection) -> str | None:

@@ -102,10 +102,14 @@ class Orchestrator:
         self.progress = self._resume(resume_from)
         """After each step whose batch is shipped, from the newest that the trainer has announced on."""
         self.shipped = max(self.progress)
+        self._dropped = self.ledger.sample_at(config.sampling.temperature, self.shipped + 1)
+        if self._dropped:
+            logger.warning(
+                "%d prompts are asked again: their answers were sampled at another temperature", self._dropped
+            )
         self._prompts = Prompts(self.ledger)
         self._changed = asyncio.Event()
         self._disk = ThreadPoolExecutor(1)
-        self._dropped = 0
 
     def _whose_ledger(self) -> LedgerRun:
         config, attempt = self.config, self.attempt

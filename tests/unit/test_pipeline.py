@@ -404,6 +404,46 @@ def test_a_ledger_that_is_edited_under_the_run_trains_no_prompt_twice(
         assert_audit_clean(run, attempt, whole)
 
 
+@pytest.mark.parametrize("behind", [0, 2])
+def test_answers_of_another_temperature_are_not_trained_on(
+    configuration: OrchestratorConfig, tmp_path: Path, behind: int
+):
+    """A batch has one, which its logprobs are compared at; prompts that wait with others are asked again."""
+    hot = in_folder(configuration, tmp_path / "run", 8, behind)
+    cold = hot.model_copy(update={"sampling": hot.sampling.model_copy(update={"temperature": 0.5})})
+    run = begin(hot, ATTEMPT)
+    first = Trainer(run, ATTEMPT, 8, random.Random(0))
+    servers = Thermometer(random.Random(0))
+
+    async def until_some_are_trained() -> None:
+        running = asyncio.create_task(see_through(hot, ATTEMPT, first, servers, []))
+        while len(first.trained) < 3:
+            await asyncio.sleep(0.001)
+        running.cancel()
+        await asyncio.wait([running])
+
+    asyncio.run(until_some_are_trained())
+    attempt = go_on(hot, CheckpointStore(run.checkpoints).latest(), branch="branch_1")
+    begin(cold, attempt)
+    second = Trainer(run, attempt, 8, random.Random(1))
+    asyncio.run(see_through(cold, attempt, second, servers, []))
+    whole = first.trained[: attempt.start_step] + second.trained
+    assert_promises_kept(whole, behind, hot.seed)
+    assert_audit_clean(run, attempt, whole)
+    assert {batch.sampling.temperature for batch in whole} == {1.0, 0.5}
+    for batch in whole:
+        sampled = {-float(p) for sample in batch.samples for p in sample.logprobs[sample.loss_mask]}
+        assert sampled == {batch.sampling.temperature}
+
+
+class Thermometer(Servers):
+    """Its logprobs tell at which temperature it was asked."""
+
+    async def generate(self, prompt_ids: list[int], *, temperature: float, **sampling):
+        found = await super().generate(prompt_ids, **sampling)
+        return [replace(one, logprobs=[-temperature] * len(one.logprobs)) for one in found]
+
+
 def run_through(config: OrchestratorConfig, randomness: int, deaths: list[float]) -> tuple[Trainer, Servers]:
     draw = random.Random(randomness)
     trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, config.max_steps, draw)
