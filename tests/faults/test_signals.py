@@ -333,9 +333,9 @@ def test_time_in_which_a_run_is_stopped_does_not_count(shell: Shell, tmp_path: P
             for pid in everybody:
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            time.sleep(9 if number == signal.SIGSTOP else 0)
+            time.sleep(7.5 if number == signal.SIGSTOP else 0)
         command.process.send_signal(signal.SIGSTOP)
-        time.sleep(9)
+        time.sleep(7.5)
         command.process.send_signal(signal.SIGCONT)
         finished = command.finish()
     assert finished.code == 0, finished.output
