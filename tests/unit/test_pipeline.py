@@ -17,6 +17,7 @@ from pathlib import Path
 import pytest
 import runs
 from runs import CONFIGS, REPOSITORY
+from transformers import AutoTokenizer
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -25,10 +26,12 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, Sam
 from cairn.inference.client import Generation, ServerDisagrees, VersionSpan
 from cairn.launch.audit.ledger import check_ledger, read_ledger
 from cairn.launch.audit.report import Report
+from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import Batch, batch_path
 from cairn.run.directory import Attempt, RunDirectory, policy_step
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.files import read_json, write_json
 from cairn.run.probe import Probe
 from cairn.run.seeds import permutation
 
@@ -549,3 +552,38 @@ def test_a_group_that_gets_too_old_is_dropped_and_asked_for_again(
     assert noted == [("stale",)] * dropped
     assert_promises_kept(trainer.trained, 1, config.seed)
     assert sorted(places(trainer.trained)) == list(range(9 * PROMPTS))
+
+
+def waiting_in(checkpoint: Path) -> set[int]:
+    """The places of prompts that a checkpoint's ledger says are still to be trained on."""
+    snapshot = checkpoint / "orchestrator" / "ledger.sqlite"
+    with contextlib.closing(sqlite3.connect(f"file:{snapshot}?immutable=1", uri=True)) as database:
+        return {place for (place,) in database.execute("SELECT place FROM groups WHERE batch IS NULL")}
+
+
+def test_another_environment_is_asked_anew_for_what_waits(configuration: OrchestratorConfig, tmp_path: Path):
+    """Nothing that the environment of before was asked is trained on once the new one is accepted."""
+    draw = random.Random(1)
+    config = in_folder(configuration, tmp_path / "run", 8, 2)
+    run = begin(config, ATTEMPT)
+    asyncio.run(see_through(config, ATTEMPT, Trainer(run, ATTEMPT, 8, draw), Servers(draw), []))
+    store = CheckpointStore(run.checkpoints)
+    waiting = {step: waiting_in(store.folder(step)) for step in store.steps()}
+    step = min(step for step, found in waiting.items() if found)
+    store.set_aside_after(step, "aside")
+    args = {"problems": PROBLEMS, "seed": 9}
+    config = config.model_copy(update={"environment": EnvironmentConfig(args=args)})
+    attempt = go_on(config, step, branch="branch_2")
+    run.set_batches_aside(Path(config.output_dir) / "aside", attempt)
+    write_json(run.recipe, {"trainer": {}, "orchestrator": {"settings": {}}, "prompts_again": True})
+    second = Trainer(begin(config, attempt), attempt, 8, draw)
+    asyncio.run(see_through(config, attempt, second, Servers(draw), []))
+    assert waiting[step] <= set(places(second.trained))
+    asked = ReverseText(**args)
+    tokenizer = AutoTokenizer.from_pretrained(MODEL)
+    for batch in second.trained:
+        for i, problem in enumerate(batch.info["problems"]):
+            text = tokenizer.decode(batch.samples[i * SAMPLES].token_ids)
+            assert text.startswith(f"<user>{asked.messages(problem)[0]['content']}<assistant>")
+    state = read_json(store.folder(8) / "orchestrator" / "state.json")
+    assert state["recipe"] == {"settings": {}}
