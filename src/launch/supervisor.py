@@ -3,6 +3,7 @@
 import subprocess
 import threading
 import time
+from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.rl import RLConfig
@@ -247,7 +248,7 @@ def _conclude(run: RunDirectory, attempt: Attempt, code: int, step: int, config:
     store = CheckpointStore(run.checkpoints)
     folder = store.folder(step)
     if code == EXIT_STOPPED:
-        print(f"stopped at step {step}, saved in {folder}; --ckpt.resume auto goes on", flush=True)
+        print(_saved(step, folder), flush=True)
         return EXIT_STOPPED
     if code == EXIT_LOST:
         return _conclude_early(run, attempt, step, config, RANK_DIED)
@@ -263,10 +264,17 @@ def _conclude(run: RunDirectory, attempt: Attempt, code: int, step: int, config:
     return 0
 
 
+def _saved(step: int, folder: Path) -> str:
+    return f"stopped at step {step}, saved in {folder}; --ckpt.resume auto goes on"
+
+
 def _conclude_early(run: RunDirectory, attempt: Attempt, step: int, config: RunConfig, why: str) -> int:
     """Say what became of a run that was asked to stop and could not save its newest step; see `_conclude`."""
     store = CheckpointStore(run.checkpoints)
     newest = store.latest() or 0
+    if newest == step > attempt.start_step:  # it died after that
+        print(_saved(step, store.folder(step)), flush=True)
+        return EXIT_STOPPED
     if step <= max(newest, attempt.start_step):
         saved = f" Step {newest}, saved in {store.folder(newest)}, is the newest." if newest else ""
         print(

@@ -6,13 +6,14 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
 
+from cairn.config.trainer import SFTConfig
 from cairn.launch import supervisor
-from cairn.launch.process import kill_session, start_role
+from cairn.launch.process import RoleFailed, kill_session, start_role
 from cairn.launch.restarts import RestartRule
 from cairn.launch.roles import EXIT_LOST
 from cairn.run.directory import Attempt, RunDirectory
@@ -269,6 +270,32 @@ def test_what_a_run_that_was_asked_to_stop_waits_for(
     """For a trainer that holds results which are not saved, as long as somebody can still save them."""
     run = stopping_run(tmp_path, rank, **{"unsaved": False, "waiting": False, **beat})
     assert supervisor._hopeless(run, {"trainer": Role(), "orchestrator": Role(), **roles}) == expected
+
+
+def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """It says what is saved or lost, and how to continue; without checkpoints a finished step is lost."""
+    run = stopping_run(tmp_path, None, unsaved=False, waiting=False)
+    config = SFTConfig(ckpt={})
+    attempt = run.attempt()
+
+    def ends(step: int) -> str:
+        assert supervisor._conclude_early(run, attempt, step, config, "a rank died") == 75
+        return capsys.readouterr().out
+
+    assert ends(0) == "stopped before step 1: nothing is lost. The same command starts again\n"
+    assert "step 7 could not be saved (a rank died): --ckpt.resume auto goes on from the start" in ends(7)
+    folder = run.checkpoints / "step_5"
+    folder.mkdir(parents=True)
+    (folder / "manifest.json").touch()
+    assert ends(5) == f"stopped at step 5, saved in {folder}; --ckpt.resume auto goes on\n"
+    assert "step 7 could not be saved (a rank died): --ckpt.resume auto goes on from step 5" in ends(7)
+    attempt = replace(attempt, start_step=5)
+    assert ends(5).startswith(
+        f"stopped before step 6: nothing is lost. Step 5, saved in {folder}, is the newest."
+    )
+    config.ckpt = None
+    with pytest.raises(RoleFailed, match="stopped at step 7, which is lost: --ckpt would have saved it"):
+        ends(7)
 
 
 def test_a_damaged_roles_file_ends_no_run_that_could_save(tmp_path: Path):
