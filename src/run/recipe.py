@@ -143,23 +143,20 @@ def check_accepted(
 def in_words(change: Change, flags: str = "--") -> str:
     """A change for people, on one line."""
     flag = flags + {"data": "data.name"}.get(change.name, change.name).replace("_", "-")
-    return f"{flag}: {_in_words(change.was)} -> {_in_words(change.now)}"
+    show = short_identity if change.name in ("data", "environment") else json.dumps
+    return f"{flag}: {show(change.was)} -> {show(change.now)}"
 
 
-def short_identity(value: Any) -> str:
+def short_identity(value: Mapping[str, Any] | str) -> str:
     """An identity for people: how many records or problems, and the beginning of a digest."""
-    return value[:12] if isinstance(value, str) else _in_words(value)
-
-
-def _in_words(value: Any) -> str:
-    if isinstance(value, Mapping) and ("records" in value or "problems" in value):
-        what = "records" if "records" in value else "problems"
-        digests = value.get("digest") or value.get("first_and_last") or value.get("messages")
-        if isinstance(digests, Mapping):
-            digests = digests[max(digests, key=int)]
-        own = f", {value['own']}" if "own" in value else ""
-        return f"{value[what]} {what}{own} ({digests[:12] if digests else 'content unknown'})"
-    return json.dumps(value)
+    if isinstance(value, str):
+        return value[:12]
+    what = "records" if "records" in value else "problems"
+    digests = value.get("digest") or value.get("first_and_last") or value.get("messages")
+    if isinstance(digests, Mapping):
+        digests = digests[max(digests, key=int)]
+    own = f", {value['own']}" if "own" in value else ""
+    return f"{value[what]} {what}{own} ({digests[:12] if digests else 'content unknown'})"
 
 
 # Identities

@@ -241,7 +241,8 @@ def plan_rl(config: RLConfig, start: Start, environment: ReverseText | None = No
         (
             "environment",
             {"environment": {"args": {"problems": 20, "seed": 2}}},
-            r"--orchestrator.environment.args: .*\n  --orchestrator.environment: 20 problems \(\w{12}\) ->",
+            r'--orchestrator.environment.args: {"problems": 20, "seed": 1} -> {"problems": 20, "seed": 2}\n'
+            r"  --orchestrator.environment: 20 problems \(\w{12}\) ->",
         ),
         ("prompts_per_step", {"prompts_per_step": 3}, "--orchestrator.prompts-per-step: 16 -> 3"),
         ("samples_per_prompt", {"samples_per_prompt": 3}, "--orchestrator.samples-per-prompt: 8 -> 3"),
