@@ -37,6 +37,10 @@ ANSWER_SECONDS = 10.0
 """Seconds that a busy server may take for answering whether it is well."""
 
 
+FIRST_ANSWER_SECONDS = 120.0
+"""Seconds for the first request, with which what is compiled late is compiled."""
+
+
 class AddressUnusable(RuntimeError):
     """The server can't listen where it was told to."""
 
@@ -197,6 +201,22 @@ class Server:
                     f"(--startup-timeout); {self._log_tail()}"
                 )
             time.sleep(0.1)
+        self._generate_once()
+
+    def _generate_once(self) -> None:
+        """Ask for two tokens: what its kernels can't do, vLLM dies of at the first request only."""
+        body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2, "detokenize": False}}
+        try:
+            answer = self._http.post("/inference/v1/generate", json=body, timeout=FIRST_ANSWER_SECONDS)
+            if answer.status_code < 500:
+                return
+        except httpx.HTTPError:
+            pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._process.wait(GRACE)
+        self.kill()
+        self._process.wait()
+        raise self._death()
 
     @property
     def alive(self) -> bool:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import families
 import httpx
 import pytest
 import torch
@@ -30,6 +31,7 @@ from cairn.inference.client import (
     WeightsRefused,
     token_file,
 )
+from cairn.inference.guard import MAX_BODY
 from cairn.inference.server import Server
 from cairn.inference.transfer import Source, WeightSender
 
@@ -341,6 +343,14 @@ def file_elsewhere(model: Path) -> None:
     (model / "model.safetensors.index.json").write_text(json.dumps(index))
 
 
+def broken_source(model: Path) -> None:
+    (model / "source.json").write_text('{"step": "soon"')
+
+
+def other_source(model: Path) -> None:
+    (model / "source.json").write_text('{"step": 1, "ranks": {}}')
+
+
 def broken_index(model: Path) -> None:
     no_file(model)
     (model / "model.safetensors.index.json").write_text("{}")
@@ -363,6 +373,8 @@ FAULTS = {
     "not a directory": (no_directory, "not a directory"),
     "lost shard": (lost_shard, "model-00001-of-00001.safetensors"),
     "file elsewhere": (file_elsewhere, "outside"),
+    "broken source": (broken_source, "does not say where its tensors are"),
+    "other source": (other_source, "does not say where its tensors are"),
     "broken index": (broken_index, "model.safetensors.index.json"),
 }
 
@@ -383,6 +395,16 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
                 assert (status.weight_version, status.paused) == ("good", False)
                 after = await client.generate(PROMPT, max_tokens=16, seed=1), await client.weight_checksums()
                 assert after == before
+        for path in ("/no/such/folder", "a\0b", "x" * 5000):
+            with subtests.test(path[:20]):
+                with pytest.raises(WeightsRefused, match="is no directory"):
+                    await client.update_weights(path, "bad")
+                status = await client.status()
+                assert (status.weight_version, status.paused) == ("good", False)
+        both = shutil.copytree(tiny_model(seed=2), tmp_path / "both")
+        index = {"weight_map": {"model.norm.weight": "elsewhere.safetensors"}}
+        (both / "model.safetensors.index.json").write_text(json.dumps(index))
+        await client.update_weights(both, "the single file counts, as in transformers".replace(" ", "-"))
         await client.update_weights(tiny_model(seed=2), "next")
 
     with_client(inference_server, job)
@@ -456,22 +478,26 @@ def test_routes_that_change_the_server_need_the_token(inference_server: Server):
     ).stdout
     routes = [tuple(route) for route in json.loads(listing.splitlines()[-1])]
     assert ("POST", "/update_weights") in routes
+    token = authorised(inference_server)
     with httpx.Client(base_url=inference_server.url, timeout=30) as http:
         served = {
             (method.upper(), path)
-            for path, methods in http.get("/openapi.json").json()["paths"].items()
+            for path, methods in http.get("/openapi.json", headers=token).json()["paths"].items()
             for method in methods
         }
         assert set(routes) <= served
-        for method, path in [*routes, ("POST", "/cairn/update_weights")]:
+        others = [("POST", "/cairn/update_weights"), ("POST", "/scale_elastic_ep"), ("GET", "/openapi.json")]
+        for method, path in [*routes, *others]:
             for wrong in ({}, {"Authorization": "Bearer wrong"}, {"Authorization": inference_server.token}):
                 answer = http.request(method, path, headers=wrong)
                 assert answer.status_code == 401, (method, path)
                 assert "CAIRN_INFERENCE_TOKEN" in answer.json()["error"]["message"]
-        answer = http.get("/weight_info", headers=authorised(inference_server))
+        answer = http.get("/weight_info", headers=token)
         assert answer.status_code == 200
         # What vLLM opens in its development mode only.
-        assert http.post("/collective_rpc", json={"method": "reset_weights"}).status_code == 404
+        assert http.post("/collective_rpc", json={}, headers=token).status_code == 404
+        large = http.post("/inference/v1/generate", content=b" " * (MAX_BODY + 1))
+        assert large.status_code == 413
         assert http.get("/cairn/status").json()["paused"] is False
 
     async def job(client: InferenceClient) -> None:
@@ -589,8 +615,8 @@ def foreground(
     """Starts `run` in the foreground; whatever a failing test leaves behind is killed."""
     started = []
 
-    def start(port: int | None = None) -> Foreground:
-        started.append(Foreground(tiny_model(), port or free_port(), tmp_path / "cache"))
+    def start(port: int | None = None, model: Path | None = None) -> Foreground:
+        started.append(Foreground(model or tiny_model(), port or free_port(), tmp_path / "cache"))
         return started[-1]
 
     yield start
@@ -671,6 +697,19 @@ def test_a_dead_engine_is_a_failure_with_the_end_of_the_log(foreground: Callable
     assert "Engine" in printed
     wait_for(lambda: not run.members(), deadline=5)
     assert not run.token_file.exists()
+
+
+def test_a_model_that_the_server_can_only_die_of_ends_with_the_reason(
+    foreground: Callable[..., Foreground], tmp_path: Path
+):
+    """vLLM's CPU build lacks a kernel that Jamba needs, and says so at the first request."""
+    run = foreground(model=families.make("jamba", tmp_path / "jamba"))
+    printed, _ = run.process.communicate(timeout=120)
+    assert run.process.returncode == 2
+    assert "inference ready" not in printed
+    assert "can't serve" in printed
+    assert "no attribute 'selective_scan_fwd'" in printed
+    wait_for(lambda: not run.members(), deadline=5)
 
 
 def test_terminating_a_starting_server_is_a_clean_stop(foreground: Callable[..., Foreground]):

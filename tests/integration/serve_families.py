@@ -1,0 +1,108 @@
+"""Serve families of tests/families.py one after the other with vLLM in this process; prints a JSON line each.
+
+python serve_families.py FOLDER FAMILY...
+"""
+
+import gc
+import json
+import os
+import sys
+import time
+import traceback
+from pathlib import Path
+
+os.environ |= {
+    "VLLM_PLUGINS": "cairn",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_HOST_IP": "127.0.0.1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "TORCHDYNAMO_DISABLE": "1",
+}
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import families
+import torch
+from safetensors.torch import save_file
+from vllm import LLM, SamplingParams
+from vllm.config import WeightTransferConfig
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+
+families.FAMILIES["heads_of_16"] = families.Family("llama", "dense", {**families.SIZE, "head_dim": 16})
+TOKENS = [3 + i * i % 97 for i in range(40)]
+
+
+def reference(model: torch.nn.Module) -> torch.Tensor:
+    with torch.no_grad():
+        logits = model(torch.tensor([TOKENS]), use_cache=False).logits[0, :-1]
+    return logits.float().log_softmax(-1).gather(-1, torch.tensor(TOKENS[1:])[:, None])[:, 0]
+
+
+def served(llm: LLM) -> torch.Tensor:
+    settings = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
+    answer = llm.generate([{"prompt_token_ids": TOKENS}], settings, use_tqdm=False)[0]
+    return torch.tensor([answer.prompt_logprobs[i][TOKENS[i]].logprob for i in range(1, len(TOKENS))])
+
+
+def push(llm: LLM, folder: Path) -> None:
+    llm.collective_rpc("start_weight_update")
+    llm.collective_rpc("update_weights", args=({"path": str(folder)},))
+    llm.collective_rpc("finish_weight_update")
+
+
+def verdict(family: str, folder: Path) -> dict:
+    """Mean differences of logprobs: at the start, then given its own weights, others, and its own again.
+
+    The last are under transformers' names, and in its layout.
+    """
+    folders = [families.make(family, folder / f"{family}-{seed}", seed) for seed in (1, 2)]
+    models = [families.make_model(family, seed) for seed in (1, 2)]
+    for model in models:
+        model.set_attn_implementation("eager")  # the only one that caps attention
+    own = folder / f"{family}-own"
+    own.mkdir()
+    tied = models[0].all_tied_weights_keys
+    tensors = {name: tensor.clone() for name, tensor in models[0].state_dict().items() if name not in tied}
+    save_file(tensors, own / "model.safetensors")
+    expected = [reference(model) for model in models]
+    llm = LLM(
+        str(folders[0]),
+        load_format="cairn",
+        dtype="float32",
+        enforce_eager=True,
+        distributed_executor_backend="uni",
+        kv_cache_memory_bytes=64 << 20,
+        max_model_len=128,
+        max_num_seqs=4,
+        logprobs_mode="processed_logprobs",
+        enable_chunked_prefill=False,
+        enable_prefix_caching=False,
+        disable_log_stats=True,
+        weight_transfer_config=WeightTransferConfig(backend="filesystem"),
+    )
+    differences = [(served(llm) - expected[0]).abs().mean().item()]
+    for seed, pushed in ((0, folders[0]), (1, folders[1]), (0, own)):
+        push(llm, pushed)
+        differences.append((served(llm) - expected[seed]).abs().mean().item())
+    return {"differences": differences}
+
+
+def main(folder: Path, names: list[str]) -> None:
+    for family in names:
+        began = time.monotonic()
+        try:
+            found = verdict(family, folder)
+        except Exception as error:
+            traceback.print_exc()
+            found = {"error": f"{type(error).__name__}: {error}"}
+        gc.collect()  # only now nothing refers to the engine any more, not even a traceback
+        cleanup_dist_env_and_memory()
+        seconds = round(time.monotonic() - began, 1)
+        print(json.dumps({"family": family, **found, "seconds": seconds}), flush=True)
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), sys.argv[2:])

@@ -1,0 +1,55 @@
+"""What a server gives tokens is what the trainer's model gives them: at the start, and after every push.
+
+Of a few typical families; `pytest -m families` tries all of families.py, in several minutes.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import pytest
+from families import FAMILIES, SERVED, UNSERVED, UNTRIED
+
+TYPICAL = ("qwen3_tied", "llama", "mistral_sliding", "qwen3_moe", "gpt_oss", "falcon_h1")
+SCRIPT = Path(__file__).with_name("serve_families.py")
+ROUNDING = {"yes": 3e-6, "up to 3e-4": 3e-4}
+
+
+def find_out(families: Iterable[str], folder: Path) -> dict[str, dict]:
+    """What comes of serving each, all in one process of their own."""
+    command = [sys.executable, SCRIPT, folder, *families]
+    environment = {**os.environ, "PYTHONDONTWRITEBYTECODE": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, check=False, env=environment)
+    lines = [json.loads(line) for line in result.stdout.splitlines() if line.startswith("{")]
+    assert result.returncode == 0, result.stderr[-3000:]
+    return {line["family"]: line for line in lines}
+
+
+def assert_as_in_the_table(families: Iterable[str], folder: Path) -> None:
+    found = find_out(families, folder)
+    assert set(found) == set(families)
+    for family, line in found.items():
+        if family in UNSERVED:
+            assert UNSERVED[family] in line.get("error", ""), line
+        else:
+            assert len(line.get("differences", ())) == 4, line
+            assert max(line["differences"]) < ROUNDING[SERVED[family]], line
+
+
+def test_typical_families_are_served_as_they_are_trained(tmp_path: Path):
+    assert_as_in_the_table(TYPICAL, tmp_path)
+
+
+def test_heads_that_the_kernels_do_not_take_are_refused_at_the_start(tmp_path: Path):
+    """vLLM itself dies of them at the first request."""
+    error = find_out(["heads_of_16"], tmp_path)["heads_of_16"]["error"]
+    assert "this model can't be served: its attention heads have size 16 (head_dim in config.json)" in error
+
+
+@pytest.mark.families
+@pytest.mark.timeout(1800)
+def test_all_families_are_served_as_they_are_trained_or_refused(tmp_path: Path):
+    assert_as_in_the_table([family for family in FAMILIES if family not in UNTRIED], tmp_path)
