@@ -109,7 +109,7 @@ def check_folder(path: str) -> None:
         is_folder = stat.S_ISDIR(os.stat(path).st_mode)
     except (OSError, ValueError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise Refused(f"{path[:300]!r} is no directory: {reason}") from None
+        raise Refused(f"{path[:300]!r} is not a directory: {reason}") from None
     if not is_folder:
         raise Refused(f"{path!r} is not a directory")
 

@@ -397,7 +397,7 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
                 assert after == before
         for path in ("/no/such/folder", "a\0b", "x" * 5000):
             with subtests.test(path[:20]):
-                with pytest.raises(WeightsRefused, match="is no directory"):
+                with pytest.raises(WeightsRefused, match="is not a directory"):
                     await client.update_weights(path, "bad")
                 status = await client.status()
                 assert (status.weight_version, status.paused) == ("good", False)
