@@ -93,7 +93,7 @@ class Disasters:
 
     def _stop(self, disaster: Disaster) -> bool:
         """A request to stop: to one process, to the launcher's group, or to everybody at once."""
-        number = signal.Signals[disaster.signal]
+        number = signal.Signals[f"SIG{disaster.signal}"]
         if disaster.target == "everyone":
             victims = self.run.family.processes()
         elif disaster.target == "group":

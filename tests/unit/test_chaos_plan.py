@@ -86,6 +86,29 @@ def test_torn_lines_come_after_the_whole_ones(tmp_path: Path):
     assert len(left) > 3
 
 
+@pytest.mark.parametrize("signal", ["TERM", "INT", "HUP"])
+@pytest.mark.parametrize(("target", "reached"), [("launcher", 1), ("group", 2), ("everyone", 3)])
+def test_a_stop_reaches_whom_it_should(run: "ChaosRun", signal: str, target: str, reached: int):
+    """The launcher alone, its process group, or also those in sessions of their own."""
+    sleep = "import subprocess, time; p = subprocess.Popen(['sleep', '60']{}); p.wait(); time.sleep(60)"
+    own = sleep.format(", start_new_session=True")
+    group = f"import subprocess; subprocess.Popen(['sleep', '60']); exec({own!r})"
+    run.process = run.family.start(run.log, ["python", "-c", group])
+    try:
+        end = time.monotonic() + 20
+        while len(run.family.named("sleep 60")) < 2 and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(run.family.processes()) == 3
+        assert Disasters(run).strike(Disaster("stop", target, signal=signal))
+        assert run.asked_to_stop
+        while len(run.family.processes()) > 3 - reached and time.monotonic() < end:
+            time.sleep(0.02)
+        assert len(run.family.processes()) == 3 - reached
+    finally:
+        run.family.kill()
+        run.process.wait()
+
+
 def test_a_locked_folder_takes_no_file_until_it_is_repaired(run: "ChaosRun"):
     """Neither the run's nor its checkpoints'."""
     run.run.checkpoints.mkdir(parents=True)
