@@ -137,7 +137,9 @@ async def servers(count: int, **options: Any) -> AsyncIterator[tuple[ServerPool,
         await server.start()
     urls = [server.url for server in started]
     async with ServerPool(urls, **{"token": "t", "retry_for": 20, "look_every": 0.02, **options}) as pool:
-        await until(lambda: len(pool._members) == count and all(m.ready for m in pool._members.values()))
+        await until(
+            lambda: len(pool._roster.members) == count and all(m.ready for m in pool._roster.members.values())
+        )
         yield pool, started
     for server in started:
         await server.die()
@@ -175,7 +177,7 @@ async def test_the_smallest_context_of_all_servers_is_known():
         assert pool.max_model_len is None
         for fake, limit in zip(fakes, (100, 80, None), strict=True):
             await fake.die()
-            await until(lambda url=fake.url: not pool._members[url].ready)
+            await until(lambda url=fake.url: not pool._roster.members[url].ready)
             fake.more_status = {} if limit is None else {"max_model_len": limit}
             await fake.start()
         await until(lambda: pool.max_model_len == 80)

@@ -1,0 +1,232 @@
+"""The servers of a pool: which there are, whether they are well, and that they have the current weights."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+
+from cairn.inference.client import (
+    InferenceClient,
+    ServerUnavailable,
+    Unauthorized,
+    WeightsGone,
+    WeightsRefused,
+)
+from cairn.inference.counts import Counts
+from cairn.inference.members import Member, Weights
+from cairn.inference.server_list import ServerList
+
+logger = logging.getLogger(__name__)
+
+SLOWEST_LOOK = 2.0
+"""Most seconds between two looks at a server that is gone."""
+LOOK_TIMEOUT = 10.0
+"""Seconds that a server has for saying how it is."""
+STRAGGLERS = 1.0
+"""Least seconds that slower servers get for new weights once the first one has them."""
+REFUSALS = (WeightsRefused, WeightsGone, Unauthorized)
+
+
+class Roster:
+    """Watches over servers in the background, from `begin` to `close`.
+
+    Args:
+        servers: Which servers there should be; read again and again.
+        counts: Told of the weights that servers are given.
+        connect: Makes the client of a server from its URL.
+        look_every, hangs_after, keep_cache: As for `ServerPool`.
+    """
+
+    def __init__(
+        self,
+        servers: ServerList,
+        counts: Counts,
+        connect: Callable[[str], InferenceClient],
+        *,
+        look_every: float,
+        hangs_after: float,
+        keep_cache: bool,
+    ):
+        self.members: dict[str, Member] = {}
+        """The servers that belong to the pool now, healthy or not, by URL."""
+        self.weights: Weights | None = None
+        """What every server is to have."""
+        self._servers = servers
+        self._counts = counts
+        self._connect = connect
+        self._look_every = look_every
+        self._hangs_after = hangs_after
+        self._keep_cache = keep_cache
+        self._leaving: list[Member] = []
+        self._changed = asyncio.Event()
+        self._watcher: asyncio.Task[None] | None = None
+        self._pushes: set[asyncio.Task[None]] = set()
+        self._closed = False
+
+    def begin(self) -> None:
+        """Watch over the servers from now on, if that has not begun.
+
+        Raises:
+            ServerUnavailable: it is over.
+        """
+        if self._closed:
+            raise ServerUnavailable("this pool of servers is closed")
+        if self._watcher is None:
+            self._meet()
+            self._watcher = asyncio.create_task(self._watch())
+
+    async def close(self) -> None:
+        """Give up what is in flight and close all connections."""
+        members = [*self.members.values(), *self._leaving]
+        tasks = [self._watcher, *self._pushes, *(member.keeper for member in members)]
+        tasks = [task for task in tasks if task is not None]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for member in members:
+            for request in member.requests:
+                request.cancel()
+            await member.client.close()
+        self.members.clear()
+        self._leaving.clear()
+        self._closed = True
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(self._look_every)
+            self._meet()
+            for member in [member for member in self._leaving if not member.requests]:
+                self._leaving.remove(member)
+                await member.client.close()
+
+    def _meet(self) -> None:
+        """Take in the servers that are new in the list, and let go those that are not in it any more."""
+        urls = self._servers.read()
+        for url in [url for url in self.members if url not in urls]:
+            member = self.members.pop(url)
+            member.keeper.cancel()
+            member.ready = False
+            self._leaving.append(member)
+            logger.info("%s leaves after %d requests", url, len(member.requests))
+        for url in [url for url in urls if url not in self.members]:
+            member = self.members[url] = Member(url, self._connect(url))
+            member.keeper = asyncio.create_task(self._keep(member))
+
+    async def _keep(self, member: Member) -> None:
+        """Watch over a server for as long as it belongs to the pool."""
+        while True:
+            if member.ready:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(self._look_every):
+                        await member.wake.wait()
+            else:
+                await asyncio.sleep(member.delay)
+                member.delay = min(2 * member.delay + 0.05, SLOWEST_LOOK)
+            member.wake.clear()
+            if not member.ready:
+                await self._try_attach(member)
+            elif not await member.client.health():
+                self.lose(member, "does not answer")
+
+    async def _try_attach(self, member: Member) -> None:
+        try:
+            await self._attach(member)
+        except Exception as error:  # whatever is wrong with one server, the others go on
+            if str(error) not in member.problem and not isinstance(error, ServerUnavailable):
+                logger.error("%s can't join: %s", member.url, error)
+            member.problem = f"{member.url}: {error}"
+            member.refusal = error if isinstance(error, REFUSALS) else None
+            self._notify()
+        if not member.ready:
+            self._give_up_on(member)
+
+    async def _attach(self, member: Member) -> None:
+        """Make a server that answers ready, with the current weights in it."""
+        try:
+            async with asyncio.timeout(LOOK_TIMEOUT):
+                status = await member.client.status()
+        except TimeoutError:
+            raise ServerUnavailable(f"{member.url} has not answered for {LOOK_TIMEOUT:g} s") from None
+        member.note(status)
+        await self._push(member)
+        member.ready = True
+        logger.info("%s is ready with weights %s", member.url, member.version)
+        self._notify()
+
+    def lose(self, member: Member, problem: str) -> None:
+        """Give a server no more requests until it was looked at and has the current weights."""
+        if member.ready:
+            logger.warning("%s: %s", member.url, problem)
+        member.ready, member.problem = False, f"{member.url}: {problem}"
+        member.silent_since = member.silent_since or time.monotonic()
+        member.wake.set()
+
+    def _give_up_on(self, member: Member) -> None:
+        """Have others answer what a server that hangs was asked for."""
+        silent = member.silent_since and time.monotonic() - member.silent_since
+        if silent and silent > self._hangs_after and any(other.ready for other in self.members.values()):
+            member.abandoned = f"{member.url} hangs: no sign of life for {self._hangs_after:g} s"
+            for request in member.requests:
+                request.cancel()
+
+    def problems(self) -> str:
+        """What is wrong with each server."""
+        return "; ".join(member.problem for member in self.members.values())
+
+    # Weights
+
+    async def push_to_all(self, members: list[Member], started: float) -> None:
+        """Give the current weights to `members` at once; waits for all but stragglers."""
+        pushes = {asyncio.create_task(self._push_or_lose(member)) for member in members}
+        self._pushes |= pushes
+        for push in pushes:
+            push.add_done_callback(self._pushes.discard)
+        pending = pushes
+        while pending and not any(member.weights is self.weights for member in members):
+            _, pending = await asyncio.wait(pending, return_when=asyncio.FIRST_COMPLETED)
+        if pending:
+            await asyncio.wait(pending, timeout=max(STRAGGLERS, time.monotonic() - started))
+
+    async def _push_or_lose(self, member: Member) -> None:
+        try:
+            await self._push(member)
+        except REFUSALS as error:
+            member.refusal = error
+        except (ServerUnavailable, ValueError) as error:
+            self.lose(member, str(error))
+
+    async def prove_or_lose(self, member: Member, weights: Weights) -> None:
+        """Have a server that has these weights score their probe."""
+        try:
+            async with member.pushing:
+                if member.weights is weights:
+                    await member.prove(weights)
+        except (ServerUnavailable, ValueError) as error:
+            member.weights = None
+            self.lose(member, str(error))
+            self._notify()
+
+    async def _push(self, member: Member) -> None:
+        """Put the current weights into a server that does not have them."""
+        async with member.pushing:
+            while (weights := self.weights) is not None and member.weights is not weights:
+                # What weights of somebody else have left there goes in any case.
+                keep_cache = self._keep_cache and member.weights is not None
+                await member.give(weights, keep_cache=keep_cache)
+                self._counts.push_bytes += weights.size
+                self._notify()
+
+    # Waiting
+
+    def _notify(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+    async def until(self, condition: Callable[[], bool], seconds: float) -> bool:
+        """Wait until `condition()` holds; whether it does after at most `seconds`."""
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(max(0.0, seconds)):
+                while not condition():
+                    await self._changed.wait()
+        return condition()
