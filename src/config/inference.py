@@ -1,9 +1,26 @@
 """Configuration of the `inference` role."""
 
-from pydantic import Field
+from pydantic import Field, field_validator
 from pydantic_config import BaseConfig
 
 from cairn.config.model import ModelConfig
+
+OURS = {
+    "model": "--model.name",
+    "host": "--host",
+    "port": "--port",
+    "dtype": "--dtype",
+    "max-model-len": "--max-model-len",
+    "max-num-seqs": "--max-num-seqs",
+    "tensor-parallel-size": "--tensor-parallel",
+    "kv-cache-memory-bytes": "--kv-cache-memory",
+    "logprobs-mode": None,
+    "generation-config": None,
+    "weight-transfer-config": None,
+    "api-key": None,
+}
+"""Arguments of vLLM's that Cairn gives itself, and the setting for each. Without one it must stay as it is:
+the trainer's loss needs the logprobs of the distribution that was sampled from, and no sampling defaults."""
 
 
 class InferenceConfig(BaseConfig):
@@ -35,3 +52,13 @@ class InferenceConfig(BaseConfig):
     """Further arguments for vLLM's server, passed on unchanged."""
     dry_run: bool = False
     """Print the resolved configuration and exit."""
+
+    @field_validator("vllm_args")
+    @classmethod
+    def _not_ours(cls, value: list[str]) -> list[str]:
+        for argument in value:
+            name = argument.split("=")[0].lstrip("-").replace("_", "-")
+            if argument.startswith("-") and name in OURS:
+                instead = f"set it with {OURS[name]}" if OURS[name] else "runs depend on the value it has"
+                raise ValueError(f"{argument} is an argument that Cairn gives vLLM itself; {instead}")
+        return value

@@ -20,6 +20,7 @@ import cairn
 from cairn.config import hints
 from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import COMMANDS, load, require, shared_settings
+from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SHARED, RLConfig
 from cairn.config.settings import settings_of
@@ -147,6 +148,23 @@ def test_documented_flags_exist(command: str, flag: str):
     for key in flag.split("."):
         config = getattr(config, key.replace("-", "_"))
     assert config == value
+
+
+@pytest.mark.parametrize(
+    ("argument", "message"),
+    [
+        ("--logprobs-mode=raw_logprobs", "runs depend on the value it has"),
+        ("--generation_config", "runs depend on the value it has"),
+        ("--port=1", "set it with --port"),
+        ("--tensor-parallel-size", "set it with --tensor-parallel"),
+    ],
+)
+def test_arguments_of_vllm_that_are_cairns_are_refused(argument: str, message: str):
+    """Raw logprobs, for one, would make every ratio wrong at another temperature than 1."""
+    with pytest.raises(
+        UsageError, match=f"{argument} is an argument that Cairn gives vLLM itself; {message}"
+    ):
+        load(InferenceConfig, ["--model.name", "m/m", f"--vllm-args={argument}"])
 
 
 @pytest.mark.parametrize(
