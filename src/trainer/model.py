@@ -1,5 +1,6 @@
 """The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
 
+import logging
 import shutil
 import tempfile
 from collections.abc import Mapping
@@ -15,6 +16,8 @@ from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.names import layout_of, tensors_in_memory
 from cairn.checkpoint.tensors import Stored, at_places
 from cairn.config.trainer import TrainerBase
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
@@ -75,11 +78,24 @@ def weights(model: PreTrainedModel) -> Mapping[str, Stored]:
 def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
     """The same tensors, under the names that they have in the files in `folder`, which may be older ones.
 
+    Tensors in the files that are none of the model's, such as DeepSeek-V3's layer for multi-token prediction,
+    are named in the log: they are neither trained nor saved.
+
     Raises:
         FileNotFoundError: there are no files.
         Damaged: a file is damaged.
     """
-    places = layout_of(model).find(find_tensors(folder, "model").keys())
+    layout, stored = layout_of(model), find_tensors(folder, "model").keys()
+    places = layout.find(stored)
+    if left_out := sorted(stored - places.keys() - layout.tied.keys()):
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        logger.warning(
+            "%s: these tensors are none of %s's and are left out of checkpoints: %s%s",
+            folder,
+            type(model).__name__,
+            ", ".join(left_out[:3]),
+            more,
+        )
     return at_places(tensors_in_memory(model), places)
 
 

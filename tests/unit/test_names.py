@@ -19,6 +19,7 @@ from cairn.checkpoint.tensors import at_places, read_tensors, write_tensors
 from cairn.config.model import ModelConfig
 from cairn.launch.model import resolve_model
 from cairn.run.errors import UsageError
+from cairn.trainer.model import weights_in
 
 CONVERTED = ["gpt_neox", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "jamba", "gemma3"]
 """Families whose files hold other names or tensors than transformers has in memory, each in its own way."""
@@ -47,6 +48,22 @@ def test_a_folder_of_the_hub_is_written_as_it_was_read(tmp_path: Path, family: s
             write_tensors(written, at_places(shards, layout.places), "model", rank=rank)
     assert seen.nbytes == seen.size
     assert_same_bits(load_file(written / "model.safetensors"), expected)
+
+
+def test_tensors_that_the_model_does_not_have_are_named(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """They would else be missing from every checkpoint without a word; copies of tied ones are no news."""
+    folder = make("qwen3_tied", tmp_path / "hub")
+    tensors = load_file(folder / "model.safetensors")
+    copy = tensors["model.embed_tokens.weight"].clone()
+    save_file({**tensors, "lm_head.weight": copy}, folder / "model.safetensors", {"format": "pt"})
+    weights_in(make_model("qwen3_tied"), folder)
+    assert not caplog.records
+    extra = {f"model.layers.2.mtp.{i}": copy.clone() for i in range(5)}
+    save_file({**tensors, **extra}, folder / "model.safetensors", {"format": "pt"})
+    weights_in(make_model("qwen3_tied"), folder)
+    (record,) = caplog.records
+    assert "left out of checkpoints: model.layers.2.mtp.0, " in record.getMessage()
+    assert record.getMessage().endswith("model.layers.2.mtp.2 and 2 more")
 
 
 @pytest.mark.parametrize("family", CONVERTED)
