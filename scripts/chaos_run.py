@@ -29,6 +29,8 @@ DEADLINE = 600.0
 """Seconds that a run may take before it counts as hanging."""
 PATIENCE = 60.0
 """Seconds that what is left of a run has for ending by itself."""
+EARLY = 5.0
+"""Seconds after its start for which the command may not yet be able to catch a signal."""
 STARTS = 8
 """Most starts of one run."""
 EXIT_USAGE, EXIT_STOPPED = 2, 75
@@ -181,7 +183,7 @@ class ChaosRun:
         self.excused = False
         """Something was wrong with the disk or the server, of which the command may have died."""
         self._disturbed = False  # by more than a request to stop
-        self._struck_at = 0.0
+        self._struck_at = self._started_at = 0.0
 
     def _environment(self) -> dict[str, str]:
         environment = {"CAIRN_FAULT_ONCE": str(self.once)}
@@ -215,6 +217,7 @@ class ChaosRun:
             command += ["--orchestrator.inference-url", self.task.proxy.url]
         self.process = self.family.start(self.log, command)
         self.starts += 1
+        self._started_at = time.monotonic()
         self.down = self.asked_to_stop = self._disturbed = False
 
     def _see_through(self) -> None:
@@ -249,7 +252,9 @@ class ChaosRun:
         disk_failed = self.excused or any("kill" not in fault.target for fault in fired)
         if code == 0:
             return True
-        allowed = code == EXIT_STOPPED if self.asked_to_stop else code in (1, EXIT_USAGE) and disk_failed
+        early = code < 0 and self._struck_at < self._started_at + EARLY
+        stopped = code == EXIT_STOPPED or early
+        allowed = stopped if self.asked_to_stop else code in (1, EXIT_USAGE) and disk_failed
         # A stop that meets a death may find nothing to save.
         allowed = allowed or self.down or (self.asked_to_stop and bool(self._disturbed or fired))
         if not allowed or self.starts == STARTS:
