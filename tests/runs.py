@@ -62,6 +62,13 @@ class Finished:
     output: str
 
 
+def _begin(parent: int) -> None:
+    """In a new process: it dies with us, and heeds signals even if we were started by nohup or with `&`."""
+    die_with(parent)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
 class Command:
     """One of our commands as a process of its own. As a context manager it leaves no process behind."""
 
@@ -76,7 +83,7 @@ class Command:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=functools.partial(die_with, os.getpid()),
+                preexec_fn=functools.partial(_begin, os.getpid()),
             )
         self._family: set[tuple[int, str]] = set()
 

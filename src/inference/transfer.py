@@ -110,6 +110,7 @@ def read_source(folder: Path) -> Source | None:
 
     Raises:
         ValueError: it makes no sense.
+        DamagedFile: it is no JSON.
     """
     content = read_json(folder / WEIGHT_SOURCE)
     return None if content is None else TypeAdapter(Source).validate_python(content)

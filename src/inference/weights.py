@@ -28,6 +28,7 @@ from cairn.inference.expected import ExpectedTensors
 from cairn.inference.loading import RepackableLoader, load_weights
 from cairn.inference.transfer import Source, Unchanged, WeightReceiver, read_source
 from cairn.inference.weight_files import Refused, check_folder, identities, is_finite, read_weights
+from cairn.run.files import DamagedFile
 from cairn.run.signals import stay_deaf
 
 logger = init_logger("vllm.cairn")
@@ -118,7 +119,7 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         """A folder's tensors, checked, or those that its trainer is about to send; and how many values."""
         try:
             source = read_source(Path(path))
-        except (ValueError, OSError, RecursionError) as error:
+        except (DamagedFile, ValueError, OSError, RecursionError) as error:
             raise Refused(f"{path}: does not say where its tensors are: {error}") from None
         if source is not None:
             return self._from_trainer(source), sum(map(math.prod, source.shapes.values()))

@@ -1,6 +1,7 @@
 """A role that dies or hangs is started again alone, and the run ends as if nothing had happened."""
 
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -105,7 +106,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     last = rows(run)[-1]
     assert [last[f"run/restarts{name}"] for name in ("/trainer", "/orchestrator", "")] == [1, 1, 2]
     assert 0 < last["run/useful_seconds"] < last["run/wall_seconds"]
-    assert f"2 restarts, {last['run/recomputed_steps']} steps recomputed" in finished.output
+    assert re.search(rf"2 restarts, {last['run/recomputed_steps']} steps? recomputed", finished.output)
 
 
 def test_policies_from_the_trainers_memory_survive_their_worker_and_come_back_to_a_server(
