@@ -5,6 +5,7 @@ asking the others, and the files do not depend on the number of ranks. The forma
 bytes of header length, a JSON header padded with spaces, then the tensors end to end.
 """
 
+import errno
 import json
 import math
 import re
@@ -207,7 +208,8 @@ def tensor_files(folder: Path, stem: str) -> list[Path]:
     try:
         names = sorted(set(json.loads(index.read_text())["weight_map"].values()))
     except FileNotFoundError:
-        raise FileNotFoundError(f"{folder}: holds neither {single.name} nor {index.name}") from None
+        missing = f"holds neither {single.name} nor {index.name}"
+        raise FileNotFoundError(errno.ENOENT, missing, str(folder)) from None
     except (*MALFORMED, OSError) as error:
         raise Damaged(f"{index}: not an index of safetensors files: {error}") from None
     if outside := [name for name in names if type(name) is not str or not PLAIN_NAME.fullmatch(name)]:

@@ -395,7 +395,7 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
         assert row["weights/bytes"] > 2e6
     expected = push(server, step_folder(run, 5) / "model", "test:5")
     attempt = RunDirectory(run).attempt()
-    assert list((run / "weights").glob("v*/*")) == [run / "weights/v5/model.safetensors"]
+    assert list((run / "weights").glob("v*/*.safetensors")) == [run / "weights/v5/model.safetensors"]
     assert push(server, run / "weights" / "v5", attempt.version(5)) == expected
 
 

@@ -255,8 +255,11 @@ def test_without_its_rules_a_prune_deletes_nothing_and_a_list_says_so(ckpt, stor
 # What is printed
 
 
-def test_text_from_a_manifest_is_printed_as_it_is(ckpt, store: CheckpointStore, tmp_path: Path):
+def test_text_from_a_manifest_is_printed_as_it_is(
+    ckpt, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """Neither the terminal nor rich's markup takes it for a command."""
+    monkeypatch.setenv("COLUMNS", "500")
     about = {"branch": EVIL, "run_id": EVIL, "versions": {EVIL: EVIL}, "dtypes": {EVIL: EVIL}}
     commit(store, 8, **about, metrics={"loss": EVIL, "reward/mean": None, EVIL: EVIL})
     (store.root / "abandoned" / EVIL.replace("/", "")).mkdir(parents=True)

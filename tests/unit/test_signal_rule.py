@@ -284,7 +284,11 @@ def test_a_command_that_is_still_reading(
     os.mkfifo(pipe)
     program = Path(sys.executable).with_name(command[0])
     process = subprocess.Popen(
-        [program, *command[1:], target], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        [program, *command[1:], target],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        preexec_fn=lambda: signal.signal(number, signal.SIG_DFL),  # whoever has started us may ignore it
     )
     writing = os.open(pipe, os.O_WRONLY)  # returns when somebody reads
     time.sleep(0.1)
