@@ -117,8 +117,10 @@ def check_folder(path: str) -> None:
 def _files(path: str) -> list[Path]:
     try:
         return tensor_files(Path(path), "model")
-    except (Damaged, OSError) as error:
+    except Damaged as error:
         raise Refused(str(error)) from None
+    except OSError as error:
+        raise Refused(f"{path}: {error.strerror}") from None
 
 
 def _and_more(names: list[str]) -> str:
