@@ -86,6 +86,8 @@ def _hopeless(run: RunDirectory, roles: "dict[str, _Role]") -> str | None:
     rank = entries and entries.get("trainer_rank0")
     if entries is None or (rank and rank.state in ("done", "stopped")):
         return None
+    if rank and rank.state == "failed":  # its driver is about to end, or was about to replace it
+        return RANK_DIED
     beat = read_note(run.heartbeat("trainer_rank0"), Beat)
     if not (rank and beat and rank.state == "running" and beat.pid == rank.pid and beat.unsaved):
         return "no step was under way"

@@ -246,7 +246,7 @@ NOTHING = "no step was under way"
         ("running", {}, {}, NOTHING),  # the model is loaded
         ("running", {"waiting": True}, {}, NOTHING),  # no batch has come yet
         ("running", {"unsaved": True, "pid": 6}, {}, NOTHING),  # said by the one that died
-        ("failed", {"unsaved": True}, {}, NOTHING),  # between a death and a restart
+        ("failed", {"unsaved": True}, {}, "a rank of the trainer died"),  # nothing is restarted any more
         ("running", {"unsaved": True}, {}, None),
         ("running", {"unsaved": True, "waiting": True}, {}, None),  # the next batch is being generated
         ("running", {"unsaved": True}, {"orchestrator": Role(lost="orchestrator died")}, None),
