@@ -33,7 +33,10 @@ def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
     """
     role = start_role("trainer", tmp_path, tmp_path / "log", local_ray=local)
     try:
-        settings = Path(f"/proc/{role.pid}/environ").read_bytes().split(b"\0")
+        end = time.monotonic() + 10
+        while not (environ := Path(f"/proc/{role.pid}/environ").read_bytes()) and time.monotonic() < end:
+            time.sleep(0.01)  # the kernel has not yet put it there
+        settings = environ.split(b"\0")
     finally:
         kill_session(role.pid)
         role.wait()
