@@ -163,3 +163,10 @@ class TestScripts:
             assert done.returncode == 2
             assert "usage: scripts/quickstart" in done.stderr
         assert list(tmp_path.iterdir()) == []
+
+
+def test_type_checkers_and_editors_find_the_package():
+    """The package cairn is the folder src/, which only an import hook knows: tools follow this link."""
+    link = REPOSITORY / ".ci" / "types" / "cairn"
+    assert link.is_symlink()
+    assert link.resolve() == REPOSITORY / "src"
