@@ -1,13 +1,14 @@
 """Where prompts and rewards come from."""
 
-import importlib
 import inspect
 import random
 import string
+from collections.abc import Callable
 from typing import Any, Protocol
 
 from cairn.config.orchestrator import EnvironmentConfig
 from cairn.run.errors import CairnError
+from cairn.run.extensions import BadExtension, load, make
 from cairn.run.seeds import derive
 
 
@@ -77,7 +78,7 @@ def longest_common_subsequence(a: str, b: str) -> int:
     return row[-1]
 
 
-BUILT_IN = {"reverse_text": ReverseText}
+BUILT_IN: dict[str, Callable[..., Environment]] = {"reverse_text": ReverseText}
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
@@ -86,25 +87,11 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     Raises:
         BadEnvironment: there is none, it refuses its arguments, or it is no `Environment`.
     """
-    if config.name in BUILT_IN:
-        make = BUILT_IN[config.name]
-    elif ":" in config.name:
-        module, _, attribute = config.name.partition(":")
-        try:
-            make = getattr(importlib.import_module(module), attribute)
-        except Exception as error:  # the user's own code
-            what = str(error) if isinstance(error, ImportError | AttributeError) else repr(error)
-            raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {what}") from error
-    else:
-        known = ", ".join(BUILT_IN)
-        raise BadEnvironment(
-            f"orchestrator.environment.name = {config.name!r}: not one of {known}, nor module:Class"
-        )
     try:
-        environment = make(**config.args)
-    except Exception as error:
-        what = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
-        raise BadEnvironment(f"orchestrator.environment.args = {config.args}: {what}") from error
+        cls = load(config.name, BUILT_IN, "orchestrator.environment.name")
+        environment = make(cls, config.args, "orchestrator.environment.args")
+    except BadExtension as error:
+        raise BadEnvironment(str(error)) from error
     if wrong := _wrong_with(environment):
         raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {wrong}")
     return environment
