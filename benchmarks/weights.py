@@ -33,7 +33,7 @@ from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import token_for
-from cairn.inference.pool import ServerPool
+from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import sync

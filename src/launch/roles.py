@@ -112,8 +112,8 @@ def run_orchestrator(
 
     `at_once` is called when a signal asks to stop for the second time.
     """
-    turn.load("cairn.inference.pool", "cairn.orchestrator.loop")
-    from cairn.inference.pool import ServerPool
+    turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop")
+    from cairn.inference.pool.server_pool import ServerPool
     from cairn.orchestrator.loop import Orchestrator
 
     async def show_progress() -> None:

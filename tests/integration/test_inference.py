@@ -31,7 +31,7 @@ from cairn.inference.client import (
     WeightsRefused,
     token_file,
 )
-from cairn.inference.guard import MAX_BODY
+from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
 from cairn.inference.transfer import Source, WeightSender
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import Generation, InferenceClient
-from cairn.inference.pool import ServerPool
+from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
 
 GROUPS = range(24)

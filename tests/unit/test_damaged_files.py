@@ -23,7 +23,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.inference.server_list import ServerList
+from cairn.inference.pool.server_list import ServerList
 from cairn.launch import main
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.audit import audit

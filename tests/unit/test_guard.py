@@ -10,7 +10,7 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from cairn.inference.guard import Guard
+from cairn.inference.plugin.guard import Guard
 
 TOKEN = "secret"
 PATHS = ("/health", "/inference/v1/generate", "/scale_elastic_ep", "/cairn/update_weights")

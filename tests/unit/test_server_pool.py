@@ -20,8 +20,8 @@ from cairn.inference.client import (
     StaleServer,
     WeightsRefused,
 )
-from cairn.inference.pool import ServerPool
-from cairn.inference.server_list import parse_urls
+from cairn.inference.pool.server_list import parse_urls
+from cairn.inference.pool.server_pool import ServerPool
 from cairn.run.probe import Probe
 
 Answer = tuple[int, Any]

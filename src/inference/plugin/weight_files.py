@@ -13,7 +13,7 @@ from safetensors import SafetensorError, safe_open
 
 from cairn.checkpoint.layout import tensor_files
 from cairn.checkpoint.manifest import Damaged
-from cairn.inference.expected import Layout
+from cairn.inference.plugin.expected import Layout
 from cairn.inference.transfer import Unchanged
 
 FLOATS = ("F64", "F32", "F16", "BF16")

@@ -1,0 +1,133 @@
+"""vLLM plugin: the routes with which a run puts its weights into the server, behind the server's token.
+
+Runs inside vLLM's API process only.
+"""
+
+import asyncio
+import os
+import uuid
+from argparse import Namespace
+
+import vllm
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+from pydantic import BaseModel, Field
+from starlette.datastructures import State
+from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+from vllm.engine.protocol import EngineClient
+from vllm.entrypoints.rl.online.api_router import router as rl_router
+from vllm.logger import init_logger
+
+from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
+from cairn.inference.plugin.guard import Guard, failure
+from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.transfer import Gone, NotThere, Unfit
+
+logger = init_logger("vllm.cairn")
+
+Status = dict[str, str | bool | int | None]
+
+HOW_TO_GET_THE_TOKEN = (
+    f"clients take it from {TOKEN_VARIABLE} or from the file that the server leaves for its own user"
+)
+UNCHANGED = {Refused.mark: 422, Gone.mark: 410, NotThere.mark: 503}
+"""What weights that are not to be had are answered with, by what marks the reason."""
+
+
+class WeightUpdate(BaseModel):
+    """Body of `POST /cairn/update_weights`."""
+
+    # A directory, as this machine sees it.
+    path: str = Field(min_length=1)
+    version: str = Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")
+    # Whether requests in flight keep the keys and values that the old weights made of their tokens.
+    keep_cache: bool = False
+
+
+class CairnRoutes:
+    """Endpoint plugin: vLLM's RL routes, `/cairn/update_weights`, `/cairn/status`, and a guard before all."""
+
+    name = "cairn"
+    required_tasks = ("generate",)
+
+    def __init__(self) -> None:
+        self._token = os.environ[TOKEN_VARIABLE]
+        self._epoch = os.environ.get(EPOCH_VARIABLE) or uuid.uuid4().hex
+        self._update = asyncio.Lock()
+
+    def attach_router(self, app: FastAPI) -> None:
+        app.include_router(rl_router)
+        app.add_api_route("/cairn/update_weights", self.update_weights, methods=["POST"])
+        app.add_api_route("/cairn/status", self.status, methods=["GET"])
+        app.add_middleware(Guard, token=self._token, how_to_get_it=HOW_TO_GET_THE_TOKEN)
+
+    async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
+        assert engine_client is not None  # "generate" is required
+        self._engine = engine_client
+        self._model = args.model
+        self._max_num_seqs = args.max_num_seqs
+        self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
+
+    async def status(self) -> Status:
+        """Version of the weights, and what identifies this start of the server."""
+        return await self._status(paused=await self._engine.is_paused())
+
+    async def _status(self, *, paused: bool) -> Status:
+        return {
+            "weight_version": await self._engine.get_weight_version(),
+            "epoch": self._epoch,
+            "model": self._model,
+            "paused": paused,
+            "max_num_seqs": self._max_num_seqs,
+            "max_model_len": self._engine.model_config.max_model_len,
+            "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
+            "vllm_version": vllm.__version__,
+        }
+
+    async def update_weights(self, update: WeightUpdate) -> JSONResponse:
+        """Load weights between two steps of generation; requests in flight go on under the new ones.
+
+        200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
+        serve on. 409: somebody else's update is open. 410: the trainer that was to send them has newer ones;
+        503: it does not have them yet. 500: the update failed half-way; generation stays paused, since the
+        weights may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
+        """
+        async with self._update:
+            was_paused = await self._engine.is_paused()
+            # vLLM's `pause_generation` sleeps 20 ms more, for answers to get out first; each names its
+            # version, whenever it does. Clearing also has running requests recompute their keys and values,
+            # which old weights have made.
+            await self._engine.engine_core.pause_scheduler_async("keep", not update.keep_cache)
+            try:
+                await self._engine.start_weight_update()
+            except Exception as error:
+                if not was_paused:
+                    await self._engine.resume_generation()
+                return failure(409, f"cannot start a weight update: {error}")
+            try:
+                request = WeightTransferUpdateRequest(update_info={"path": update.path})
+                await self._engine.update_weights(request)
+                await self._engine.finish_weight_update(update.version)
+            except Exception as error:
+                return await self._failed(error, was_paused)
+            status = await self._status(paused=False)  # a busy engine would answer after its next step
+            await self._engine.resume_generation()
+            return JSONResponse(status)
+
+    async def _failed(self, error: Exception, was_paused: bool) -> JSONResponse:
+        """Say why an update failed, and generate on if nothing has been changed."""
+        mark = next((mark for mark in UNCHANGED if mark in str(error)), None)
+        # Another process of a server with several may have got the weights just before they were gone.
+        if mark and (mark == Refused.mark or self._alone):
+            if not was_paused:
+                await self._engine.resume_generation()
+        else:
+            logger.exception("weight update failed", exc_info=error)
+            await self._engine.update_weight_version("unknown")
+        if mark:
+            return failure(UNCHANGED[mark], str(error).partition(mark)[2])
+        if Unfit.mark in str(error):
+            return failure(501, str(error).partition(Unfit.mark)[2])
+        return failure(
+            500, f"the update failed half-way, generation is paused; push again or restart: {error}"
+        )
