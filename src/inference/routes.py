@@ -1,3 +1,3 @@
-"""The old entry point of `cairn.inference.plugin.routes`, for environments that were installed before it moved."""
+"""Entry point of environments that were installed before `plugin.routes` was a module."""
 
 from cairn.inference.plugin.routes import CairnRoutes as CairnRoutes

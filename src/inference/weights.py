@@ -1,3 +1,3 @@
-"""The old entry point of `cairn.inference.plugin.weights`, for environments that were installed before it moved."""
+"""Entry point of environments that were installed before `plugin.weights` was a module."""
 
 from cairn.inference.plugin.weights import register as register
