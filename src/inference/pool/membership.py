@@ -13,9 +13,9 @@ from cairn.inference.client import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.inference.counts import Counts
-from cairn.inference.members import Member, Weights
-from cairn.inference.server_list import ServerList
+from cairn.inference.pool.counts import Counts
+from cairn.inference.pool.member import Member, Weights
+from cairn.inference.pool.server_list import ServerList
 
 logger = logging.getLogger(__name__)
 

@@ -16,10 +16,10 @@ from cairn.inference.client import (
     ServerUnavailable,
     StaleServer,
 )
-from cairn.inference.counts import Counts
-from cairn.inference.members import Member, Weights, tensor_bytes
-from cairn.inference.roster import Roster
-from cairn.inference.server_list import ServerList
+from cairn.inference.pool.counts import Counts
+from cairn.inference.pool.member import Member, Weights, tensor_bytes
+from cairn.inference.pool.membership import Roster
+from cairn.inference.pool.server_list import ServerList
 from cairn.run.probe import Probe
 
 logger = logging.getLogger(__name__)
