@@ -20,10 +20,10 @@ from chaos_proxy import Proxy
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
-from cairn.launch.audit import audit
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.metrics import MetricsLog
+from cairn.tools.audit import audit
 
 DEADLINE = 600.0
 """Seconds that a run may take before it counts as hanging."""

@@ -17,6 +17,8 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
+from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.policy.generation import Generation, VersionSpan
 from cairn.run.errors import CairnError
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
@@ -24,18 +26,6 @@ EPOCH_VARIABLE = "CAIRN_INFERENCE_EPOCH"
 """What a server that is started is to call itself, so that whoever started it knows it again."""
 BUSY = (409, 429, 503)
 """Status codes of a server that should be asked again later; 409: another update of its weights is open."""
-
-
-class ServerUnavailable(CairnError):
-    """The server does not answer, or failed to do what it was asked for."""
-
-
-class WeightsRefused(CairnError):
-    """The server does not take the weights; unless it is unfit for updates it goes on with what it had."""
-
-
-class WeightsGone(CairnError):
-    """The trainer that was to send the weights has newer ones; the server goes on with those that it had."""
 
 
 NOT_LOADED = {422: WeightsRefused, 410: WeightsGone, 501: WeightsRefused}
@@ -46,36 +36,8 @@ class StaleServer(CairnError):
     """A server samples from other weights than it was given, however often it is given them."""
 
 
-class ServerDisagrees(ServerUnavailable):
-    """The server gives tokens other logprobs than the trainer does, whose weights it was given."""
-
-
 class Unauthorized(CairnError):
     """The server's token is missing or wrong."""
-
-
-@dataclass(frozen=True)
-class VersionSpan:
-    """Generated tokens `[start, end)` were sampled from weights `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-@dataclass(frozen=True)
-class Generation:
-    """One sampled continuation of a prompt.
-
-    `logprobs[i]` is the natural-log probability with which `token_ids[i]` was sampled: after temperature and
-    top-p. The spans of `weight_versions` are in order and cover every token. `finish_reason` is `"stop"` (end
-    token, which is in `token_ids`), `"length"`, or `"abort"` (cut short by a server that is stopping).
-    """
-
-    token_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[VersionSpan]
-    finish_reason: str
 
 
 @dataclass(frozen=True)

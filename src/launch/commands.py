@@ -12,7 +12,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.inference.client import InferenceClient, ServerUnavailable
+from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start, is_complete
 from cairn.launch.main import EXIT_STOPPED
 from cairn.launch.model import resolve_model
@@ -24,6 +24,7 @@ from cairn.orchestrator.calls import EnvironmentFailed, check_environment
 from cairn.orchestrator.environments import BadEnvironment
 from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.orchestrator.rollouts import AttemptOver
+from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.logs import start_logging

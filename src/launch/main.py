@@ -98,7 +98,7 @@ def ckpt() -> int:
     """`ckpt list|show|verify|audit ... PATH`: look at checkpoints and runs."""
 
     def command() -> int:
-        from cairn.launch.ckpt import run
+        from cairn.tools.ckpt import run
 
         return run()
 

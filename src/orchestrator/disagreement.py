@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cairn.inference.client import ServerDisagrees
+from cairn.policy.errors import ServerDisagrees
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 

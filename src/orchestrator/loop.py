@@ -18,7 +18,6 @@ from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.inference.client import WeightsGone
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.environments import make_environment
@@ -26,6 +25,7 @@ from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, S
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
+from cairn.policy.errors import WeightsGone
 from cairn.run.batches import Batch, Sampling, batch_path, write_batch
 from cairn.run.directory import Announcement, Attempt, RunDirectory, policy_step
 from cairn.run.faults import fault_point

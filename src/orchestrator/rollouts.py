@@ -7,6 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
+from cairn.policy.generation import Generation
 from cairn.run.batches import Sample
 from cairn.run.directory import policy_step
 from cairn.run.probe import Probe
@@ -14,23 +15,6 @@ from cairn.run.probe import Probe
 
 class AttemptOver(Exception):
     """The run was started anew; whoever served the earlier attempt has to join the new one."""
-
-
-class Span(Protocol):
-    """Tokens `[start, end)` were sampled from policy `version`."""
-
-    version: str
-    start: int
-    end: int
-
-
-class Generation(Protocol):
-    """What a server sampled: token ids, each token's logprob, and the versions that produced them."""
-
-    token_ids: list[int]
-    logprobs: list[float]
-    weight_versions: list[Span]
-    finish_reason: str
 
 
 class PolicyServers(Protocol):

@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 
 from cairn.checkpoint.tensors import write_tensors
 from cairn.config.trainer import TrainerConfig
-from cairn.inference.transfer import WeightSender
+from cairn.policy.sender import WeightSender
 from cairn.run.batches import Batch
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point

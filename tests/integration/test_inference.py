@@ -21,19 +21,13 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cairn.inference.client import (
-    Generation,
-    InferenceClient,
-    ServerUnavailable,
-    Unauthorized,
-    VersionSpan,
-    WeightsGone,
-    WeightsRefused,
-    token_file,
-)
+from cairn.inference.client import InferenceClient, Unauthorized, token_file
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
-from cairn.inference.transfer import Source, WeightSender
+from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.policy.generation import Generation, VersionSpan
+from cairn.policy.sender import WeightSender
+from cairn.policy.source import Source
 
 PROMPT = list(range(40, 60))
 Model = Callable[..., Path]

@@ -5,9 +5,10 @@ from collections.abc import Callable
 from pathlib import Path
 
 from cairn.config.inference import InferenceConfig
-from cairn.inference.client import Generation, InferenceClient
+from cairn.inference.client import InferenceClient
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
+from cairn.policy.generation import Generation
 
 GROUPS = range(24)
 

@@ -11,11 +11,11 @@ import pytest
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.launch import main
-from cairn.launch.audit import Report, audit
 from cairn.orchestrator.ledger import FORMAT, SCHEMA
 from cairn.run.batches import FROM_TEXT, Batch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
 from cairn.run.seeds import permutation
+from cairn.tools.audit import Report, audit
 
 RUN, BRANCH, SEED = "0badcafe", "branch_1", 7
 PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batch; answers; tokens in a batch

@@ -26,7 +26,6 @@ from cairn.config.trainer import TrainerConfig
 from cairn.inference.pool.server_list import ServerList
 from cairn.launch import main
 from cairn.launch.attempt import begin, choose_start
-from cairn.launch.audit import audit
 from cairn.launch.display import StepDisplay
 from cairn.launch.recipe import plan_recipe
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch
@@ -37,6 +36,7 @@ from cairn.run.errors import CairnError
 from cairn.run.files import write_json
 from cairn.run.heartbeat import Beat, Watch
 from cairn.run.history import Account
+from cairn.tools.audit import audit
 from cairn.trainer.rl_data import RLData
 
 RUN, BRANCH, PARTS = "0badcafe", "branch_1", ["trainer", "orchestrator"]

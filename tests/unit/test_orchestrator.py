@@ -12,7 +12,6 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from cairn.config.orchestrator import EnvironmentConfig
-from cairn.inference.client import VersionSpan
 from cairn.orchestrator.environments import (
     BadEnvironment,
     ReverseText,
@@ -26,6 +25,7 @@ from cairn.orchestrator.rollouts import (
     group_advantages,
     to_samples,
 )
+from cairn.policy.generation import VersionSpan
 
 # Environments
 

@@ -23,17 +23,18 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.inference.client import Generation, ServerDisagrees, VersionSpan
-from cairn.launch.audit.ledger import check_ledger, read_ledger
-from cairn.launch.audit.report import Report
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.loop import Orchestrator
+from cairn.policy.errors import ServerDisagrees
+from cairn.policy.generation import Generation, VersionSpan
 from cairn.run.batches import Batch, batch_path
 from cairn.run.directory import Attempt, RunDirectory, policy_step
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
 from cairn.run.probe import Probe
 from cairn.run.seeds import permutation
+from cairn.tools.audit.ledger import check_ledger, read_ledger
+from cairn.tools.audit.report import Report
 
 MODEL = REPOSITORY / CONFIGS / "model"
 PROMPTS, SAMPLES, PROBLEMS, LONGEST = 3, 2, 10, 9

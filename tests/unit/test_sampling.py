@@ -10,11 +10,11 @@ import pytest
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.inference.client import Generation, VersionSpan
 from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import Group
 from cairn.orchestrator.sampling import PromptRefused, Sampler
+from cairn.policy.generation import Generation, VersionSpan
 
 MODEL = REPOSITORY / CONFIGS / "model"
 VERSION = "run:branch_1:0"

@@ -13,15 +13,10 @@ from typing import Any
 
 import pytest
 
-from cairn.inference.client import (
-    InferenceClient,
-    ServerDisagrees,
-    ServerUnavailable,
-    StaleServer,
-    WeightsRefused,
-)
+from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
+from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsRefused
 from cairn.run.probe import Probe
 
 Answer = tuple[int, Any]

@@ -26,7 +26,7 @@ from cairn.config.trainer import (
     SFTDataConfig,
     TrainerConfig,
 )
-from cairn.inference.transfer import read_source
+from cairn.policy.source import read_source
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.trainer import sft_data

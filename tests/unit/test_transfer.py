@@ -8,7 +8,9 @@ import pytest
 import torch
 
 from cairn.checkpoint.tensors import Section
-from cairn.inference.transfer import Gone, NotThere, WeightReceiver, WeightSender
+from cairn.policy.receiver import WeightReceiver
+from cairn.policy.refusals import Gone, NotThere
+from cairn.policy.sender import WeightSender
 
 CPU = torch.device("cpu")
 GROUPS = [["embed"], ["first.w", "first.b"], ["scalar"]]

@@ -31,7 +31,7 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from cairn.checkpoint.layout import tensor_files
 from cairn.inference.log_reason import MODEL_REFUSED
 from cairn.inference.plugin.weight_files import WORKERS
-from cairn.inference.transfer import Unfit
+from cairn.policy.refusals import Unfit
 
 
 class RepackableLoader(DefaultModelLoader):

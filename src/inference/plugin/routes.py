@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.guard import Guard, failure
 from cairn.inference.plugin.weight_files import Refused
-from cairn.inference.transfer import Gone, NotThere, Unfit
+from cairn.policy.refusals import Gone, NotThere, Unfit
 
 logger = init_logger("vllm.cairn")
 

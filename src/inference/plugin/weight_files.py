@@ -14,7 +14,7 @@ from safetensors import SafetensorError, safe_open
 from cairn.checkpoint.layout import tensor_files
 from cairn.checkpoint.manifest import Damaged
 from cairn.inference.plugin.expected import Layout
-from cairn.inference.transfer import Unchanged
+from cairn.policy.refusals import Unchanged
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 WORKERS = min(4, os.cpu_count() or 1)

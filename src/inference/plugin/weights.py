@@ -27,7 +27,9 @@ from vllm.model_executor.model_loader import register_model_loader
 from cairn.inference.plugin.expected import ExpectedTensors
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
 from cairn.inference.plugin.weight_files import Refused, check_folder, identities, is_finite, read_weights
-from cairn.inference.transfer import Source, Unchanged, WeightReceiver, read_source
+from cairn.policy.receiver import WeightReceiver
+from cairn.policy.refusals import Unchanged
+from cairn.policy.source import Source, read_source
 from cairn.run.files import DamagedFile
 from cairn.run.signals import stay_deaf
 

@@ -4,7 +4,9 @@ import asyncio
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.inference.client import Generation, InferenceClient, ServerDisagrees, ServerStatus
+from cairn.inference.client import InferenceClient, ServerStatus
+from cairn.policy.errors import ServerDisagrees
+from cairn.policy.generation import Generation
 from cairn.run.directory import WEIGHT_SOURCE
 from cairn.run.files import read_json
 from cairn.run.probe import Probe

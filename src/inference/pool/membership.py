@@ -6,16 +6,11 @@ import logging
 import time
 from collections.abc import Callable
 
-from cairn.inference.client import (
-    InferenceClient,
-    ServerUnavailable,
-    Unauthorized,
-    WeightsGone,
-    WeightsRefused,
-)
+from cairn.inference.client import InferenceClient, Unauthorized
 from cairn.inference.pool.counts import Counts
 from cairn.inference.pool.member import Member, Weights
 from cairn.inference.pool.server_list import ServerList
+from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
 
 logger = logging.getLogger(__name__)
 

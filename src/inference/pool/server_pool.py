@@ -9,17 +9,13 @@ from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
 from typing import Any
 
-from cairn.inference.client import (
-    Generation,
-    InferenceClient,
-    ServerDisagrees,
-    ServerUnavailable,
-    StaleServer,
-)
+from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.counts import Counts
 from cairn.inference.pool.member import Member, Weights, tensor_bytes
 from cairn.inference.pool.membership import Roster
 from cairn.inference.pool.server_list import ServerList
+from cairn.policy.errors import ServerDisagrees, ServerUnavailable
+from cairn.policy.generation import Generation
 from cairn.run.probe import Probe
 
 logger = logging.getLogger(__name__)

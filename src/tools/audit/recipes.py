@@ -7,11 +7,11 @@ from typing import Any
 
 from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.store import CheckpointStore
-from cairn.launch.audit.report import Report, Segment
-from cairn.launch.audit.steps import read_state
 from cairn.orchestrator.identity import same_environment
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, read_json
+from cairn.tools.audit.report import Report, Segment
+from cairn.tools.audit.steps import read_state
 from cairn.trainer.records import same_records
 
 INPUTS = ("data", "environment", "tokenizer")

@@ -8,14 +8,14 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
-from cairn.launch.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_ledger
-from cairn.launch.audit.positions import check_records
-from cairn.launch.audit.recipes import check_recipes, read_recipes
-from cairn.launch.audit.report import Report
-from cairn.launch.audit.steps import check_lineage, check_manifests, check_steps, read_manifests, read_metrics
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
+from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_ledger
+from cairn.tools.audit.positions import check_records
+from cairn.tools.audit.recipes import check_recipes, read_recipes
+from cairn.tools.audit.report import Report
+from cairn.tools.audit.steps import check_lineage, check_manifests, check_steps, read_manifests, read_metrics
 
 __all__ = ["Report", "audit"]
 

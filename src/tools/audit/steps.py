@@ -7,9 +7,9 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
-from cairn.launch.audit.report import Report, Row
 from cairn.run.directory import Attempt
 from cairn.run.files import DamagedFile, read_json
+from cairn.tools.audit.report import Report, Row
 
 # Metrics
 

@@ -15,7 +15,10 @@ from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, l
 from cairn.checkpoint.retention import pins, prune, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
-from cairn.launch.ckpt_output import (
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.files import read_json
+from cairn.run.logs import printable
+from cairn.tools.ckpt_output import (
     print_audit,
     print_diff,
     print_json,
@@ -24,9 +27,6 @@ from cairn.launch.ckpt_output import (
     print_prune,
     say,
 )
-from cairn.run.errors import CairnError, UsageError
-from cairn.run.files import read_json
-from cairn.run.logs import printable
 
 
 def run() -> int:
@@ -278,7 +278,7 @@ def _fork(arguments: argparse.Namespace) -> int:
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from cairn.launch.audit import audit  # imports numpy, which --help has no time for
+    from cairn.tools.audit import audit  # imports numpy, which --help has no time for
 
     report = audit(arguments.run)
     if arguments.json:

@@ -12,9 +12,9 @@ from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.store import CheckpointStore
-from cairn.launch.audit.report import Epoch, Report, Row
 from cairn.run.directory import Attempt, RunDirectory, policy_step
 from cairn.run.seeds import permutation
+from cairn.tools.audit.report import Epoch, Report, Row
 
 
 @dataclass(frozen=True)

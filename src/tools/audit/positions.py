@@ -2,8 +2,8 @@
 
 import itertools
 
-from cairn.launch.audit.recipes import Recipe
-from cairn.launch.audit.report import Epoch, Report, Row
+from cairn.tools.audit.recipes import Recipe
+from cairn.tools.audit.report import Epoch, Report, Row
 
 
 def check_records(recipes: list[Recipe], rows: list[Row], report: Report) -> None:

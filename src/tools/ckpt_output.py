@@ -21,7 +21,7 @@ from cairn.run.metrics import number
 from cairn.run.recipe import short_identity
 
 if TYPE_CHECKING:
-    from cairn.launch.audit import Report
+    from cairn.tools.audit import Report
 
 WIDE = 1000
 """Columns where nobody's terminal has to hold them."""

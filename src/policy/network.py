@@ -1,0 +1,41 @@
+"""How policies get from the trainer's memory straight into the servers': NCCL between GPUs, else gloo.
+
+Every trainer rank hosts a store at which any server may ask, at any time, for the policy that the rank has.
+It sends its shards of it while training goes on: weights change in the optimiser's step only, and the rank
+waits there until nobody reads them any more. So nothing is copied or written down for servers, and one that
+joins late gets the policy as well.
+
+A server and a rank are a group of two. They agree over the store, with these keys after the pair's number:
+`hello` (in which order and data type the server wants the tensors), then for each policy i `ask/i` (its
+step), `answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` once all ranks said yes, else `no`). Then come
+the tensors. The rank's half is in `sender.py`, the server's in `receiver.py`.
+"""
+
+from datetime import timedelta
+from typing import Union
+
+import torch
+import torch.distributed as dist
+
+from cairn.run.rendezvous import address_towards
+
+PATIENCE = timedelta(seconds=60)
+"""How long the two wait for each other when they are at it; then each gives the other up."""
+ANSWER = timedelta(seconds=10)
+"""How long a server, in which everything stands still meanwhile, waits for a rank's answer."""
+
+PairGroup = Union["dist.ProcessGroupGloo", "dist.ProcessGroupNCCL"]
+"""The process group of one rank and one server."""
+
+
+def join_pair(store: dist.Store, pair: int, rank: int, host: str, device: torch.device) -> PairGroup:
+    """The group of a rank, which is 0 in it, and a server; `host` is the rank's address."""
+    prefixed = dist.PrefixStore(f"{pair}/group", store)
+    if device.type == "cuda":
+        options = dist.ProcessGroupNCCL.Options()
+        options._timeout = PATIENCE
+        return dist.ProcessGroupNCCL(prefixed, rank, 2, options)
+    options = dist.ProcessGroupGloo._Options()
+    options._timeout = PATIENCE
+    options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
+    return dist.ProcessGroupGloo(prefixed, rank, 2, options)

@@ -1,0 +1,99 @@
+"""The server's half of sending policies from memory to memory; `network.py` has the protocol."""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from cairn.policy.network import ANSWER, join_pair
+from cairn.policy.refusals import Gone, NotThere
+from cairn.policy.source import Rank, Source
+
+
+class WeightReceiver:
+    """Gets policies from trainers' memory.
+
+    Args:
+        device: where the tensors are wanted.
+    """
+
+    def __init__(self, device: torch.device):
+        self._device = device
+        self._pairs: dict[tuple[Any, ...], _Pair] = {}
+
+    def receive(
+        self, source: Source, groups: list[list[str]], dtype: torch.dtype
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        """Agree with the ranks of `source`; then iterating gets the tensors, one of `groups` at a time.
+
+        Raises:
+            Gone, NotThere: nothing has been sent. While iterating: RuntimeError.
+        """
+        names = [name for group in groups for name in group]
+        answers: list[str] = []
+        try:
+            known, self._pairs = self._pairs, {}
+            for rank in source.ranks:
+                key = (rank.host, rank.port, dtype, *names)
+                self._pairs[key] = known.get(key) or _Pair(rank, names, dtype, self._device)
+            pairs = list(self._pairs.values())
+            try:
+                for pair in pairs:
+                    answers.append(pair.ask(source.step))
+            finally:  # whoever said yes keeps its weights as they are until it is told
+                for pair in pairs[: len(answers)]:
+                    pair.go(answers == ["yes"] * len(pairs))
+        except (RuntimeError, OSError) as error:
+            self.forget()
+            raise NotThere(f"the trainer does not answer: {error}") from None
+        if "gone" in answers:
+            raise Gone(f"the trainer has a newer policy than that of step {source.step}")
+        if "early" in answers:
+            raise NotThere(f"the trainer has not come to step {source.step} again")
+        return self._tensors(source, groups, dtype, pairs)
+
+    def _tensors(
+        self, source: Source, groups: list[list[str]], dtype: torch.dtype, pairs: list["_Pair"]
+    ) -> Iterator[dict[str, torch.Tensor]]:
+        try:
+            for names in groups:
+                tensors = {
+                    name: torch.empty(source.shapes[name], dtype=dtype, device=self._device) for name in names
+                }
+                for name, tensor in tensors.items():
+                    for rank, pair in zip(source.ranks, pairs, strict=True):
+                        first, count = rank.parts.get(name, (0, 0))
+                        if count:
+                            pair.group.recv([tensor.view(-1)[first : first + count]], 0, 0).wait()
+                yield tensors
+        except BaseException:
+            self.forget()
+            raise
+
+    def forget(self) -> None:
+        """Give up all connections; the next request makes new ones."""
+        self._pairs.clear()
+
+
+class _Pair:
+    """A server's connection to one rank."""
+
+    def __init__(self, rank: Rank, names: list[str], dtype: torch.dtype, device: torch.device):
+        self._store = dist.TCPStore(rank.host, rank.port, timeout=ANSWER)
+        self._pair = self._store.add("pairs", 1)
+        self._request = 0
+        hello = {"names": names, "dtype": str(dtype).removeprefix("torch.")}
+        self._store.set(f"{self._pair}/hello", json.dumps(hello))
+        self.group = join_pair(self._store, self._pair, 1, rank.host, device)
+
+    def ask(self, step: int) -> str:
+        """Ask for the policy after `step` steps; returns the answer."""
+        self._request += 1
+        self._store.set(f"{self._pair}/ask/{self._request}", str(step))
+        return self._store.get(f"{self._pair}/answer/{self._request}").decode()
+
+    def go(self, yes: bool) -> None:
+        """Have the tensors sent, or not."""
+        self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")

@@ -1,0 +1,165 @@
+"""The trainer's half of sending policies from memory to memory; `network.py` has the protocol."""
+
+import contextlib
+import itertools
+import json
+import logging
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+
+from cairn.checkpoint.tensors import Stored, local_part
+from cairn.policy.network import ANSWER, PATIENCE, PairGroup, join_pair
+from cairn.policy.source import Rank, Source
+from cairn.run.rendezvous import host_store
+
+logger = logging.getLogger(__name__)
+
+MEET_SECONDS = 0.05
+"""How often a rank looks for servers that it does not know."""
+FOREVER = timedelta(days=365)
+"""Timeout of the wait for a server's next request. `close` ends it by storing END under the awaited key."""
+END = "end"
+END_SECONDS = 1.0
+"""How long each thread has for its end."""
+
+
+class WeightSender:
+    """Sends this rank's part of the current policy to whichever server asks.
+
+    Args:
+        tensors: by Hugging Face name; they are changed in place, between `withdraw` and `offer` only.
+        rank: this rank's number.
+        host: its address, at which the servers reach it.
+        device: where the tensors are.
+    """
+
+    def __init__(self, tensors: Mapping[str, Stored], *, rank: int, host: str, device: torch.device):
+        self._shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._values: dict[str, torch.Tensor] = {}
+        parts: dict[str, tuple[int, int]] = {}
+        for name, tensor in tensors.items():
+            if (part := local_part(tensor, rank)) is not None:
+                values, first_byte = part
+                self._values[name] = values.view(-1)
+                parts[name] = (first_byte // values.element_size(), values.numel())
+        self._device = device
+        self._store: dist.TCPStore | None = host_store(host)
+        self.here = Rank(host, self._store.port, parts)
+        self._state = threading.Condition()
+        self._newest = -1
+        self._offered: int | None = None
+        """None while it is made into the next; a server that waited for that could keep it from coming."""
+        self._readers = 0
+        self._changed: torch.cuda.Event | None = None
+        self._ended = False
+        self._awaited: set[str] = set()
+        self._threads = [threading.Thread(target=self._meet, daemon=True)]
+        self._threads[0].start()
+
+    def source(self, step: int, ranks: list[Rank]) -> Source:
+        """The policy after `step` steps, which all of `ranks` offer."""
+        return Source(step, self._device.type, self._bytes, self._shapes, ranks)
+
+    def offer(self, step: int) -> None:
+        """The tensors are the policy after `step` steps, and stay so until `withdraw`."""
+        if self._device.type == "cuda":
+            self._changed = torch.cuda.Event()
+            self._changed.record()
+        with self._state:
+            self._newest = self._offered = step
+
+    def withdraw(self) -> None:
+        """Send nothing from now on; returns when what was begun has been sent, or given up."""
+        with self._state:
+            self._offered = None
+            self._state.wait_for(lambda: not self._readers)
+
+    def close(self) -> None:
+        """End; whoever asks from now on is not answered."""
+        if self._store is None:
+            return
+        self.withdraw()
+        with self._state:
+            self._ended = True
+        for key in list(self._awaited):
+            self._store.set(key, END)
+        for thread in self._threads:
+            thread.join(END_SECONDS)
+        self._store = None  # whoever asks now notices at once
+
+    def _meet(self) -> None:
+        """Have a thread for each server that comes."""
+        store = self._client()
+        while not self._ended:
+            for pair in range(len(self._threads), store.add("pairs", 0) + 1):
+                self._threads.append(threading.Thread(target=self._attend, args=(pair,), daemon=True))
+                self._threads[-1].start()
+            time.sleep(MEET_SECONDS)
+
+    def _attend(self, pair: int) -> None:
+        """Answer one server's requests, until one fails."""
+        try:
+            store = self._client()
+            hello = json.loads(store.get(f"{pair}/hello"))
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)
+            group = join_pair(store, pair, 0, self.here.host, self._device)
+            for request in itertools.count(1):
+                asked = self._next(store, f"{pair}/ask/{request}")
+                if asked == END:
+                    return
+                with self._reading(int(asked)) as answer:
+                    store.set(f"{pair}/answer/{request}", answer)
+                    store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
+                    if store.get(f"{pair}/go/{request}") == b"yes":
+                        self._send(group, hello["names"], getattr(torch, hello["dtype"]))
+        except RuntimeError as error:  # the server asks anew, if it lives
+            logger.warning("a server is sent no more weights: %s", error)
+
+    def _next(self, store: dist.TCPStore, key: str) -> str:
+        """What a server asks for next, under `key`; END if this sender ends instead."""
+        with self._state:
+            self._awaited.add(key)
+            if self._ended:
+                return END
+        store.wait([key], FOREVER)
+        self._awaited.discard(key)
+        return store.get(key).decode()
+
+    @contextlib.contextmanager
+    def _reading(self, asked: int) -> Iterator[str]:
+        """The answer to who asks for the policy after `asked` steps; after a yes it stays as it is inside."""
+        with self._state:
+            past = "yes" if asked == self._offered else "gone"
+            answer = past if asked <= self._newest else "early"
+            self._readers += answer == "yes"
+        try:
+            yield answer
+        finally:
+            with self._state:
+                self._readers -= answer == "yes"
+                self._state.notify_all()
+
+    @torch.no_grad()
+    def _send(self, group: PairGroup, names: list[str], dtype: torch.dtype) -> None:
+        stream = contextlib.nullcontext()
+        if self._changed is not None:
+            stream = torch.cuda.stream(torch.cuda.Stream(self._device))
+        with stream:
+            if self._changed is not None:
+                torch.cuda.current_stream().wait_event(self._changed)
+            for name in names:
+                if name in self._values and self._values[name].numel():
+                    group.send([self._values[name].to(dtype)], 1, 0).wait()
+            if self._changed is not None:
+                torch.cuda.current_stream().synchronize()
+
+    def _client(self) -> dist.TCPStore:
+        """A connection of the calling thread's own: on a shared one, one's waiting blocks the others."""
+        return dist.TCPStore(self.here.host, self.here.port, timeout=PATIENCE)

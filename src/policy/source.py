@@ -1,0 +1,44 @@
+"""The file by which a trainer names itself as the place where a policy's tensors are."""
+
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from pydantic import TypeAdapter
+
+from cairn.run.directory import WEIGHT_SOURCE
+from cairn.run.files import read_json, write_json
+
+
+@dataclass(frozen=True)
+class Rank:
+    """Where a rank is asked, and what it has of each flat tensor: the first item and the number of items."""
+
+    host: str
+    port: int
+    parts: dict[str, tuple[int, int]]
+
+
+@dataclass(frozen=True)
+class Source:
+    """A policy of `bytes` bytes in the memory of the trainer's ranks, on devices of the type `device`."""
+
+    step: int
+    device: str
+    bytes: int
+    shapes: dict[str, list[int]]
+    ranks: list[Rank]
+
+    def write(self, folder: Path) -> None:
+        """Put it where `read_source` finds it."""
+        write_json(folder / WEIGHT_SOURCE, asdict(self))
+
+
+def read_source(folder: Path) -> Source | None:
+    """What `folder` says of where its tensors are; None if it has them itself.
+
+    Raises:
+        ValueError: it makes no sense.
+        DamagedFile: it is no JSON.
+    """
+    content = read_json(folder / WEIGHT_SOURCE)
+    return None if content is None else TypeAdapter(Source).validate_python(content)
