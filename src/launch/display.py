@@ -15,10 +15,9 @@ from rich.progress import (
 from rich.text import Text
 
 from cairn.run.directory import RunDirectory
-from cairn.run.files import read_note
-from cairn.run.heartbeat import Beat
-from cairn.run.history import PREFIX, Account, History
+from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
+from cairn.run.view import RunView
 
 ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",))
 """Whose heartbeats are shown; of a trainer that of rank 0, once it has one, and else its driver's."""
@@ -32,10 +31,9 @@ class StepDisplay:
     """Follows metrics.jsonl, history.jsonl and the roles' heartbeats; call `update` now and then."""
 
     def __init__(self, run: RunDirectory, start_step: int, max_steps: int, console: Console | None = None):
-        self.run = run
-        self.metrics = run.metrics
-        self._history = History(run.history.path)
-        self._history.new_rows()  # those of earlier attempts
+        self._view = RunView(run.path)
+        self._events_seen = len(self._view.history())  # those of earlier attempts
+        self._row: Row | None = None
         self.max_steps = max_steps
         self.step = start_step
         """The newest step that was shown."""
@@ -43,7 +41,7 @@ class StepDisplay:
         self.console = console or Console()
         self._began = time.time()
         self._moved_at = self._printed_at = self._looked_at = time.monotonic()
-        self._unprinted: dict | None = None
+        self._unprinted: Row | None = None
         self._bar = _Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -66,15 +64,18 @@ class StepDisplay:
 
     def update(self, *, final: bool = False) -> None:
         """Show the newest step, or what is being waited for, and which roles were restarted."""
-        for event in self._history.new_rows():
+        events = self._view.history()
+        for event in events[self._events_seen :]:
             if event["event"] == "restart":
                 self.console.print(
                     f"{event['role']} {event['reason']} and {event['how']}", markup=False, soft_wrap=True
                 )
+        self._events_seen = len(events)
         now = time.monotonic()
-        rows = [row for row in self.metrics.new_rows() if row["step"] > self.start_step]
-        if rows:
-            row = self._unprinted = rows[-1]
+        rows = self._view.metrics()
+        row = rows[-1] if rows else None
+        if row is not None and row is not self._row and row["step"] > self.start_step:
+            self._row = self._unprinted = row
             self.step = row["step"]
             self._moved_at = now
             self._bar.note = _values(row)
@@ -108,7 +109,7 @@ class StepDisplay:
         """What each role of this attempt says that it is doing, and for how long."""
         for names in ROLES:
             for name in names:
-                beat = read_note(self.run.heartbeat(name), Beat)
+                beat = self._view.beat(name)
                 if beat is not None and beat.since >= self._began:
                     seconds = time.time() - beat.since
                     lasting = f" ({seconds:.0f} s)" if seconds >= 2 else ""
@@ -120,16 +121,12 @@ class StepDisplay:
 
         A short run spends most of its time starting: its goodput is low although nothing went wrong.
         """
-        rows = self.metrics.rows()
-        account = Account(self._history.path, rows[-1] if rows else None).metrics()
-        goodput, restarts, recomputed = (
-            account[PREFIX + name] for name in ("goodput", "restarts", "recomputed_steps")
-        )
-        if not restarts and not recomputed:
+        costs = self._view.costs()
+        restarts = sum(costs.restarts.values())
+        if not restarts and not costs.recomputed_steps:
             return None
-        return (
-            f"{_count(restarts, 'restart')}, {_count(recomputed, 'step')} recomputed, goodput {goodput:.2f}"
-        )
+        recomputed = _count(costs.recomputed_steps, "step")
+        return f"{_count(restarts, 'restart')}, {recomputed} recomputed, goodput {costs.goodput:.2f}"
 
 
 class _Bar(Progress):
@@ -143,11 +140,11 @@ class _Bar(Progress):
             yield Text(f"  {line}", no_wrap=True, overflow="ellipsis")
 
 
-def _count(number: float, what: str) -> str:
-    return f"{number:.0f} {what}{'' if number == 1 else 's'}"
+def _count(number: int, what: str) -> str:
+    return f"{number} {what}{'' if number == 1 else 's'}"
 
 
-def _values(row: dict) -> str:
+def _values(row: Row) -> str:
     names = {"reward/mean": "reward", "loss": "loss", "lr": "lr"}
     values = {label: number(row, key) for key, label in names.items()}
     shown = [f"{label} {value:.4g}" for label, value in values.items() if value is not None]

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import socket
+import time
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import TypeVar
 
 from cairn.run.batches import BadBatch, Batch, batch_path, read_batch, read_info
 from cairn.run.files import DamagedFile, read_json, read_note, set_aside, write_json
+from cairn.run.heartbeat import Beat
 from cairn.run.history import History
 from cairn.run.metrics import MetricsLog
 
@@ -24,6 +26,10 @@ Config = TypeVar("Config")
 VERSION_NOTE = re.compile(r"v([0-9]+)\.json")
 OF_VERSION = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*")
 BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
+
+LOCK_TRIES, LOCK_SECONDS = 5, 0.02
+"""How often a launcher tries to lock a run directory before it says that another one is at work, and how long
+it waits in between."""
 
 WEIGHT_SOURCE = "source.json"
 """In a policy version's folder, in place of its tensors: where servers get them."""
@@ -208,6 +214,11 @@ class RunDirectory:
         """Where the process that has `role` gives its signs of life."""
         return self.heartbeats / f"{role}.json"
 
+    def beats(self) -> dict[str, Beat]:
+        """The newest sign of life of each process that ever gave one here, by the name of its role."""
+        notes = {path.stem: read_note(path, Beat) for path in _entries(self.heartbeats, ".json")}
+        return {role: beat for role, beat in sorted(notes.items()) if beat is not None}
+
     def last_sign(self) -> float | None:
         """When anybody was last seen at work here, in seconds since 1970."""
         signs = [*self.heartbeats.glob("*.json"), self.metrics.path, self.roles]
@@ -254,33 +265,48 @@ class RunDirectory:
         return content.roles if content else None
 
     def lock(self) -> bool:
-        """Keep other launchers out while this process lives; False if one is at work already."""
+        """Keep other launchers out until `unlock`, or this process's end; False if one is at work already."""
         if self._lock is not None:
             return True
         fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # closes with the process
+        for _ in range(LOCK_TRIES):  # whoever only looks, as `is_locked` does, holds it for an instant
+            try:
+                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                time.sleep(LOCK_SECONDS)
+            else:
+                self._lock = fd
+                return True
+        os.close(fd)
+        return False
+
+    def unlock(self) -> None:
+        """Let other launchers in again."""
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+    def is_locked(self) -> bool:
+        """Whether a launcher, this process or another, is at work here."""
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
+            fd = os.open(self.path / ".lock", os.O_RDONLY)
+        except OSError:
             return False
-        self._lock = fd
-        return True
+        try:
+            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            return False
+        except BlockingIOError:
+            return True
+        finally:
+            os.close(fd)
 
     def live_attempt(self) -> Attempt | None:
         """The current attempt, if its launcher is alive and its trainer runs."""
-        try:
-            fd = os.open(self.path / ".lock", os.O_RDWR)
-        except FileNotFoundError:
+        if not self.is_locked():
             return None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
-            return None
-        except BlockingIOError:
-            content = self._read_roles()
-            trainer = content.roles.get("trainer") if content else None
-            return content.attempt if trainer and trainer.state == "running" else None
-        finally:
-            os.close(fd)
+        content = self._read_roles()
+        trainer = content.roles.get("trainer") if content else None
+        return content.attempt if content and trainer and trainer.state == "running" else None
 
     def clear_weights(self) -> None:
         """Remove the policy versions of an earlier attempt, which nobody waits for any more."""
@@ -325,6 +351,12 @@ class RunDirectory:
         for path in self._batch_files():
             if int(BATCH_NAME.fullmatch(path.name)[1]) <= step:
                 path.unlink(missing_ok=True)
+
+    def batch_steps(self) -> list[int]:
+        """The steps that have a batch's file, oldest first; of whichever branch."""
+        return sorted(
+            int(match[1]) for path in self._batch_files() if (match := BATCH_NAME.fullmatch(path.name))
+        )
 
     def _batch_files(self) -> list[Path]:
         return [path for path in _entries(self.batches, "") if BATCH_NAME.fullmatch(path.name)]

@@ -2,6 +2,8 @@
 
 import logging
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,36 @@ class History(JsonLines):
             logger.warning("%s lacks that %s: %s", self.path, event, error.strerror)
 
 
+@dataclass(frozen=True)
+class Costs:
+    """What restarts have cost a run. Times are in seconds."""
+
+    restarts: Mapping[str, int]
+    """How often each role was started again; roles that never were are left out."""
+    recomputed_steps: int
+    useful_seconds: float
+    """The time of the steps that count, see `Account`."""
+    wall_seconds: float
+    """How long somebody was at work on the run."""
+
+    @property
+    def goodput(self) -> float:
+        """Useful time over wall time; 1.0 before anything has begun."""
+        return min(self.useful_seconds / self.wall_seconds, 1.0) if self.wall_seconds > 0 else 1.0
+
+    def metrics(self) -> dict[str, float]:
+        """As they stand in a step's row."""
+        values = {
+            "restarts": sum(self.restarts.values()),
+            **{f"restarts/{role}": count for role, count in sorted(self.restarts.items())},
+            "recomputed_steps": self.recomputed_steps,
+            "useful_seconds": self.useful_seconds,
+            "wall_seconds": self.wall_seconds,
+            "goodput": self.goodput,
+        }
+        return {PREFIX + name: value for name, value in values.items()}
+
+
 class Account:
     """What restarts have cost, for one step's row after the other.
 
@@ -96,18 +128,14 @@ class Account:
 
     def metrics(self) -> dict[str, float]:
         """How the run fares until now."""
+        return self.costs().metrics()
+
+    def costs(self, now: float | None = None) -> Costs:
+        """How the run fares until `now`, in seconds since 1970."""
         self._catch_up()
-        wall = time.time() - self._began - self._idle if self._began else 0.0
+        wall = (time.time() if now is None else now) - self._began - self._idle if self._began else 0.0
         wall = max(wall, self._useful if self._began else 0.0)  # somebody has set the clock back
-        values = {
-            "restarts": sum(self._restarts.values()),
-            **{f"restarts/{role}": count for role, count in sorted(self._restarts.items())},
-            "recomputed_steps": self._recomputed,
-            "useful_seconds": self._useful,
-            "wall_seconds": wall,
-            "goodput": min(self._useful / wall, 1.0) if wall > 0 else 1.0,
-        }
-        return {PREFIX + name: value for name, value in values.items()}
+        return Costs(dict(self._restarts), self._recomputed, self._useful, wall)
 
     def _catch_up(self) -> None:
         for event in self._history.new_rows():

@@ -26,6 +26,8 @@ class JsonLines:
         self.path = path
         self._read = 0
         self._inode = 0
+        self._reread = False
+        self._current: list[Row] = []
 
     def is_row(self, value: Any) -> bool:
         """Whether `value`, the content of a line, is one of this file's objects."""
@@ -53,13 +55,29 @@ class JsonLines:
         rows = map(self._parse, self._content().split(b"\n"))
         return [row for row in rows if row is not None]
 
-    def new_rows(self) -> list[Row]:
-        """The objects that were added since the last call, as far as their lines have ended.
+    def current(self) -> list[Row]:
+        """All objects whose lines have ended; reads only what was added since the last call.
+
+        Don't mix with `new_rows` on the same instance. The list is this instance's own and grows.
 
         Raises:
             DamagedFile: the file as a whole can't be read.
         """
-        whole = self._content(new=True).rpartition(b"\n")[0]
+        added = self.new_rows()
+        if self._reread:
+            self._current = []
+        self._current += added
+        return self._current
+
+    def new_rows(self) -> list[Row]:
+        """The objects that were added since the last call, as far as their lines have ended.
+
+        All of them if the file has been replaced, as `drop` does.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        whole = self._new_content().rpartition(b"\n")[0]
         if not whole:
             return []
         self._read += len(whole) + 1
@@ -93,17 +111,26 @@ class JsonLines:
             write_atomic(self.path, b"".join(line + b"\n" for line in kept), durable=True)
         return dropped
 
-    def _content(self, *, new: bool = False) -> bytes:
-        """All bytes, or those after what was read before."""
+    def _content(self) -> bytes:
+        try:
+            return self.path.read_bytes()
+        except FileNotFoundError:
+            return b""
+        except OSError as error:
+            raise DamagedFile(f"{self.path}: can't be read: {error.strerror}") from None
+
+    def _new_content(self) -> bytes:
+        """The bytes after those that were read before; `_reread` says whether that is the whole file."""
         try:
             with open(self.path, "rb") as file:
-                if new:
-                    status = os.fstat(file.fileno())
-                    if status.st_ino != self._inode or status.st_size < self._read:  # rows were dropped
-                        self._inode, self._read = status.st_ino, 0
-                    file.seek(self._read)
+                status = os.fstat(file.fileno())
+                self._reread = status.st_ino != self._inode or status.st_size < self._read
+                if self._reread:
+                    self._inode, self._read = status.st_ino, 0
+                file.seek(self._read)
                 return file.read()
         except FileNotFoundError:
+            self._reread, self._inode, self._read = True, 0, 0
             return b""
         except OSError as error:
             raise DamagedFile(f"{self.path}: can't be read: {error.strerror}") from None

@@ -1,0 +1,182 @@
+"""One typed snapshot of a run directory, for whatever shows or judges a run.
+
+It copes with files in any state: being written to, cut short by a kill, or damaged. What can't be read is
+left out. It knows only the files of the run as a whole; `cairn.Run` adds what lies in checkpoints and in the
+ledger.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+from cairn.run.directory import Attempt, RoleEntry, RunDirectory
+from cairn.run.files import read_note
+from cairn.run.heartbeat import Beat
+from cairn.run.history import Account, Costs, History
+from cairn.run.jsonlines import Row
+from cairn.run.metrics import MetricsLog
+
+State = Literal["empty", "running", "stopping", "done", "stopped", "failed", "killed"]
+
+
+@dataclass(frozen=True)
+class RoleStatus:
+    """What is known of a role, or of one of the trainer's ranks."""
+
+    name: str
+    entry: RoleEntry | None
+    """What roles.json says of it."""
+    beat: Beat | None
+    """The newest sign of life; perhaps that of an earlier process, so compare the pids."""
+
+    @property
+    def state(self) -> str | None:
+        """running, waiting, done, stopped or failed; None if roles.json does not mention the role."""
+        return self.entry.state if self.entry else None
+
+    @property
+    def doing(self) -> str | None:
+        """What its process says that it is doing; None if the newest sign of life is another process's."""
+        if self.beat is None or (self.entry is not None and self.entry.pid != self.beat.pid):
+            return None
+        return self.beat.doing
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """What a run directory said at one moment, `time`, in seconds since 1970."""
+
+    path: Path
+    time: float
+    checkpoints: Path
+    """The folder of its checkpoints, by its configuration."""
+    config: Mapping[str, Any] | None
+    """The resolved configuration of the latest attempt; None if there is none, or a damaged one."""
+    attempt: Attempt | None
+    """The current or latest attempt; None if there is none, or roles.json is damaged."""
+    locked: bool
+    """Whether a launcher is at work on it."""
+    roles: Mapping[str, RoleStatus]
+    metrics: Sequence[Row]
+    """The rows of metrics.jsonl, in the order of the file."""
+    history: Sequence[Row]
+    """The events of history.jsonl (run/history.py)."""
+    costs: Costs
+    """What restarts have cost until now."""
+    batches: Sequence[int]
+    """The steps for which a batch is on disk (RL)."""
+    stop_requested: str | None
+    """The reason for which somebody asked the run to stop, if so."""
+
+    @property
+    def step(self) -> int:
+        """The newest finished optimiser step."""
+        if self.metrics:
+            return self.metrics[-1]["step"]
+        return self.attempt.start_step if self.attempt else 0
+
+    @property
+    def max_steps(self) -> int | None:
+        """The step at which the latest attempt ends."""
+        steps = (self.config or {}).get("max_steps")
+        return steps if type(steps) is int else None
+
+    @property
+    def state(self) -> State:
+        """How the run is, as a whole.
+
+        empty: no attempt is known. running, stopping: a launcher is at work; stopping once the run was asked
+        to. done, stopped, failed: how the trainer of the latest attempt ended. killed: its launcher is gone
+        and nobody said how it ended.
+        """
+        if self.locked:
+            return "stopping" if self.stop_requested else "running"
+        if self.attempt is None:
+            return "empty"
+        trainer = self.roles.get("trainer")
+        match trainer.state if trainer else None:
+            case "done":
+                return "done"
+            case "stopped":
+                return "stopped"
+            case "failed":
+                return "failed"
+            case _:
+                return "killed"
+
+
+class RunView:
+    """Reads a run directory again and again, as it grows; writes nothing. For one thread.
+
+    `snapshot` takes everything at once. The other methods take one thing each, for whoever looks often.
+    """
+
+    def __init__(self, path: str | Path):
+        self.run = RunDirectory(path)
+        self._metrics = MetricsLog(self.run.metrics.path)
+        self._history = History(self.run.history.path)
+
+    def metrics(self) -> Sequence[Row]:
+        """The rows of metrics.jsonl; after a restart of the trainer the last ones may be gone again.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        return self._metrics.current()
+
+    def history(self) -> Sequence[Row]:
+        """The events of history.jsonl.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        return self._history.current()
+
+    def costs(self) -> Costs:
+        """What restarts have cost, until now or until the run was last at work.
+
+        Raises:
+            DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
+        """
+        rows = self.metrics()
+        account = Account(self.run.history.path, rows[-1] if rows else None)
+        return account.costs(None if self.run.is_locked() else self.run.last_sign())
+
+    def beat(self, role: str) -> Beat | None:
+        """The newest sign of life of whoever has `role`."""
+        return read_note(self.run.heartbeat(role), Beat)
+
+    def snapshot(self) -> Snapshot:
+        """Everything.
+
+        Raises:
+            DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
+        """
+        config = read_note(self.run.config, dict[str, Any])
+        entries, beats = self.run.current_roles() or {}, self.run.beats()
+        return Snapshot(
+            path=self.run.path,
+            time=time.time(),
+            checkpoints=RunDirectory(self.run.path, _checkpoint_folder(config)).checkpoints,
+            config=config,
+            attempt=self.run.attempt(),
+            locked=self.run.is_locked(),
+            roles={
+                name: RoleStatus(name, entries.get(name), beats.get(name))
+                for name in sorted(entries.keys() | beats.keys())
+            },
+            metrics=list(self.metrics()),
+            history=list(self.history()),
+            costs=self.costs(),
+            batches=self.run.batch_steps(),
+            stop_requested=self.run.stop_requested(),
+        )
+
+
+def _checkpoint_folder(config: Mapping[str, Any] | None) -> str | None:
+    """`ckpt.dir`, where the configuration says it."""
+    section = (config or {}).get("ckpt")
+    folder: object = section.get("dir") if isinstance(section, Mapping) else None
+    return folder if isinstance(folder, str) else None
