@@ -7,38 +7,19 @@ rank's part, and every other role's, has arrived. The loop waits only where the 
 update comes, or where a save falls due while the one before is still under way.
 """
 
-import contextlib
-import ctypes
-import json
 import logging
-import mmap
-import os
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
-import torch
-
-from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan_rank
-from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.reader import as_bytes
+from cairn.checkpoint.arena import Arena, SaveFailed, Tensors, WriterDied
+from cairn.checkpoint.layout import MAX_FILE_BYTES
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import Stored, local_part, local_values, plan_tensors
 from cairn.run.faults import fault_point
-from cairn.run.signals import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
-
-COPY_BYTES = 8 << 20  # the writer is told of the copy's progress this often
-MADV_POPULATE_WRITE = 23
-
-Tensors = Mapping[str, Mapping[str, Stored]]
-"""Tensors by file stem within the step, such as `model/model`, and by name."""
 
 
 @dataclass(frozen=True)
@@ -48,14 +29,6 @@ class Saved:
     step: int
     stall_seconds: float
     durable_seconds: float
-
-
-class SaveFailed(CheckpointError):
-    """A save failed; no step was committed for it and none was harmed."""
-
-
-class WriterDied(SaveFailed):
-    """The process that writes was killed or crashed; another start of the trainer may well succeed."""
 
 
 class Saver:
@@ -100,7 +73,7 @@ class Saver:
         self.max_file_bytes = max_file_bytes
         self.before_commit = before_commit
         self.after_commit = after_commit
-        self._arena: _Arena | None = None
+        self._arena: Arena | None = None
         self._copied = threading.Event()
         self._copied.set()
         self._thread: threading.Thread | None = None
@@ -114,7 +87,7 @@ class Saver:
         if self._arena is None or self._arena.broken or not self._arena.fits(tensors):
             self.finish()
             self.close()
-            self._arena = _Arena(tensors, self.rank, self.max_file_bytes)
+            self._arena = Arena(tensors, self.rank, self.max_file_bytes)
 
     def save(self, step: int, tensors: Tensors, files: Mapping[str, bytes], about: dict[str, Any]) -> None:
         """Begin to save `step`; the tensors must not change until `before_update` has returned.
@@ -204,7 +177,7 @@ class Saver:
     def _run(
         self,
         step: int,
-        arena: "_Arena",
+        arena: Arena,
         folders: list[str],
         files: dict[str, bytes],
         about: dict[str, Any],
@@ -217,9 +190,10 @@ class Saver:
                 if self.rank == 0:
                     fault_point("save.begin")
                     self.store.begin(step, folders, self.session)
-                self.store.wait_for_begin(
-                    step, self.session, timeout=self.part_timeout, on_poll=self._check_wanted
-                )
+                else:
+                    self.store.wait_for_begin(
+                        step, self.session, timeout=self.part_timeout, on_poll=self._check_wanted
+                    )
                 arena.begin(self.store.folder(step), part_file, self.session, self.read_back)
                 fault_point("save.copy")
                 arena.copy()
@@ -245,157 +219,3 @@ class Saver:
         except BaseException as error:
             arena.broken = True
             self._error = error
-
-
-class _Arena:
-    """Shared memory that holds a copy of this rank's state, and the process that writes it out."""
-
-    def __init__(self, tensors: Tensors, rank: int, max_file_bytes: int):
-        self.rank = rank
-        self.broken = False
-        """After a failed save nobody knows what the writer waits for: the next save gets a new one."""
-        self.layout = _describe(tensors)
-        files: list[FileLayout] = []
-        self.indices: dict[str, bytes] = {}
-        held: dict[str, tuple[int, int]] = {}
-        self._keys: list[tuple[str, str]] = []
-        for stem, named in tensors.items():
-            own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes)
-            prefix = stem.rpartition("/")[0]
-            files += [_inside(file, prefix, stem) for file in own]
-            if index is not None:
-                self.indices[f"{stem}.safetensors.index.json"] = index
-            for name, tensor in named.items():
-                part = local_part(tensor, rank)
-                if part is not None:
-                    held[f"{stem}:{name}"] = (part[1], part[0].nbytes)
-                    self._keys.append((stem, name))
-        self.plan = plan_rank(files, held, with_headers=rank == 0)
-        nbytes = self.plan.arena_bytes
-        fd = os.memfd_create("cairn-arena")
-        os.ftruncate(fd, nbytes)
-        with stop_signals_blocked():
-            self._writer = subprocess.Popen(
-                [sys.executable, "-m", "cairn.checkpoint.writer", *map(str, (fd, nbytes, os.getpid()))],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                pass_fds=[fd],
-            )
-        self._map = mmap.mmap(fd, nbytes)
-        os.close(fd)
-        self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
-        self._send(
-            {
-                "files": [[file.name, file.size] for file in files],
-                "extents": [[e.file, e.offset, e.nbytes, e.arena] for e in self.plan.extents],
-            }
-        )
-        on_gpu = any(tensor.device.type == "cuda" for named in tensors.values() for tensor in named.values())
-        self._stream = torch.cuda.Stream() if on_gpu else None
-        self._sources: list[tuple[int, torch.Tensor]] = []
-        self._pinned = False
-        for position, number in self.plan.headers:  # they stay the same from save to save
-            self._map[position : position + len(files[number].header)] = files[number].header
-        self._ready = threading.Thread(target=self._populate, daemon=True)
-        self._ready.start()
-
-    def _populate(self) -> None:
-        """Have the kernel map the memory now, outside the interpreter's lock, and pin it for the GPU."""
-        ctypes.CDLL(None).madvise(
-            ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE
-        )
-        if self._stream is not None:
-            try:
-                torch.cuda.check_error(
-                    torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0)
-                )
-                self._pinned = True
-            except RuntimeError as error:
-                logger.warning("the arena is not pinned, so copying from the GPU is slow: %s", error)
-
-    def fits(self, tensors: Tensors) -> bool:
-        """Whether it was made for tensors like these."""
-        return self.layout == _describe(tensors)
-
-    def start_copy(self, tensors: Tensors) -> None:
-        """Note which values to copy; on a GPU also have it copy behind what it is doing now."""
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
-        with torch.no_grad():
-            for stem, name in self._keys:
-                start = self.plan.starts.get(f"{stem}:{name}")
-                if start is not None:
-                    self._sources.append((start, as_bytes(local_values(tensors[stem][name]))))
-
-    def begin(self, folder: Path, part_file: Path, attempt: str, read_back: bool) -> None:
-        """Tell the writer that a save comes."""
-        self._ready.join()
-        self._send(
-            {"save": str(folder), "part_file": str(part_file), "attempt": attempt, "read_back": read_back}
-        )
-
-    def copy(self) -> None:
-        """Copy all values in the order in which they are written, and keep the writer informed."""
-        told = 0
-        with torch.cuda.stream(self._stream):  # which does nothing if there is none
-            for start, source in self._sources:
-                for begin in range(0, len(source), COPY_BYTES):
-                    piece = source[begin : begin + COPY_BYTES]
-                    position = start + begin + len(piece)
-                    self._bytes[start + begin : position].copy_(piece, non_blocking=True)
-                    if position - told >= COPY_BYTES:
-                        self._tell(position)
-                        told = position
-        self._sources.clear()
-        self._tell(self.plan.arena_bytes)
-
-    def _tell(self, position: int) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
-        self._send({"copied": position})
-
-    def end(self) -> None:
-        """Wait until the writer is done.
-
-        Raises:
-            SaveFailed: it failed.
-            WriterDied: it is gone.
-        """
-        line = self._writer.stdout.readline()
-        if not line:
-            raise WriterDied(f"the writer died (exit code {self._writer.wait()})")
-        answer = json.loads(line)
-        if "error" in answer:
-            raise SaveFailed(answer["error"])
-
-    def kill_writer(self) -> None:
-        """End the writer at once; whoever waits for it gets an error."""
-        self._writer.kill()
-
-    def close(self) -> None:
-        """End the writer."""
-        self._ready.join()
-        if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._pinned = False
-        with contextlib.suppress(BrokenPipeError):  # it is dead already
-            self._writer.stdin.close()
-        self._writer.wait()
-        self._writer.stdout.close()
-
-    def _send(self, message: dict[str, Any]) -> None:
-        try:
-            self._writer.stdin.write((json.dumps(message) + "\n").encode())
-            self._writer.stdin.flush()
-        except BrokenPipeError:
-            raise WriterDied(f"the writer died (exit code {self._writer.wait()})") from None
-
-
-def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:
-    return [(stem, name, t.dtype, t.shape) for stem, named in tensors.items() for name, t in named.items()]
-
-
-def _inside(file: FileLayout, folder: str, stem: str) -> FileLayout:
-    """The same file, named from the step's folder on, its tensors told apart from other stems'."""
-    offsets = {f"{stem}:{name}": offset for name, offset in file.offsets.items()}
-    return FileLayout(f"{folder}/{file.name}", file.header, offsets, file.size)

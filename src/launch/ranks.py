@@ -279,7 +279,7 @@ def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
     try:
         ended.outcomes[rank.number] = ray.get(future)
     except ray.exceptions.RayTaskError as error:
-        from cairn.checkpoint.saver import WriterDied  # which imports torch
+        from cairn.checkpoint.arena import WriterDied  # which imports torch
 
         cause = error.cause
         if isinstance(cause, WriterDied):

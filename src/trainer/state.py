@@ -14,10 +14,11 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
+from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import Saved, Saver, Tensors
+from cairn.checkpoint.saver import Saved, Saver
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import DTYPE_NAMES, load_step
 from cairn.config.trainer import TrainerBase, TrainerConfig

@@ -18,8 +18,9 @@ from pathlib import Path
 
 import torch
 
+from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import SaveFailed, Saver
+from cairn.checkpoint.saver import Saver
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step
 from cairn.config.ckpt import CkptConfig

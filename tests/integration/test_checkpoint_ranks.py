@@ -21,9 +21,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 
+from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.names import Place, tensors_in_memory
-from cairn.checkpoint.saver import SaveFailed, Saver
+from cairn.checkpoint.saver import Saver
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import Section, Stored, at_places, load_step, local_values
 from cairn.run import faults

@@ -21,9 +21,10 @@ from runs import ABOUT
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.layout import Extent
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.saver import SaveFailed, Saver
+from cairn.checkpoint.saver import Saver
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.checkpoint.writer import ArenaWriter
