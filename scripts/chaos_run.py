@@ -22,7 +22,7 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.metrics import MetricsLog
+from cairn.run.view import RunView
 from cairn.tools.audit import audit
 
 DEADLINE = 600.0
@@ -112,7 +112,7 @@ class Watch:
     """Follows a run's steps and checkpoints, and notes what must never be seen."""
 
     def __init__(self, run: RunDirectory, result: Result):
-        self.metrics = MetricsLog(run.metrics.path)
+        self.view = RunView(run.path)
         self.store = CheckpointStore(run.checkpoints)
         self.result = result
         self.step = 0
@@ -126,7 +126,7 @@ class Watch:
 
     def look(self) -> None:
         """To be called as often as can be."""
-        rows = self.metrics.rows()
+        rows = self.view.metrics()
         step = rows[-1]["step"] if rows else 0
         if step < self.step:
             self.result.recomputed.append(self.step - step)
@@ -294,7 +294,7 @@ class ChaosRun:
     def _conclude(self) -> None:
         result, setting = self.result, self.task.setting
         result.missed += [*self.pending, *self.faults]
-        result.rows = MetricsLog(self.run.metrics.path).rows()
+        result.rows = RunView(self.path).run.metrics.rows()
         times = [self.watch.seen_at.get(step) for step in (1, setting.last_step)]
         if None not in times:
             result.seconds = times[1] - times[0]

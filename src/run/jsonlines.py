@@ -55,6 +55,21 @@ class JsonLines:
         rows = map(self._parse, self._content().split(b"\n"))
         return [row for row in rows if row is not None]
 
+    def numbered(self) -> list[tuple[int, str, Row | None]]:
+        """Number, text and object (or None) of each line; a last one that was cut short is left out.
+
+        For whoever judges the file itself; everybody else skips damaged lines.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        lines = self._content().split(b"\n")
+        found = [
+            (number, line.decode(errors="replace"), self._parse(line))
+            for number, line in enumerate(lines, start=1)
+        ]
+        return found if found[-1][2] is not None else found[:-1]
+
     def current(self) -> list[Row]:
         """All objects whose lines have ended; reads only what was added since the last call.
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn.run.directory import Attempt, RoleEntry, RunDirectory
-from cairn.run.files import read_note
+from cairn.run.files import read_json, read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.history import Account, Costs, History
 from cairn.run.jsonlines import Row
@@ -144,6 +144,20 @@ class RunView:
         account = Account(self.run.history.path, rows[-1] if rows else None)
         return account.costs(None if self.run.is_locked() else self.run.last_sign())
 
+    def config(self) -> Mapping[str, Any] | None:
+        """The resolved configuration of the latest attempt; None if there is none.
+
+        Raises:
+            DamagedFile: it is damaged.
+        """
+        return read_json(self.run.config, dict[str, Any])
+
+    def checkpoints(self) -> Path:
+        """The folder of the run's checkpoints: where its configuration says, if that can be read."""
+        section = (read_note(self.run.config, dict[str, Any]) or {}).get("ckpt")
+        folder = section.get("dir") if isinstance(section, dict) else None
+        return RunDirectory(self.run.path, folder if isinstance(folder, str) else None).checkpoints
+
     def beat(self, role: str) -> Beat | None:
         """The newest sign of life of whoever has `role`."""
         return read_note(self.run.heartbeat(role), Beat)
@@ -154,13 +168,12 @@ class RunView:
         Raises:
             DamagedFile: metrics.jsonl or history.jsonl as a whole can't be read.
         """
-        config = read_note(self.run.config, dict[str, Any])
         entries, beats = self.run.current_roles() or {}, self.run.beats()
         return Snapshot(
             path=self.run.path,
             time=time.time(),
-            checkpoints=RunDirectory(self.run.path, _checkpoint_folder(config)).checkpoints,
-            config=config,
+            checkpoints=self.checkpoints(),
+            config=read_note(self.run.config, dict[str, Any]),
             attempt=self.run.attempt(),
             locked=self.run.is_locked(),
             roles={
@@ -173,10 +186,3 @@ class RunView:
             batches=self.run.batch_steps(),
             stop_requested=self.run.stop_requested(),
         )
-
-
-def _checkpoint_folder(config: Mapping[str, Any] | None) -> str | None:
-    """`ckpt.dir`, where the configuration says it."""
-    section = (config or {}).get("ckpt")
-    folder: object = section.get("dir") if isinstance(section, Mapping) else None
-    return folder if isinstance(folder, str) else None

@@ -159,3 +159,17 @@ def test_what_a_run_cost_stops_growing_when_it_ends(run: RunDirectory):
     costs = RunView(run.path).costs()
     assert costs.wall_seconds == pytest.approx(100, abs=0.1)
     assert costs.goodput == pytest.approx(0.5, abs=0.01)
+
+
+def test_lines_without_a_row_are_numbered(run: RunDirectory):
+    """For the audit, which says which line of the file is wrong; one that is still being written is not."""
+    run.metrics.path.write_bytes(b'{"step": 1}\n\n{"loss": 1}\n\xff\n{"step": 2}\n{"ste')
+    assert run.metrics.numbered() == [
+        (1, '{"step": 1}', {"step": 1}),
+        (2, "", None),
+        (3, '{"loss": 1}', None),
+        (4, "�", None),
+        (5, '{"step": 2}', {"step": 2}),
+    ]
+    run.metrics.path.write_bytes(b"")
+    assert run.metrics.numbered() == []

@@ -8,9 +8,8 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import read_json
+from cairn.run.view import RunView
 from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_ledger
 from cairn.tools.audit.positions import check_records
 from cairn.tools.audit.recipes import check_recipes, read_recipes
@@ -27,17 +26,16 @@ def audit(path: Path) -> Report:
         UsageError: it is no run directory.
         CheckpointError: the run's ledger is missing or damaged.
     """
-    run = RunDirectory(path)
-    attempt, config = run.attempt(), read_json(run.config, dict)
+    view = RunView(path)
+    run, attempt, config = view.run, view.run.attempt(), view.config()
     if attempt is None and run.roles.exists():
         raise CheckpointError(f"{run.roles}: is damaged, so there is no saying which run this is")
     if attempt is None or config is None:
         raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
-    run = RunDirectory(path, (config.get("ckpt") or {}).get("dir"))
     report = Report(str(path), attempt.command)
-    store = CheckpointStore(run.checkpoints)
+    store = CheckpointStore(view.checkpoints())
     manifests = read_manifests(store, report)
-    rows = read_metrics(run.metrics.path, report)
+    rows = read_metrics(run.metrics, report)
     check_steps(rows, manifests, attempt, store, report)
     check_lineage(manifests, config, attempt, report)
     check_manifests(store, manifests, rows, report)

@@ -9,23 +9,21 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import Attempt
 from cairn.run.files import DamagedFile, read_json
+from cairn.run.metrics import MetricsLog
 from cairn.tools.audit.report import Report, Row
 
 # Metrics
 
 
-def read_metrics(path: Path, report: Report) -> list[Row]:
+def read_metrics(metrics: MetricsLog, report: Report) -> list[Row]:
     """The rows as they stand in the file; only the last line may have been cut short."""
-    lines = path.read_text(errors="replace").split("\n") if path.exists() else []
-    rows = []
-    for number, line in enumerate(lines, start=1):
+    rows: list[Row] = []
+    for number, line, row in metrics.numbered():
         try:
-            row = json.loads(line)
-            counts = {key: int(row[key]) for key in ("step", "total_samples", "total_tokens")}
-            rows.append({**row, **counts})
-        except (ValueError, KeyError, TypeError, OverflowError, RecursionError):
-            if number < len(lines):
-                report.broken("metrics", f"line {number} of metrics.jsonl is no row of a step", line)
+            counts = {key: int((row or {})[key]) for key in ("step", "total_samples", "total_tokens")}
+            rows.append({**(row or {}), **counts})
+        except (ValueError, KeyError, TypeError, OverflowError):
+            report.broken("metrics", f"line {number} of metrics.jsonl is no row of a step", line)
     return rows
 
 
