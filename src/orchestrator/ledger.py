@@ -21,6 +21,7 @@ from cairn.orchestrator.ledger_checks import check_format, oddity, wrong_with
 from cairn.orchestrator.rollouts import Group, Rollout
 from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
+from cairn.run.messages import ShippedBatch
 
 logger = logging.getLogger(__name__)
 
@@ -90,23 +91,6 @@ class LedgerRun:
     prompts_per_step: int
     samples_per_prompt: int
     max_off_policy_steps: int
-
-
-@dataclass(frozen=True)
-class ShippedBatch:
-    """A batch's row: what is known of it for ever."""
-
-    step: int
-    places: list[list[int]]
-    samples: int
-    tokens: int
-    digest: str
-    oldest_step: int
-
-    @property
-    def problems(self) -> int:
-        """Prompts in it."""
-        return sum(last - first + 1 for first, last in self.places)
 
 
 class Ledger:

@@ -21,16 +21,16 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.environments import make_environment
-from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, ShippedBatch, to_ranges
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, to_ranges
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
 from cairn.orchestrator.sampling import Sampler
 from cairn.policy.errors import WeightsGone
-from cairn.run.batches import Batch, Sampling, batch_path, write_batch
-from cairn.run.directory import Announcement, Attempt, RunDirectory, policy_step
+from cairn.run.batches import Batch, RLBatch, Sampling, batch_path, write_batch
+from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
-from cairn.run.probe import Probe, read_probe
+from cairn.run.messages import Announcement, BatchHeader, PolicyName, Probe, ShippedBatch, read_probe
 from cairn.run.recipe import template_arguments
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed, Patience
 
@@ -142,12 +142,12 @@ class Orchestrator:
         batch = self.run_directory.batch(self.attempt, step)
         if batch is None:
             return known if (self.store.latest() or 0) >= step else None
-        noted, known = known, ShippedBatch(**batch.info["ledger"])
+        noted, known = known, batch.header.ledger
         if noted != known:  # it died between writing the file and noting it, or the ledger was lost or edited
             if noted is not None:
                 logger.warning("the ledger's batch %d is not the file's, which is trained on", step)
             places = [place for first, last in known.places for place in range(first, last + 1)]
-            self.ledger.ship(known, dict(zip(places, batch.info["problems"], strict=True)))
+            self.ledger.ship(known, dict(zip(places, batch.header.problems, strict=True)))
         return known
 
     async def run(self) -> int:
@@ -388,27 +388,29 @@ class Orchestrator:
         )
         progress = self.progress[self.shipped].after(row)
         problems = {group.place: group.problem for group in groups}
-        batch.metrics = {
+        metrics = {
             **batch_metrics(groups, step),
             "groups/dropped": self._dropped,
             "epoch": progress.total_problems / len(self.environment),
             "total_problems": progress.total_problems,
             **self.servers.take_metrics(),
         }
-        batch.info = {
-            "run_id": self.attempt.run_id,
-            "branch": self.attempt.branch,
-            "attempt": self.attempt.id,
-            "step": step,
-            "version": max((v for group in groups for v in group.versions), key=policy_step),
-            "problems": list(problems.values()),
-            "ledger": asdict(row),
-        }
+        versions = {version for group in groups for version in group.versions}
+        header = BatchHeader(
+            run_id=self.attempt.run_id,
+            branch=self.attempt.branch,
+            attempt=self.attempt.id,
+            step=step,
+            version=max(versions, key=lambda version: PolicyName.parse(version).step),
+            problems=list(problems.values()),
+            ledger=row,
+        )
+        shipped = RLBatch(samples, metrics, sampling=batch.sampling, header=header)
         fault_point("orchestrator.before_ship")
-        await self._on_disk(write_batch, batch_path(self.run_directory.batches, step), batch)
+        await self._on_disk(write_batch, batch_path(self.run_directory.batches, step), shipped)
         fault_point("orchestrator.shipped")
         self.ledger.ship(row, problems)
         self.progress[step] = progress
         self.shipped = step
         self._dropped = 0
-        logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
+        logger.info("batch %d: reward %.3f", step, metrics["reward/mean"])

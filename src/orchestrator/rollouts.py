@@ -9,8 +9,7 @@ import numpy as np
 
 from cairn.policy.generation import Generation
 from cairn.run.batches import Sample
-from cairn.run.directory import policy_step
-from cairn.run.probe import Probe
+from cairn.run.messages import PolicyName, Probe
 
 
 class AttemptOver(Exception):
@@ -110,7 +109,8 @@ class Group:
     @property
     def oldest_step(self) -> int:
         """Of the oldest policy that any of its tokens come from."""
-        return min(map(policy_step, self.versions), default=self.policy_step)
+        steps = (PolicyName.parse(version).step for version in self.versions)
+        return min(steps, default=self.policy_step)
 
     @property
     def versions(self) -> set[str]:
@@ -170,7 +170,7 @@ def batch_metrics(groups: list[Group], step: int) -> dict[str, float]:
     rewards = [rollout.reward for rollout in rollouts]
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
     behind = [
-        (step - 1 - policy_step(version), end - start)
+        (step - 1 - PolicyName.parse(version).step, end - start)
         for rollout in rollouts
         for version, start, end in rollout.versions
     ]

@@ -20,6 +20,7 @@ from safetensors.numpy import save
 
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
+from cairn.run.messages import BatchHeader
 
 COLUMNS = ("token_ids", "loss_mask", "logprobs", "advantages")
 """What belongs to each token of a sample."""
@@ -73,13 +74,11 @@ class Sample:
 class Batch:
     """One optimiser step's samples, and how they were sampled.
 
-    metrics: for the step's row in metrics.jsonl. info: run id, attempt, step and policy version, so that a
-    stale file is noticed.
+    metrics: for the step's row in metrics.jsonl.
     """
 
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
-    info: dict[str, Any] = field(default_factory=dict)
     sampling: Sampling = field(kw_only=True)
 
     def digest(self) -> str:
@@ -94,13 +93,20 @@ class Batch:
         return digest.hexdigest()
 
 
+@dataclass
+class RLBatch(Batch):
+    """A batch that an orchestrator ships: its header says which step of which run it is for."""
+
+    header: BatchHeader = field(kw_only=True)
+
+
 def batch_path(folder: Path, step: int) -> Path:
     """Where the batch of optimiser step `step` lies."""
     return folder / f"step_{step}.safetensors"
 
 
-def write_batch(path: Path, batch: Batch) -> None:
-    """Write an RL batch; readers see it whole or not at all."""
+def write_batch(path: Path, batch: RLBatch) -> None:
+    """Write a batch; readers see it whole or not at all."""
     samples = batch.samples
     tensors = {
         "lengths": np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
@@ -109,15 +115,15 @@ def write_batch(path: Path, batch: Batch) -> None:
         "logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
         "advantages": np.concatenate([sample.advantages for sample in samples]).astype(np.float32),
     }
-    parts = {"metrics": batch.metrics, "info": batch.info, "sampling": asdict(batch.sampling)}
+    parts = {"metrics": batch.metrics, "info": batch.header.to_json(), "sampling": asdict(batch.sampling)}
     metadata = {name: json.dumps(part) for name, part in parts.items()}
     metadata["digest"] = _file_digest(batch.digest(), metadata)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_atomic(path, save(tensors, metadata=metadata), durable=True)
 
 
-def read_info(path: Path) -> dict[str, Any]:
-    """What a batch's file says of where it belongs, without its samples.
+def read_origin(path: Path) -> tuple[Any, Any]:
+    """The run and the branch that a batch's file says it belongs to, whichever version of Cairn wrote it.
 
     Raises:
         FileNotFoundError: there is no such batch yet.
@@ -126,10 +132,11 @@ def read_info(path: Path) -> dict[str, Any]:
     if not os.path.exists(path):
         raise FileNotFoundError(path)
     with _damage_named(path), safe_open(path, framework="numpy") as file:
-        return _object((file.metadata() or {}).get("info", "{}"))
+        info = _object((file.metadata() or {}).get("info", "{}"))
+        return info.get("run_id"), info.get("branch")
 
 
-def read_batch(path: Path) -> Batch:
+def read_batch(path: Path) -> RLBatch:
     """Read what `write_batch` wrote.
 
     Raises:
@@ -146,11 +153,13 @@ def read_batch(path: Path) -> Batch:
         ends = np.cumsum(tensors["lengths"])[:-1]
         columns = [np.split(tensors[name], ends) for name in COLUMNS]
         samples = [Sample(*row) for row in zip(*columns, strict=True)]
-        batch = Batch(samples, _object(metadata["metrics"]), _object(metadata["info"]), sampling=FROM_TEXT)
+        batch = Batch(samples, _object(metadata["metrics"]), sampling=FROM_TEXT)
         if metadata.get("digest", wanted := _file_digest(batch.digest(), metadata)) != wanted:
             raise ValueError("its content is not what was written")
-    batch.sampling = _sampling(path, metadata.get("sampling", "nothing"))
-    return batch
+    sampling = _sampling(path, metadata.get("sampling", "nothing"))
+    with _damage_named(path):
+        header = BatchHeader.from_json(metadata["info"])
+    return RLBatch(samples, batch.metrics, sampling=sampling, header=header)
 
 
 @contextlib.contextmanager

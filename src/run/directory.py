@@ -13,10 +13,11 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
-from cairn.run.batches import BadBatch, Batch, batch_path, read_batch, read_info
+from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
 from cairn.run.files import DamagedFile, read_json, read_note, set_aside, write_json
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History
+from cairn.run.messages import Announcement, PolicyName, StopRequest
 from cairn.run.metrics import MetricsLog
 
 logger = logging.getLogger(__name__)
@@ -57,12 +58,7 @@ class Attempt:
 
     def version(self, step: int) -> str:
         """The name under which a server knows the policy after `step` optimiser steps."""
-        return f"{self.run_id}:{self.branch}:{step}"
-
-
-def policy_step(version: str) -> int:
-    """How many optimiser steps made the policy that `Attempt.version` named so."""
-    return int(version.rpartition(":")[2])
+        return str(PolicyName(self.run_id, self.branch, step))
 
 
 @dataclass(frozen=True)
@@ -96,26 +92,6 @@ class _Roles(Attempt):
     @property
     def attempt(self) -> Attempt:
         return Attempt(**{name: getattr(self, name) for name in Attempt.__dataclass_fields__})
-
-
-@dataclass(frozen=True)
-class _Stop:
-    """The content of stop.json."""
-
-    reason: str
-
-
-@dataclass(frozen=True)
-class Announcement:
-    """That the policy after `version` steps is there to be served, in `weights/v<version>`.
-
-    `save`: that step is a checkpoint, so every role saves its part. `last`: the run ends there.
-    """
-
-    attempt: str
-    version: int
-    save: bool
-    last: bool
 
 
 class RunDirectory:
@@ -331,7 +307,7 @@ class RunDirectory:
                 folder.mkdir(parents=True, exist_ok=True)
                 path.rename(folder / path.name)
 
-    def batch(self, attempt: Attempt, step: int) -> Batch | None:
+    def batch(self, attempt: Attempt, step: int) -> RLBatch | None:
         """The batch of optimiser step `step`, if it was shipped by this branch of this run.
 
         Raises:
@@ -340,8 +316,7 @@ class RunDirectory:
         """
         path = batch_path(self.batches, step)
         try:
-            info = read_info(path)
-            belongs = (info.get("run_id"), info.get("branch")) == (attempt.run_id, attempt.branch)
+            belongs = read_origin(path) == (attempt.run_id, attempt.branch)
             return read_batch(path) if belongs else None
         except FileNotFoundError:
             return None
@@ -365,11 +340,11 @@ class RunDirectory:
 
     def request_stop(self, reason: str) -> None:
         """Ask the run to save and stop at the next step boundary."""
-        write_json(self._stop, {"reason": reason})
+        write_json(self._stop, StopRequest(reason).to_json())
 
     def stop_requested(self) -> str | None:
         """The reason for which somebody asked the run to stop, if so."""
-        content = read_note(self._stop, _Stop)
+        content = read_note(self._stop, StopRequest)
         return content.reason if content else None
 
     # Policy versions, published by the trainer and picked up by the orchestrator.
@@ -377,7 +352,7 @@ class RunDirectory:
     def announce_version(self, attempt: Attempt, step: int, *, save: bool, last: bool) -> None:
         """Say that the policy after `step` steps lies in `weights/v<step>`; see `Announcement`."""
         message = Announcement(attempt.id, step, save, last)
-        write_json(self.version_folder(step).with_suffix(".json"), asdict(message))
+        write_json(self.version_folder(step).with_suffix(".json"), message.to_json())
 
     def announced_version(self, attempt: Attempt, step: int) -> Announcement | None:
         """The announcement of version `step` by this attempt, if it is there yet."""

@@ -75,9 +75,7 @@ def read_json(path: Path, shape: type[T] = object) -> T | None:
     if not content:
         raise DamagedFile(f"{path}: is empty")
     try:
-        if shape is object:
-            return json.loads(content)
-        return _adapter(shape).validate_json(content, strict=True)
+        return json.loads(content) if shape is object else parse_json(content, shape)
     except RecursionError:
         raise DamagedFile(f"{path}: is damaged: it is nested too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, or of another shape
@@ -94,6 +92,15 @@ def read_note(path: Path, shape: type[T] = object) -> T | None:
         return read_json(path, shape)
     except DamagedFile:
         return None
+
+
+def parse_json(content: str | bytes, shape: type[T]) -> T:
+    """The JSON `content` as what `shape` says; see `read_json`.
+
+    Raises:
+        ValueError: it is no JSON, or of another shape.
+    """
+    return _adapter(shape).validate_json(content, strict=True)
 
 
 @functools.cache

@@ -6,7 +6,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Sample
-from cairn.run.probe import Probe
+from cairn.run.messages import Probe
 from cairn.run.seeds import derive
 from cairn.trainer.packing import fill_rows
 from cairn.trainer.scoring import Scorer

@@ -13,7 +13,7 @@ from cairn.policy.sender import WeightSender
 from cairn.run.batches import Batch
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
-from cairn.run.probe import Probe
+from cairn.run.messages import Probe, write_probe
 from cairn.run.waiting import wait_for
 from cairn.trainer.group import Group
 from cairn.trainer.model import weights
@@ -74,7 +74,7 @@ class VersionPublisher:
             probe = make_probe()
             if group.rank == 0:
                 run.version_folder(step).mkdir(parents=True, exist_ok=True)
-                probe.write(run.version_folder(step))
+                write_probe(run.version_folder(step), probe)
         self._sender: WeightSender | None = None
         if network:
             self._sender = WeightSender(
@@ -141,7 +141,7 @@ class VersionPublisher:
             write_tensors(unfinished, tensors, "model", rank=self.group.rank, barrier=self.group.barrier)
         if self.group.rank == 0:
             if probe:
-                probe.write(unfinished)
+                write_probe(unfinished, probe)
             os.rename(unfinished, folder)
             fault_point("publish.before_announce")
             self.run.announce_version(self.attempt, step, save=save, last=last)

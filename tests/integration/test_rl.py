@@ -28,6 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from cairn.inference.client import ServerStatus
 from cairn.run.batches import batch_path, read_batch
 from cairn.run.directory import RunDirectory
+from cairn.run.messages import BatchHeader
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -270,7 +271,7 @@ class Killed:
     run: Path
     newest: int
     rows_then: list[dict]
-    infos_then: dict[int, dict]
+    headers_then: dict[int, BatchHeader]
     roles_then: dict
 
 
@@ -292,7 +293,7 @@ def killed(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest
         run=run,
         newest=steps(run)[-1],
         rows_then=rows(run),
-        infos_then={step: read_batch(path).info for step, path in there.items() if path.exists()},
+        headers_then={step: read_batch(path).header for step, path in there.items() if path.exists()},
         roles_then=roles_then,
     )
     assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
@@ -316,14 +317,14 @@ def test_no_role_outlives_a_killed_launcher(killed: Killed):
 
 def test_batches_are_kept_until_a_checkpoint_makes_them_needless(killed: Killed, halves: Halves):
     """Each names the policy that it was sampled from, which is the newest there was."""
-    assert set(range(killed.newest + 1, len(killed.rows_then) + 1)) <= killed.infos_then.keys()
+    assert set(range(killed.newest + 1, len(killed.rows_then) + 1)) <= killed.headers_then.keys()
     assert not list((killed.run / "batches").iterdir())
     assert not list((halves.run / "batches").iterdir())
     attempt = RunDirectory(killed.run).attempt()
-    for step, info in killed.infos_then.items():
-        assert (info["run_id"], info["step"]) == (attempt.run_id, step)
-        assert info["version"] == attempt.version(step - 1)
-        assert len(set(info["problems"])) == PROMPTS
+    for step, header in killed.headers_then.items():
+        assert (header.run_id, header.step) == (attempt.run_id, step)
+        assert header.version == attempt.version(step - 1)
+        assert len(set(header.problems)) == PROMPTS
 
 
 def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(killed: Killed):

@@ -12,8 +12,9 @@ import pytest
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.launch import main
 from cairn.orchestrator.ledger import FORMAT, SCHEMA
-from cairn.run.batches import FROM_TEXT, Batch, Sample, batch_path, write_batch
+from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
+from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.seeds import permutation
 from cairn.tools.audit import Report, audit
 
@@ -306,11 +307,11 @@ def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
         "DELETE FROM batches WHERE step = 6 OR step = 7; UPDATE groups SET batch = NULL WHERE place >= 20"
     )
     assert {"batch", "version"} <= kinds(run.audit())
-    row = {"samples": EACH * SAMPLES, "tokens": TOKENS, "digest": "digest 6", "oldest_step": 4, "step": 6}
-    info = {"run_id": RUN, "branch": BRANCH, "ledger": row | {"places": [[20, 23]]}}
+    row = ShippedBatch(6, [[20, 23]], EACH * SAMPLES, TOKENS, "digest 6", oldest_step=4)
+    header = BatchHeader(RUN, BRANCH, f"{RUN}:1", 6, f"{RUN}:{BRANCH}:5", [0, 1, 2, 3], row)
     zeros = np.zeros(1, np.float32)
     sample = Sample(np.array([1], np.int32), np.array([True]), zeros, zeros)
-    write_batch(batch_path(run.path / "batches", 6), Batch([sample], {}, info, sampling=FROM_TEXT))
+    write_batch(batch_path(run.path / "batches", 6), RLBatch([sample], {}, sampling=FROM_TEXT, header=header))
     run.sql("DELETE FROM samples WHERE place >= 28")  # of policies that do not exist now
     assert run.audit().violations == []
 

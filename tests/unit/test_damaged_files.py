@@ -11,7 +11,7 @@ import shutil
 import signal
 import socket
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -28,14 +28,15 @@ from cairn.launch import main
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.display import StepDisplay
 from cairn.launch.recipe import plan_recipe
-from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import Group, Rollout
-from cairn.run.batches import Batch, Sample, Sampling, batch_path, write_batch
-from cairn.run.directory import Announcement, Attempt, RunDirectory
+from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
+from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError
 from cairn.run.files import write_json
 from cairn.run.heartbeat import Beat, Watch
 from cairn.run.history import Account
+from cairn.run.messages import Announcement, BatchHeader, PolicyName, ShippedBatch
 from cairn.tools.audit import audit
 from cairn.trainer.rl_data import RLData
 
@@ -52,19 +53,14 @@ def make_config(path: Path) -> TrainerConfig:
     return TrainerConfig(model=model, output_dir=str(path), max_steps=20, ckpt=ckpt)
 
 
-def make_batch(step: int) -> Batch:
+def make_batch(step: int) -> RLBatch:
     tokens = np.arange(step, step + 3)
     sample = Sample(*(tokens.astype(dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
-    batch = Batch([sample], {"reward/mean": 0.5}, {}, sampling=Sampling(1.0))
+    batch = Batch([sample], {"reward/mean": 0.5}, sampling=Sampling(1.0))
     shipped = ShippedBatch(step, [[step, step]], 1, 3, batch.digest(), step - 1)
-    batch.info = {
-        "run_id": RUN,
-        "branch": BRANCH,
-        "step": step,
-        "problems": [step],
-        "ledger": asdict(shipped),
-    }
-    return batch
+    version = str(PolicyName(RUN, BRANCH, step - 1))
+    header = BatchHeader(RUN, BRANCH, f"{RUN}:1", step, version, [step], shipped)
+    return RLBatch(batch.samples, batch.metrics, sampling=batch.sampling, header=header)
 
 
 def save(store: CheckpointStore, ledger: Ledger, step: int) -> None:
@@ -107,7 +103,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
         ledger.issue(Group(step, step, 0, [1], [answer]))
         ledger.record(step, {0: answer})
         write_batch(batch_path(run.batches, step), batch)
-        ledger.ship(ShippedBatch(**batch.info["ledger"]), {step: step})
+        ledger.ship(batch.header.ledger, {step: step})
         if step > TRAINED:
             continue
         row = {"step": step, "loss": 1 / step, "time/step": 1.0, "time/wait": 0.0, "run/useful_seconds": step}
@@ -150,7 +146,7 @@ def go_on(path: Path) -> int:
     if (batch := role.batch(attempt, step)) is None:  # it was damaged, and is made again
         assert ledger.shipped(step) or step not in range(5, SHIPPED + 1) or ledger.waiting()
         batch = make_batch(step)
-        batch.info["branch"] = attempt.branch
+        batch.header = replace(batch.header, branch=attempt.branch)
         write_batch(batch_path(run.batches, step), batch)
     trained = RLData(config, run, attempt).next_batch(step)
     assert trained.digest() == make_batch(step).digest()

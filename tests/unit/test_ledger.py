@@ -11,8 +11,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, ShippedBatch, to_ranges
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, to_ranges
 from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.run.messages import ShippedBatch
 
 RUN = LedgerRun("run", "branch_1", FORMAT, 0, 100, 2, 2, 1)
 

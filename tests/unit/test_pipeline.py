@@ -27,11 +27,11 @@ from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerDisagrees
 from cairn.policy.generation import Generation, VersionSpan
-from cairn.run.batches import Batch, batch_path
-from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.batches import RLBatch, batch_path
+from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
-from cairn.run.probe import Probe
+from cairn.run.messages import PolicyName, Probe
 from cairn.run.seeds import permutation
 from cairn.tools.audit.ledger import check_ledger, read_ledger
 from cairn.tools.audit.report import Report
@@ -74,7 +74,7 @@ class Servers:
 
     async def prove(self, probe: Probe) -> None:
         self.probes[self.served] = probe
-        if policy_step(self.served) == self.disagrees_at:
+        if PolicyName.parse(self.served).step == self.disagrees_at:
             raise ServerDisagrees("the logprobs differ")
 
     async def generate(self, prompt_ids: list[int], *, versions, n: int, seed: int, **sampling):
@@ -116,7 +116,7 @@ class Trainer:
     last: int
     draw: random.Random
     save_every: int = 2
-    trained: list[Batch] = field(default_factory=list)
+    trained: list[RLBatch] = field(default_factory=list)
 
     async def train(self) -> None:
         """Announce the versions that were not announced yet, and commit checkpoints."""
@@ -204,29 +204,29 @@ async def see_through(
         await asyncio.wait([orchestrating, training])
 
 
-def places(batches: list[Batch]) -> list[int]:
+def places(batches: list[RLBatch]) -> list[int]:
     """The places in the prompt order that the batches hold."""
-    spans = [span for batch in batches for span in batch.info["ledger"]["places"]]
+    spans = [span for batch in batches for span in batch.header.ledger.places]
     return [place for first, last in spans for place in range(first, last + 1)]
 
 
-def assert_promises_kept(batches: list[Batch], behind: int, seed: int) -> None:
+def assert_promises_kept(batches: list[RLBatch], behind: int, seed: int) -> None:
     """Of batches 1, 2, ...: each prompt once, no token too old or from the future, rows as the batch is."""
-    assert [batch.info["step"] for batch in batches] == list(range(1, len(batches) + 1))
+    assert [batch.header.step for batch in batches] == list(range(1, len(batches) + 1))
     trained = places(batches)
     assert len(trained) == len(set(trained)) == PROMPTS * len(batches)
     for batch in batches:
-        row = batch.info["ledger"]
-        staleness = batch.info["step"] - 1 - row["oldest_step"]
+        row = batch.header.ledger
+        staleness = batch.header.step - 1 - row.oldest_step
         assert 0 <= batch.metrics["staleness/mean"] <= batch.metrics["staleness/max"] == staleness <= behind
-        assert policy_step(batch.info["version"]) < batch.info["step"]
-        assert row["digest"] == batch.digest()
-        assert (row["samples"], len(batch.samples)) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES)
+        assert PolicyName.parse(batch.header.version).step < batch.header.step
+        assert row.digest == batch.digest()
+        assert (row.samples, len(batch.samples)) == (PROMPTS * SAMPLES, PROMPTS * SAMPLES)
         expected = [
             permutation(PROBLEMS, seed, "prompt order", place // PROBLEMS)[place % PROBLEMS]
             for place in places([batch])
         ]
-        assert batch.info["problems"] == expected
+        assert batch.header.problems == expected
 
 
 @pytest.mark.parametrize("seed", range(16))
@@ -298,8 +298,8 @@ def test_each_prompt_is_trained_once_when_everything_dies(
     ):  # taking turns, nothing gets too old, nor is a later policy's prompt asked of an earlier one
         assert {batch.metrics["groups/dropped"] for batch in whole} == {0}
     if loss in ("nothing", "ledger"):
-        again = {batch.info["step"]: batch.digest() for batch in second.trained}
-        assert all(again.get(b.info["step"], b.digest()) == b.digest() for b in first.trained)
+        again = {batch.header.step: batch.digest() for batch in second.trained}
+        assert all(again.get(b.header.step, b.digest()) == b.digest() for b in first.trained)
 
 
 TRAINED = "WHERE step = (SELECT min(step) FROM batches)"
@@ -361,13 +361,13 @@ def test_a_ledger_that_was_edited_trains_no_prompt_twice(
     assert_audit_clean(run, attempt, whole)
 
 
-def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[Batch]) -> None:
+def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[RLBatch]) -> None:
     """`ckpt audit`, as far as it goes by the ledger and by what was trained."""
     rows, samples, tokens = [], 0, 0
     for batch in trained:
         samples += len(batch.samples)
         tokens += sum(len(sample.token_ids) for sample in batch.samples)
-        rows.append({"step": batch.info["step"], "total_samples": samples, "total_tokens": tokens})
+        rows.append({"step": batch.header.step, "total_samples": samples, "total_tokens": tokens})
         rows[-1]["batch/digest"] = batch.digest()
     report = Report(str(run.path), "rl", last_step=len(trained))
     check_ledger(read_ledger(run.ledger), rows, {}, attempt, report)
@@ -463,7 +463,7 @@ def test_every_policy_is_proven_by_the_probe_that_the_trainer_wrote(
     servers = Servers(random.Random(1))
     trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, 4, random.Random(1))
     asyncio.run(see_through(config, ATTEMPT, trainer, servers, []))
-    probes = {policy_step(version): probe.logprobs for version, probe in servers.probes.items()}
+    probes = {PolicyName.parse(version).step: probe.logprobs for version, probe in servers.probes.items()}
     assert probes == {step: [float(step)] for step in range(5)}
 
 
@@ -583,7 +583,7 @@ def test_another_environment_is_asked_anew_for_what_waits(configuration: Orchest
     asked = ReverseText(**args)
     tokenizer = AutoTokenizer.from_pretrained(MODEL)
     for batch in second.trained:
-        for i, problem in enumerate(batch.info["problems"]):
+        for i, problem in enumerate(batch.header.problems):
             text = tokenizer.decode(batch.samples[i * SAMPLES].token_ids)
             assert text.startswith(f"<user>{asked.messages(problem)[0]['content']}<assistant>")
     state = read_json(store.folder(8) / "orchestrator" / "state.json")

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import itertools
 import json
+import math
 import multiprocessing
 import re
 import resource
@@ -19,19 +20,33 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from cairn.run.batches import (
+    COLUMNS,
     FROM_TEXT,
     BadBatch,
     Batch,
+    RLBatch,
     Sample,
     Sampling,
     batch_path,
     read_batch,
+    read_origin,
     write_batch,
 )
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.faults import POINTS
 from cairn.run.files import DamagedFile, read_json, read_note, write_atomic, write_json
 from cairn.run.history import Account, History
+from cairn.run.messages import (
+    Announcement,
+    BatchHeader,
+    Message,
+    PolicyName,
+    Probe,
+    ShippedBatch,
+    StopRequest,
+    read_probe,
+    write_probe,
+)
 from cairn.run.metrics import MetricsLog
 from cairn.run.seeds import derive, permutation
 from cairn.run.waiting import DeadlinePassed, wait_for
@@ -91,14 +106,22 @@ def samples(draw) -> Sample:
     return Sample(tokens, mask, column(FLOATS, np.float32), column(FLOATS, np.float32))
 
 
+def make_header(step: int, run_id: str = "run", branch: str = "branch_1") -> BatchHeader:
+    """Of a batch of two prompts."""
+    row = ShippedBatch(step, [[1, 1], [4, 4]], 2, 6, "digest", step - 2)
+    version = str(PolicyName(run_id, branch, step - 1))
+    return BatchHeader(run_id, branch, f"{run_id}:1", step, version, [7, 3], row)
+
+
 @given(st.lists(samples(), min_size=1, max_size=6), st.integers(1, 10**6))
 def test_a_batch_comes_back_from_its_file_as_it_was(tmp_path_factory, batch: list[Sample], step: int):
     """Every sample with its own tokens, and all that was said about the batch."""
     path = batch_path(tmp_path_factory.mktemp("run") / "batches", step)
-    metrics, info = {"reward/mean": 0.1}, {"step": step, "problems": [1, 2], "version": "a:1:2"}
-    write_batch(path, Batch(batch, metrics, info, sampling=Sampling(0.7)))
+    metrics, header = {"reward/mean": 0.1}, make_header(step)
+    write_batch(path, RLBatch(batch, metrics, sampling=Sampling(0.7), header=header))
     found = read_batch(path)
-    assert (found.metrics, found.info, found.sampling) == (metrics, info, Sampling(0.7))
+    assert (found.metrics, found.header, found.sampling) == (metrics, header, Sampling(0.7))
+    assert read_origin(path) == ("run", "branch_1")
     assert len(found.samples) == len(batch)
     for a, b in zip(found.samples, batch, strict=True):
         for name in ("token_ids", "loss_mask", "logprobs", "advantages"):
@@ -144,7 +167,7 @@ def test_a_damaged_batch_is_noticed(tmp_path: Path):
     path = batch_path(tmp_path, 1)
     column = np.arange(3)
     sample = Sample(*(column.astype(dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
-    write_batch(path, Batch([sample], {"reward/mean": 0.5}, {"step": 1}, sampling=FROM_TEXT))
+    write_batch(path, RLBatch([sample], {"reward/mean": 0.5}, sampling=FROM_TEXT, header=make_header(1)))
     whole = path.read_bytes()
     for place in range(len(whole)):
         path.write_bytes(whole[:place])
@@ -153,13 +176,26 @@ def test_a_damaged_batch_is_noticed(tmp_path: Path):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 1]) + whole[place + 1 :])
         with contextlib.suppress(DamagedFile):  # a space more or less in the header changes nothing
             found = read_batch(path)
-            assert (found.metrics, found.info) == ({"reward/mean": 0.5}, {"step": 1})
+            assert (found.metrics, found.header) == ({"reward/mean": 0.5}, make_header(1))
             np.testing.assert_array_equal(found.samples[0].advantages, sample.advantages)
             assert found.digest() == Batch([sample], sampling=FROM_TEXT).digest()
     path.unlink()
     path.mkdir()
     with pytest.raises(DamagedFile, match=str(path)):
         read_batch(path)
+
+
+def test_a_batch_whose_header_lacks_something_is_damaged(tmp_path: Path):
+    """Another version of Cairn wrote it, perhaps; it is made again from the ledger."""
+    path = batch_path(tmp_path, 1)
+    sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
+    columns = {name: getattr(sample, name) for name in COLUMNS} | {"lengths": np.array([2], np.int32)}
+    info = make_header(1).to_json()
+    for missing in info:
+        partial = json.dumps({name: value for name, value in info.items() if name != missing})
+        save_file(columns, path, {"metrics": "{}", "info": partial, "sampling": '{"temperature": 1.0}'})
+        with pytest.raises(DamagedFile, match=missing):
+            read_batch(path)
 
 
 @given(samples(), st.integers(1, 20))
@@ -450,7 +486,7 @@ def ship(run: RunDirectory, steps: range, *, run_id: str = "abc", branch: str = 
     """Batches as the orchestrator of some branch ships them."""
     sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
     for step in steps:
-        batch = Batch([sample], {}, {"run_id": run_id, "branch": branch}, sampling=FROM_TEXT)
+        batch = RLBatch([sample], {}, sampling=FROM_TEXT, header=make_header(step, run_id, branch))
         write_batch(batch_path(run.batches, step), batch)
 
 
@@ -484,6 +520,58 @@ def test_batches_that_can_be_trained_on_stay_and_others_are_set_aside(
     run.set_batches_aside(aside, ATTEMPT)
     assert run.batches.exists() == goes_on
     assert sorted(path.name for path in (run.batches if goes_on else aside / "batches").iterdir()) == names
+
+
+# Messages
+
+MESSAGES = [
+    Announcement("run:1", 3, save=True, last=False),
+    StopRequest("SIGTERM"),
+    Probe([5, 6, 7], [-1.0, -0.25], "float32"),
+    make_header(3),
+]
+
+
+@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+def test_a_message_comes_back_from_its_json_and_lacks_nothing(message: Message):
+    fields = message.to_json()
+    assert type(message).from_json(json.dumps(fields | {"unknown": 1})) == message
+    for name in fields:
+        with pytest.raises(ValueError, match=name):
+            type(message).from_json(json.dumps({key: value for key, value in fields.items() if key != name}))
+        with pytest.raises(ValueError, match=name):
+            type(message).from_json(json.dumps(fields | {name: {"no": "such"}}))
+
+
+def test_messages_lie_in_their_files_as_in_earlier_versions(run: RunDirectory):
+    """Byte by byte: a run may go on with another version of Cairn than it began with."""
+    run.weights.mkdir()
+    run.announce_version(ATTEMPT, 11, save=True, last=False)
+    announcement = '{\n  "attempt": "abc:2",\n  "version": 11,\n  "save": true,\n  "last": false\n}\n'
+    assert (run.weights / "v11.json").read_text() == announcement
+    run.request_stop("SIGTERM")
+    assert (run.path / "stop.json").read_text() == '{\n  "reason": "SIGTERM"\n}\n'
+    assert json.dumps(make_header(3).to_json()) == (
+        '{"run_id": "run", "branch": "branch_1", "attempt": "run:1", "step": 3, "version": "run:branch_1:2", '
+        '"problems": [7, 3], "ledger": {"step": 3, "places": [[1, 1], [4, 4]], "samples": 2, "tokens": 6, '
+        '"digest": "digest", "oldest_step": 1}}'
+    )
+
+
+def test_a_probe_comes_back_from_its_folder(tmp_path: Path):
+    """Whatever its logprobs are; and a folder need not have one."""
+    assert read_probe(tmp_path) is None
+    write_probe(tmp_path, Probe([1, 2, 3], [-math.inf, 1 / 3], "bfloat16"))
+    assert read_probe(tmp_path) == Probe([1, 2, 3], [-math.inf, 1 / 3], "bfloat16")
+
+
+def test_a_policys_name_is_taken_apart_as_it_was_put_together():
+    name = PolicyName("0badcafe", "branch_12", 345)
+    assert str(name) == "0badcafe:branch_12:345"
+    assert PolicyName.parse(str(name)) == name
+    for text in ("", "345", "branch_12:345", "0badcafe:branch_12:", "0badcafe:branch_12:newest"):
+        with pytest.raises(ValueError, match="is no policy's name"):
+            PolicyName.parse(text)
 
 
 # Waiting

@@ -17,7 +17,7 @@ from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsRefused
-from cairn.run.probe import Probe
+from cairn.run.messages import Probe
 
 Answer = tuple[int, Any]
 SAMPLING = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop_token_ids": []}

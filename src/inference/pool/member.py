@@ -9,7 +9,7 @@ from cairn.policy.errors import ServerDisagrees
 from cairn.policy.generation import Generation
 from cairn.run.directory import WEIGHT_SOURCE
 from cairn.run.files import read_json
-from cairn.run.probe import Probe
+from cairn.run.messages import Probe
 
 PROOFS = 3
 """How often a server is given the same weights before it is given up on, until there are others."""

@@ -16,7 +16,7 @@ from cairn.inference.pool.membership import Roster
 from cairn.inference.pool.server_list import ServerList
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable
 from cairn.policy.generation import Generation
-from cairn.run.probe import Probe
+from cairn.run.messages import Probe
 
 logger = logging.getLogger(__name__)
 

@@ -12,21 +12,10 @@ from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.directory import Attempt, RunDirectory, policy_step
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.messages import PolicyName, ShippedBatch
 from cairn.run.seeds import permutation
 from cairn.tools.audit.report import Epoch, Report, Row
-
-
-@dataclass(frozen=True)
-class Batch:
-    """A row of the ledger's table of batches; `places` are ranges, both ends included."""
-
-    step: int
-    places: list[tuple[int, int]]
-    samples: int
-    tokens: int
-    digest: str
-    oldest_step: int
 
 
 @dataclass(frozen=True)
@@ -36,7 +25,7 @@ class LedgerContent:
     run: Row
     groups: list[Row]
     samples: list[Row]
-    batches: dict[int, Batch]
+    batches: dict[int, ShippedBatch]
     dropped: list[Row]
 
 
@@ -74,7 +63,7 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
         if run["format"] != FORMAT:
             raise ValueError(f"it has format {run['format']}, this version of Cairn reads {FORMAT}")
         batches = {
-            row["step"]: Batch(**{**row, "places": [(a, b) for a, b in json.loads(row["places"])]})
+            row["step"]: ShippedBatch(**{**row, "places": [[a, b] for a, b in json.loads(row["places"])]})
             for row in tables["batches"]
         }
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
@@ -88,10 +77,9 @@ def add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> N
     batch = run.batch(attempt, step)
     if batch is None:
         return
-    places = [(first, last) for first, last in batch.info["ledger"]["places"]]
-    ledger.batches[step] = Batch(**{**batch.info["ledger"], "places": places})
+    ledger.batches[step] = batch.header.ledger
     for group in ledger.groups:
-        if any(first <= group["place"] <= last for first, last in places):
+        if any(first <= group["place"] <= last for first, last in batch.header.ledger.places):
             group["batch"] = step
 
 
@@ -241,7 +229,7 @@ def _check_staleness(ledger: LedgerContent, report: Report) -> None:
     for sample in ledger.samples:
         step = steps.get(sample["place"])
         try:
-            policies = [policy_step(version) for version, _, _ in sample["versions"]]
+            policies = [PolicyName.parse(version).step for version, _, _ in sample["versions"]]
         except ValueError:
             report.broken("version", f"prompt {sample['place']}: tokens of unknown weights", sample)
             continue
@@ -273,5 +261,5 @@ def check_snapshots(
                 report.broken("snapshot", what, one and asdict(one), two and asdict(two))
 
 
-def _steps_through(step: int, *batches: dict[int, Batch]) -> Iterable[int]:
+def _steps_through(step: int, *batches: dict[int, ShippedBatch]) -> Iterable[int]:
     return sorted({number for rows in batches for number in rows if number <= step})
