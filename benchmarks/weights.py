@@ -38,7 +38,7 @@ from cairn.inference.server import Server
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import sync
 from cairn.trainer.group import Group
-from cairn.trainer.rl_data import VersionPublisher
+from cairn.trainer.publisher import VersionPublisher
 
 WARM_UP = 3
 """Updates at the beginning that are not counted."""

@@ -1,6 +1,6 @@
 """Configuration of the trainer: what SFT and RL share, and what is their own."""
 
-from typing import Literal
+from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
@@ -70,6 +70,8 @@ class WandbConfig(BaseConfig):
 class TrainerBase(SupervisionConfig):
     """What every trainer has."""
 
+    task: ClassVar[str]
+    """What the configuration is for: a name in `cairn.trainer.tasks`."""
     model: ModelConfig = ModelConfig()
     seed: int = Field(0, ge=0)
     """Seed of every random draw of the run."""
@@ -132,6 +134,7 @@ class SFTDataConfig(BaseConfig):
 class SFTConfig(TrainerBase):
     """Supervised fine-tuning on Ray-launched FSDP2 workers."""
 
+    task = "sft"
     output_dir: str = "outputs/sft"
     """Folder for everything that the run writes."""
     data: SFTDataConfig = SFTDataConfig()
@@ -155,6 +158,7 @@ class PolicyLossConfig(BaseConfig):
 class TrainerConfig(TrainerBase):
     """The trainer of an RL run: reads the orchestrator's batches, publishes policy versions."""
 
+    task = "rl"
     output_dir: str = "outputs/rl"
     """Folder for everything that the run writes."""
     loss: PolicyLossConfig = PolicyLossConfig()

@@ -1,4 +1,4 @@
-"""What the next step works on, made ready while the current step runs."""
+"""What a step works on: made ready while the step before it runs, or when it is asked for."""
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -38,3 +38,20 @@ class Prefetch(Generic[T]):
     def close(self) -> None:
         """End the thread, which may be making something that nobody needs."""
         self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class OnDemand(Generic[T]):
+    """Makes a thing when it is asked for: where it depends on the step before, nothing can be made ahead."""
+
+    def __init__(self, make: Callable[[int], T]):
+        self._make = make
+
+    def get(self, step: int) -> T:
+        """What is made for `step`."""
+        return self._make(step)
+
+    def make_ready(self, step: int) -> None:
+        """Nothing can be done yet."""
+
+    def close(self) -> None:
+        """Nothing was begun."""

@@ -1,6 +1,6 @@
 """Where a step's metrics go: metrics.jsonl always, Weights & Biases if asked."""
 
-from typing import Any
+from typing import Any, Protocol
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.directory import Attempt, RunDirectory
@@ -20,6 +20,7 @@ def check_login(config: TrainerBase) -> None:
     if config.wandb is None or config.wandb.mode == "offline" or config.ray.address:
         return
     import wandb
+    from wandb.errors import AuthenticationError
     from wandb.sdk.lib import wbauth
 
     settings = wandb.setup().settings
@@ -27,7 +28,7 @@ def check_login(config: TrainerBase) -> None:
     try:
         login = wbauth.authenticate_session(host=host, source="cairn", prompt=False, update_session=False)
         problem = None if login else f"there is no API key for {host}"
-    except wandb.errors.AuthenticationError as error:
+    except AuthenticationError as error:
         problem = str(error).rstrip(".")
     if problem:
         raise UsageError(
@@ -36,8 +37,35 @@ def check_login(config: TrainerBase) -> None:
         )
 
 
-class Tracker:
-    """Writes each step's row; only rank 0 has one."""
+class Tracker(Protocol):
+    """Takes each step's row."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Record the metrics of one step, which the row names."""
+        ...
+
+    def close(self) -> None:
+        """Finish what is still on its way."""
+        ...
+
+
+def make_tracker(config: TrainerBase, run: RunDirectory, attempt: Attempt, rank: int) -> Tracker:
+    """What writes the run's metrics down on rank 0; the other ranks' rows are the same, and go nowhere."""
+    return RunTracker(config, run, attempt) if rank == 0 else NoTracker()
+
+
+class NoTracker:
+    """Forgets every row."""
+
+    def log(self, row: dict[str, Any]) -> None:
+        """Forget it."""
+
+    def close(self) -> None:
+        """Nothing is on its way."""
+
+
+class RunTracker:
+    """Writes each row to metrics.jsonl, and to W&B if the run is to."""
 
     def __init__(self, config: TrainerBase, run: RunDirectory, attempt: Attempt):
         self.log_file = run.metrics

@@ -21,12 +21,12 @@ from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import PolicyLossConfig, TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import Group
-from cairn.trainer.loop import train_step
 from cairn.trainer.losses import PolicyLoss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import make_work
 from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.step import train_step
 
 SIZE = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},

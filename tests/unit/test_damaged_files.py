@@ -38,7 +38,7 @@ from cairn.run.heartbeat import Beat, Watch
 from cairn.run.history import Account
 from cairn.run.messages import Announcement, BatchHeader, PolicyName, ShippedBatch
 from cairn.tools.audit import audit
-from cairn.trainer.rl_data import RLData
+from cairn.trainer.rl import ShippedBatches
 
 RUN, BRANCH, PARTS = "0badcafe", "branch_1", ["trainer", "orchestrator"]
 LEDGER_RUN = LedgerRun(RUN, BRANCH, FORMAT, 0, 100, 1, 1, 1)
@@ -148,7 +148,7 @@ def go_on(path: Path) -> int:
         batch = make_batch(step)
         batch.header = replace(batch.header, branch=attempt.branch)
         write_batch(batch_path(run.batches, step), batch)
-    trained = RLData(config, run, attempt).next_batch(step)
+    trained = ShippedBatches(run, attempt, config.batch_timeout).next_batch(step)
     assert trained.digest() == make_batch(step).digest()
     ledger.close()
     role.version_folder(step).mkdir(parents=True)

@@ -26,12 +26,12 @@ from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import Group
-from cairn.trainer.loop import train_step
 from cairn.trainer.losses import sft_loss
 from cairn.trainer.model import build_model, companions, weights_in
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import Work, make_work
 from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.step import train_step
 
 group = one_rank
 

@@ -31,15 +31,15 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.trainer import sft_data
 from cairn.trainer.group import Group
-from cairn.trainer.loop import TrainingDiverged, train_step
 from cairn.trainer.losses import PolicyLoss, sft_loss
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
 from cairn.trainer.packing import MicroBatch, make_micro_batches, make_work, pack
 from cairn.trainer.prefetch import Prefetch
-from cairn.trainer.rl_data import VersionPublisher
+from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.step import TrainingDiverged, train_step
 
 group = one_rank
 
@@ -266,7 +266,7 @@ def step(group: Group, model_folder: Path) -> Step:
         samples: list[Sample],
         loss: Callable = sft_loss,
         temperature: float = 1.0,
-        meanwhile: Callable[[], None] | None = None,
+        meanwhile: Callable[[], None] = lambda: None,
         **changed: object,
     ):
         config = TrainerConfig(

@@ -1,4 +1,4 @@
-"""The trainer's side of RL: batches from the orchestrator, policy versions to it."""
+"""Policy versions, from the trainer to the servers."""
 
 import contextlib
 import os
@@ -8,39 +8,12 @@ from collections.abc import Callable
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.tensors import write_tensors
-from cairn.config.trainer import TrainerConfig
 from cairn.policy.sender import WeightSender
-from cairn.run.batches import Batch
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import Probe, write_probe
-from cairn.run.waiting import wait_for
 from cairn.trainer.group import Group
 from cairn.trainer.model import weights
-
-
-class RLData:
-    """Reads the orchestrator's batch files in order of steps."""
-
-    def __init__(self, config: TrainerConfig, run: RunDirectory, attempt: Attempt):
-        self.config = config
-        self.run = run
-        self.attempt = attempt
-
-    def next_batch(self, step: int) -> Batch:
-        """Wait for the batch of optimiser step `step`.
-
-        Raises:
-            DeadlinePassed: the orchestrator did not ship it in time.
-        """
-        batch = wait_for(
-            lambda: self.run.batch(self.attempt, step),
-            seconds=self.config.batch_timeout,
-            whom=f"the orchestrator's batch {step}",
-            setting="--trainer.batch-timeout",
-        )
-        fault_point("trainer.batch_read")
-        return batch
 
 
 class VersionPublisher:
@@ -68,7 +41,6 @@ class VersionPublisher:
         self.attempt = attempt
         self.group = group
         self.model = model
-        self._newest = max(run.announced_versions(attempt), default=attempt.start_step)
         self._make_probe = make_probe
         if make_probe and step == attempt.start_step:  # servers take this policy from elsewhere
             probe = make_probe()
@@ -82,19 +54,6 @@ class VersionPublisher:
             )
             self._ranks = group.gather_objects(self._sender.here)
             self.publish_again(step)
-
-    def is_replay(self, step: int) -> bool:
-        """Whether the orchestrator was told of the policy of `step` before this process began.
-
-        So it is when a trainer that died is started again and goes through the same batches.
-        """
-        return step <= self._newest
-
-    def announced(self, step: int) -> tuple[bool, bool]:
-        """Whether the orchestrator was told that `step` is a checkpoint, so it saves its part; and that the
-        run ends there, so it ends too."""
-        message = self.run.announced_version(self.attempt, step)
-        return (message.save, message.last) if message else (False, False)
 
     def before_update(self) -> None:
         """The weights are about to change: wait for servers that are getting them."""

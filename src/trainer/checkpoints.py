@@ -1,0 +1,230 @@
+"""Saving a trainer's state while training goes on."""
+
+import hashlib
+import importlib.metadata
+import json
+import platform
+import secrets
+import time
+from collections.abc import Mapping
+from dataclasses import asdict
+from typing import Any, Protocol
+
+from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.manifest import Origin
+from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.saver import Saved, Saver
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors import DTYPE_NAMES
+from cairn.config.ckpt import CkptConfig
+from cairn.trainer.model import companions
+from cairn.trainer.task import Context
+
+PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
+
+
+class Checkpoints(Protocol):
+    """What the training loop asks for when it comes to saving; all ranks ask together."""
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after `step`; `last` if it must be saved in any case."""
+        ...
+
+    def overdue(self) -> bool:
+        """Whether the last save was too long ago, by this rank's clock."""
+        ...
+
+    def others_saved(self, step: int) -> bool:
+        """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
+        ...
+
+    def prepare(self) -> None:
+        """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
+        ...
+
+    def before_update(self) -> None:
+        """Return once the weights and the optimiser's state have been copied."""
+        ...
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Save the current step, whose metrics these are."""
+        ...
+
+    def check(self) -> list[Saved]:
+        """The saves completed since the last call.
+
+        Raises:
+            CheckpointError: a save has failed.
+        """
+        ...
+
+    def finish(self) -> list[Saved]:
+        """Wait for the last save, and end; the saves completed since the last `check`."""
+        ...
+
+    def abandon(self) -> None:
+        """End, and give up a save that is under way."""
+        ...
+
+
+class NoCheckpoints:
+    """Of a run that saves nothing."""
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Never."""
+        return False
+
+    def overdue(self) -> bool:
+        """Never."""
+        return False
+
+    def others_saved(self, step: int) -> bool:
+        """There is no checkpoint of which they could be parts."""
+        return False
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
+    def before_update(self) -> None:
+        """Nothing is being copied."""
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """It is never due."""
+        raise AssertionError("a run without checkpoints saves nothing")
+
+    def check(self) -> list[Saved]:
+        """None."""
+        return []
+
+    def finish(self) -> list[Saved]:
+        """None."""
+        return []
+
+    def abandon(self) -> None:
+        """There is nothing to give up."""
+
+
+def make_checkpoints(context: Context, parent: Origin | None, others: tuple[str, ...]) -> Checkpoints:
+    """What saves the run's checkpoints; all ranks call it.
+
+    Args:
+        parent: the checkpoint that the run goes on from.
+        others: the parts of each checkpoint that other roles write.
+    """
+    ckpt = context.state.config.ckpt
+    return TrainerCheckpoints(context, ckpt, parent, others) if ckpt else NoCheckpoints()
+
+
+class TrainerCheckpoints:
+    """Saves a trainer's state, off the training loop's critical path."""
+
+    def __init__(self, context: Context, ckpt: CkptConfig, parent: Origin | None, others: tuple[str, ...]):
+        """Prepare to save; see `make_checkpoints`.
+
+        The run's metrics are durable before a checkpoint of their step exists. Its batches are removed once
+        there is a checkpoint of a later step.
+        """
+        self.state = state = context.state
+        self.store = CheckpointStore(context.run.checkpoints)
+        self.attempt = context.attempt
+        self.parent = parent
+        self.recipe = context.recipe
+        self._ckpt = ckpt
+        self._others = others if ckpt.training_state else ()
+        self._parts = ["trainer", *self._others] if ckpt.training_state else ["model"]
+        group = state.group
+        self._companions = companions(state.model, context.model_folder) if group.rank == 0 else {}
+        self._saved_at = time.monotonic()
+
+        def committed(step: int) -> None:
+            context.run.forget_batches(step)
+            apply_retention(self.store, ckpt)
+
+        self._saver = Saver(
+            self.store,
+            rank=group.rank,
+            world_size=group.world_size,
+            session=group.gather_objects(secrets.token_hex(8))[0],
+            roles={part: self.attempt.id for part in self._others},
+            part_timeout=ckpt.part_timeout,
+            read_back=ckpt.verify == "save",
+            before_commit=context.run.metrics.make_durable,
+            after_commit=committed,
+        )
+        self.before_update = self._saver.before_update
+        self.check = self._saver.check
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after `step`; `last` if it must be saved in any case."""
+        interval = self._ckpt.interval
+        return last or (interval is not None and step % interval == 0)
+
+    def overdue(self) -> bool:
+        """Whether the last save was too long ago, by this rank's clock."""
+        minutes = self._ckpt.interval_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def others_saved(self, step: int) -> bool:
+        """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
+        here = all(self.store.has_part(step, part, self.attempt.id) for part in self._others)
+        return not self.state.group.any_of(not here)[0]
+
+    def prepare(self) -> None:
+        """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
+        if self._ckpt.interval or self._ckpt.interval_minutes:
+            self._saver.prepare(self._tensors())
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Save the current step, whose metrics these are; unless `save_async`, wait for the commit."""
+        state = self.state
+        step = state.progress.step
+        files = {f"model/{name}": content for name, content in self._companions.items()}
+        tensors = self._tensors()
+        if self._ckpt.training_state:
+            trainer_state = {
+                "progress": asdict(state.progress),
+                "seed": state.config.seed,
+                "rows": state.scorer.rows.name,
+                "optimizer": type(state.optimizer).__name__,
+                "scheduler": state.config.scheduler.model_dump(),
+                "recipe": self.recipe,
+            }
+            files["trainer/state.json"] = (json.dumps(trainer_state, indent=2) + "\n").encode()
+        self._saver.save(step, tensors, files, self._about(metrics, tensors))
+        self.parent = Origin(run_id=self.attempt.run_id, step=step)
+        if not self._ckpt.save_async:
+            self._saver.finish()
+        self._saved_at = time.monotonic()
+
+    def finish(self) -> list[Saved]:
+        """Wait for the last save, and end; the saves completed since the last `check`."""
+        self._saver.finish()
+        saved = self._saver.check()
+        self._saver.close()
+        return saved
+
+    def abandon(self) -> None:
+        """End, and give up a save that is under way."""
+        self._saver.abandon()
+
+    def _tensors(self) -> Tensors:
+        return self.state.tensors(weights_only=not self._ckpt.training_state)
+
+    def _about(self, metrics: Mapping[str, float], tensors: Tensors) -> dict[str, Any]:
+        recipe = json.dumps({key: self.recipe[key] for key in sorted(self.recipe.keys() - {"changes"})})
+        versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+        return {
+            "run_id": self.attempt.run_id,
+            "attempt": self.attempt.number,
+            "branch": self.attempt.branch,
+            "parts": self._parts,
+            "parent": self.parent,
+            "world_size": self.state.group.world_size,
+            "dtypes": {
+                stem: "+".join(sorted({DTYPE_NAMES[tensor.dtype] for tensor in named.values()}))
+                for stem, named in tensors.items()
+            },
+            "metrics": metrics,
+            "versions": versions | {"python": platform.python_version()},
+            "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
+        }

@@ -1,0 +1,108 @@
+"""Reinforcement learning: batches come from the orchestrator, and each step's policy goes to the servers."""
+
+from functools import partial
+
+from cairn.config.trainer import TrainerConfig
+from cairn.run.batches import Batch
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.faults import fault_point
+from cairn.run.waiting import wait_for
+from cairn.trainer.losses import PolicyLoss
+from cairn.trainer.probe import make_probe
+from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.task import Context, Decision, Earlier, Task
+
+
+class RL(Task):
+    """No batch is asked for ahead: answers to a policy can't be there before the policy is published."""
+
+    parts = ("orchestrator",)
+
+    def __init__(self, config: TrainerConfig, context: Context):
+        """Publish the policy that training starts from; all ranks call it."""
+        run, attempt, state = context.run, context.attempt, context.state
+        self.loss = PolicyLoss(config.loss)
+        self._training_state = config.ckpt is not None and config.ckpt.training_state
+        self._batches = ShippedBatches(run, attempt, config.batch_timeout)
+        self._replay = Replay(run, attempt)
+        self._publisher = VersionPublisher(
+            run,
+            attempt,
+            state.group,
+            state.model,
+            state.progress.step,
+            network=config.weight_transport == "network",
+            make_probe=partial(make_probe, state.scorer, state.group.device, config)
+            if config.self_check
+            else None,
+        )
+
+    def next_batch(self, step: int) -> Batch:
+        """Wait for the orchestrator.
+
+        Raises:
+            DeadlinePassed: it did not ship the batch in time.
+        """
+        return self._batches.next_batch(step)
+
+    def earlier(self, step: int) -> Earlier:
+        """What the orchestrator was told of `step` by a process that this one replaces."""
+        return self._replay.earlier(step)
+
+    def before_update(self) -> None:
+        """Wait for servers that are reading the weights from memory."""
+        self._publisher.before_update()
+
+    def after_step(self, step: int, decision: Decision) -> None:
+        """Publish the policy of `step`; if the orchestrator knows it already, offer it again."""
+        if decision.again:
+            self._publisher.publish_again(step)
+        else:
+            save = decision.save and self._training_state
+            self._publisher.publish(step, save=save, last=decision.last)
+
+    def close(self) -> None:
+        """Servers get nothing from this process any more."""
+        self._publisher.close()
+
+
+class Replay:
+    """The steps whose policies an earlier process of this attempt had announced to the orchestrator."""
+
+    def __init__(self, run: RunDirectory, attempt: Attempt):
+        """Look which these are; nothing has been announced by this process yet."""
+        self.run = run
+        self.attempt = attempt
+        self._newest = max(run.announced_versions(attempt), default=attempt.start_step)
+
+    def earlier(self, step: int) -> Earlier:
+        """What was decided for `step`: a later version's announcement may be all that is left of it."""
+        if step > self._newest:
+            return Earlier()
+        message = self.run.announced_version(self.attempt, step)
+        return Earlier(True, message.save, message.last) if message else Earlier(done=True)
+
+
+class ShippedBatches:
+    """The orchestrator's batch files, in the order of steps."""
+
+    def __init__(self, run: RunDirectory, attempt: Attempt, timeout: float):
+        """Wait `timeout` seconds for each batch."""
+        self.run = run
+        self.attempt = attempt
+        self.timeout = timeout
+
+    def next_batch(self, step: int) -> Batch:
+        """Wait for the batch of optimiser step `step`.
+
+        Raises:
+            DeadlinePassed: the orchestrator did not ship it in time.
+        """
+        batch = wait_for(
+            lambda: self.run.batch(self.attempt, step),
+            seconds=self.timeout,
+            whom=f"the orchestrator's batch {step}",
+            setting="--trainer.batch-timeout",
+        )
+        fault_point("trainer.batch_read")
+        return batch

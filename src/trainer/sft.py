@@ -1,0 +1,58 @@
+"""Supervised fine-tuning: records of a data set, and the likelihood of what the assistant says in them."""
+
+from pathlib import Path
+
+from transformers import AutoTokenizer
+
+from cairn.config.trainer import SFTConfig
+from cairn.run.batches import Batch
+from cairn.run.recipe import template_arguments
+from cairn.trainer.losses import sft_loss
+from cairn.trainer.records import BadRecord, examine, same_records
+from cairn.trainer.sft_data import SFTData
+from cairn.trainer.task import Context, Task
+
+
+class SFT(Task):
+    """Batches are cut from the records on every rank, ahead of time."""
+
+    prefetch = True
+
+    def __init__(self, config: SFTConfig, context: Context):
+        """Read the records and go on behind the last one that was trained on.
+
+        Raises:
+            BadRecord: they are not the records that the run was started with.
+            UsageError: nothing can be learned from the first of them.
+        """
+        self.loss = sft_loss
+        recipe = context.recipe
+        self._data = SFTData(
+            config.data,
+            AutoTokenizer.from_pretrained(context.model_folder),
+            config.seed,
+            context.state.progress.total_samples - recipe.get("data", {}).get("begins_at", 0),
+            row_length=config.seq_len,
+            template_arguments=template_arguments(recipe),
+        )
+        identity = examine(config.data, self._data.records)
+        kept = recipe.get("data", identity)
+        if not same_records(identity, kept):
+            raise BadRecord(f"{config.data.name} holds other records than when the run was started")
+        self._data.check_start()
+        self.recipe = {"data": kept}
+
+    @classmethod
+    def warm_up(cls, folder: Path) -> None:
+        """Import `datasets`, and what the tokenizer needs."""
+        import datasets  # noqa: F401
+
+        AutoTokenizer.from_pretrained(folder)
+
+    def next_batch(self, step: int) -> Batch:
+        """The next records.
+
+        Raises:
+            BadRecord: one of them can't be trained on.
+        """
+        return self._data.next_batch(step)

@@ -1,0 +1,97 @@
+"""One optimiser step: forward and backward passes over a rank's micro-batches, then the update."""
+
+from collections.abc import Callable
+
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from cairn.run import heartbeat
+from cairn.run.errors import CairnError
+from cairn.run.seeds import derive
+from cairn.trainer.group import Group
+from cairn.trainer.losses import LossFunction, LossSums
+from cairn.trainer.optimizer import learning_rate
+from cairn.trainer.packing import Work
+from cairn.trainer.state import TrainerState
+
+
+class TrainingDiverged(CairnError):
+    """The gradient is not finite; the weights are as they were before the step."""
+
+
+def _nothing() -> None:
+    pass
+
+
+def train_step(
+    state: TrainerState,
+    work: Work,
+    step: int,
+    loss_function: LossFunction,
+    before_update: Callable[[], None] = _nothing,
+    meanwhile: Callable[[], None] = _nothing,
+) -> dict[str, float]:
+    """One optimiser step, in place; returns its metrics.
+
+    The loss is a mean over all learned tokens of the batch, on whichever rank they are. Weights and optimiser
+    state change only after `before_update` has returned. `meanwhile` is called before the last backward pass,
+    during which this thread needs neither Python nor, on a GPU, the processor.
+
+    Raises:
+        TrainingDiverged: the gradient is not finite.
+    """
+    config, group, model = state.config, state.group, state.model
+    tokens = max(work.learned, 1)
+    all_sums = []
+    for micro in work.micros:
+        heartbeat.doing(f"step {step}, micro-batch {micro.index}")
+        group.seed(derive(config.seed, "dropout", step, micro.index))
+        if isinstance(model, FSDPModule):
+            model.set_requires_gradient_sync(micro is work.micros[-1])
+        micro = micro.to(group.device)
+        sums = loss_function(state.scorer.logprobs(micro, work.temperature), micro)
+        if micro.index == work.micros[-1].index:
+            meanwhile()
+        # FSDP2 averages gradients over ranks; the sum is wanted.
+        (sums.loss * (group.world_size / tokens)).backward()
+        all_sums.append(sums)
+
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+    if not torch.isfinite(norm):
+        raise TrainingDiverged(
+            f"step {step}: the gradient's norm is {norm.item()}; lower optimizer.lr, or look at the batch"
+        )
+    rate = learning_rate(step, config.optimizer, config.scheduler, config.scheduler.steps or config.max_steps)
+    for parameters in state.optimizer.param_groups:
+        parameters["lr"] = rate
+    before_update()
+    state.optimizer.step()
+    state.optimizer.zero_grad(set_to_none=True)
+
+    progress = state.progress
+    progress.step = step
+    progress.total_tokens += work.tokens
+    progress.total_samples += work.samples
+    return {
+        **_combine(all_sums, tokens, group),
+        "lr": rate,
+        "grad_norm": norm.item(),
+        "learned_tokens": work.learned,
+        **({"cut_samples": work.cut} if work.cut else {}),
+        **({"unlearned_samples": work.unlearned} if work.unlearned else {}),
+    }
+
+
+def _combine(all_sums: list[LossSums], tokens: int, group: Group) -> dict[str, float]:
+    """Metrics of the whole step, summed in the order of micro-batches whatever rank they ran on."""
+    means, maxima = list(all_sums[0].means), list(all_sums[0].maxima)
+    rows = [
+        torch.stack([s.loss.detach(), *(s.means[k] for k in means), *(s.maxima[k] for k in maxima)]).double()
+        for s in all_sums
+    ]
+    table = group.gather_rows(torch.stack(rows)).transpose(0, 1).flatten(0, 1)  # [micro-batch, metric]
+    totals = table[:, : 1 + len(means)].cumsum(0)[-1] / tokens
+    peaks = table[:, 1 + len(means) :].amax(0)
+    return dict(zip(["loss", *means, *maxima], [*totals.tolist(), *peaks.tolist()], strict=True))

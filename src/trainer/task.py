@@ -1,0 +1,99 @@
+"""What a trainer is for, as the training loop sees it.
+
+A task says where batches come from, what is minimised, and what goes on around a step. `cairn.trainer.tasks`
+lists all tasks; the loop, saving and the ranks' spares know only this class.
+"""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from cairn.run.batches import Batch
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.trainer.losses import LossFunction
+from cairn.trainer.state import TrainerState
+
+
+class Earlier(NamedTuple):
+    """What was decided for a step before this process began.
+
+    A trainer that died goes through the steps after its checkpoint a second time. What the first pass told
+    other roles about such a step still holds.
+
+    done: the step was finished and announced. save: as a checkpoint. last: as the run's last step.
+    """
+
+    done: bool = False
+    save: bool = False
+    last: bool = False
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What the ranks agreed on for the step that they have just finished.
+
+    save: the step becomes a checkpoint. last: the run ends here. again: an earlier process of this attempt
+    had finished this step before.
+    """
+
+    save: bool
+    last: bool
+    again: bool
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a task is given beside its configuration.
+
+    state: with its weights loaded and its model checked. model_folder: the Hugging Face directory of the
+    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe.
+    """
+
+    run: RunDirectory
+    attempt: Attempt
+    state: TrainerState
+    model_folder: Path
+    recipe: Mapping[str, Any]
+
+
+class Task(ABC):
+    """One kind of training. What has a default below may be left as it is: most tasks need little of it.
+
+    All ranks call every method, in the same order, apart from `next_batch` if `prefetch` is set.
+    """
+
+    prefetch: bool = False
+    """Whether the batch of a step may be asked for, in a thread of its own, while the step before it runs."""
+    parts: tuple[str, ...] = ()
+    """What other roles add to each checkpoint."""
+    recipe: Mapping[str, Any] = {}
+    """What the task adds to the recipe that checkpoints keep."""
+    loss: LossFunction
+    """What is minimised."""
+
+    @abstractmethod
+    def __init__(self, config: Any, context: Context):
+        """Prepare the first step; `config` is an instance of the configuration class that names the task."""
+
+    @classmethod  # noqa: B027
+    def warm_up(cls, folder: Path) -> None:
+        """In a spare worker: import what the task imports late; `folder` is the model's."""
+
+    @abstractmethod
+    def next_batch(self, step: int) -> Batch:
+        """The batch of optimiser step `step`, the same on every rank; asked for in the order of steps."""
+
+    def earlier(self, step: int) -> Earlier:
+        """What was decided for `step` before this process began, as far as this rank knows."""
+        return Earlier()
+
+    def before_update(self) -> None:  # noqa: B027
+        """Return once nobody reads the weights any more: the optimiser is about to change them."""
+
+    def after_step(self, step: int, decision: Decision) -> None:  # noqa: B027
+        """The weights are those of `step`, before they are saved."""
+
+    def close(self) -> None:  # noqa: B027
+        """Training is over, or has failed."""
