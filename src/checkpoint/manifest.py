@@ -3,7 +3,7 @@
 import json
 import re
 import stat
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
@@ -153,17 +153,24 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def holds_tensors(name: str) -> bool:
+    """Whether a file of a checkpoint is one of those whose content `tensors.load_step` checks."""
+    return name.endswith(".safetensors")
+
+
 def check_files(
     folder: Path,
     manifest: Manifest,
     *,
     content: bool = True,
+    tensors: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> None:
     """Compare every file of a step with its size and, in parallel, its checksums; look for files too many.
 
     Args:
         content: False checks names and sizes only.
+        tensors: False leaves the content of tensor files to whoever loads them.
         on_bytes: told how many bytes were checked, again and again, for a progress bar.
 
     Raises:
@@ -176,8 +183,19 @@ def check_files(
         raise Damaged(f"{folder / unknown[0]}: does not belong to the checkpoint")
     for name, entry in manifest.files.items():  # cheap, so first
         check_size(folder / name, entry)
-    if not content:
-        return
+    if content:
+        wanted = {name: e for name, e in manifest.files.items() if tensors or not holds_tensors(name)}
+        check_content(folder, wanted, on_bytes=on_bytes)
+
+
+def check_content(
+    folder: Path, files: Mapping[str, FileEntry], *, on_bytes: Callable[[int], None] = lambda n: None
+) -> None:
+    """Read these files of a step, in parallel, and compare them with their checksums.
+
+    Raises:
+        Damaged: naming a file that can't be read or was changed, and where in it.
+    """
 
     def check(place: tuple[str, int]) -> int:
         name, chunk = place
@@ -185,10 +203,10 @@ def check_files(
             crc = chunk_crc(folder / name, chunk)
         except OSError as error:
             raise Damaged(f"{folder / name}: {error.strerror}") from None
-        check_crc(folder / name, manifest.files[name], chunk, crc)
-        return min(CHUNK_BYTES, manifest.files[name].size - chunk * CHUNK_BYTES)
+        check_crc(folder / name, files[name], chunk, crc)
+        return min(CHUNK_BYTES, files[name].size - chunk * CHUNK_BYTES)
 
-    places = [(name, i) for name, entry in manifest.files.items() for i in range(len(entry.crc64nvme))]
+    places = [(name, chunk) for name, entry in files.items() for chunk in range(len(entry.crc64nvme))]
     with ThreadPoolExecutor(4) as pool:
         for count in pool.map(check, places):
             on_bytes(count)

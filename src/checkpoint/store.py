@@ -352,12 +352,17 @@ def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
 
 
 def verify(
-    folder: Path, *, content: bool = True, on_bytes: Callable[[int], None] = lambda n: None
+    folder: Path,
+    *,
+    content: bool = True,
+    tensors: bool = True,
+    on_bytes: Callable[[int], None] = lambda n: None,
 ) -> Manifest:
     """Check every file of a step against its manifest.
 
     Args:
         content: False checks names and sizes only.
+        tensors: False leaves the content of tensor files to whoever loads them.
         on_bytes: told how many bytes were checked, again and again, for a progress bar.
 
     Raises:
@@ -365,5 +370,5 @@ def verify(
         Damaged: naming the file and the place.
     """
     manifest = load_manifest(folder)
-    check_files(folder, manifest, content=content, on_bytes=on_bytes)
+    check_files(folder, manifest, content=content, tensors=tensors, on_bytes=on_bytes)
     return manifest

@@ -23,7 +23,16 @@ from cairn.checkpoint.layout import (
     find_tensors,
     plan,
 )
-from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_crc, check_size, load_manifest
+from cairn.checkpoint.manifest import (
+    CheckpointError,
+    Damaged,
+    Manifest,
+    check_content,
+    check_crc,
+    check_size,
+    holds_tensors,
+    load_manifest,
+)
 from cairn.checkpoint.names import Place
 from cairn.checkpoint.reader import Piece, as_bytes, read_pieces
 
@@ -260,38 +269,77 @@ def load_step(
 ) -> Manifest:
     """Fill `tensors` (by file stem within the step, such as `model/model`, and name) from a checkpoint.
 
-    All ranks call it. Each reads its own ranges and no others; together they check every byte.
+    All ranks call it. Each reads its own ranges and no others; together they read every byte of the step's
+    tensor files once, and check it. An error that one of them finds is raised on all.
 
     Args:
         gather: returns what all ranks gave it, on every rank.
 
     Raises:
         CheckpointError: it is no checkpoint, or holds other tensors.
-        Damaged: a file is not as it was written; the tensors then hold what was read.
+        Damaged: a tensor file is not as it was written; the tensors then hold what was read.
     """
     manifest = load_manifest(folder)
+    seen: dict[str, FileChecksum] = {}
+    problem: CheckpointError | None = None
     try:
+        seen = _load_files(folder, manifest, tensors, rank)
+    except CheckpointError as error:
+        problem = error
+    merged: dict[str, FileChecksum] = {}
+    problems: list[CheckpointError] = []
+    for others, theirs in gather((seen, problem)):
+        problems += [theirs] if theirs else []
+        for name, checksum in others.items():
+            merged.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+    try:
+        if problems:
+            raise next((found for found in problems if isinstance(found, Damaged)), problems[0])
+        _check_sums(folder, manifest, merged)
+    except Damaged:
+        raise
+    except CheckpointError:  # a damaged header may name other tensors than those that are there
+        check_content(folder, {name: e for name, e in manifest.files.items() if holds_tensors(name)})
+        raise
+    return manifest
+
+
+def _load_files(
+    folder: Path, manifest: Manifest, tensors: Mapping[str, Mapping[str, Stored]], rank: int
+) -> dict[str, FileChecksum]:
+    """Fill this rank's share of `tensors`; what it saw of each tensor file of the step, by name."""
+    try:
+        for name, entry in manifest.files.items():
+            if holds_tensors(name):
+                check_size(folder / name, entry)
         found = [
             _find(folder / stem.rpartition("/")[0], targets, stem.rpartition("/")[2])
             for stem, targets in tensors.items()
         ]
         checksums = _read_all(found, rank)
-    except FileNotFoundError as error:
-        raise Damaged(f"{error.filename}: {error.strerror}") from None
+    except OSError as error:
+        raise Damaged(f"{error.filename or folder}: {error.strerror}") from None
     seen = {path.relative_to(folder).as_posix(): checksum for path, checksum in checksums.items()}
-    merged: dict[str, FileChecksum] = {}
-    for others in gather(seen):
-        for name, checksum in others.items():
-            merged.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+    if rank == 0:  # what nobody asks for is checked all the same
+        left = {n: e for n, e in manifest.files.items() if holds_tensors(n) and n not in seen}
+        check_content(folder, left)
+    return seen
+
+
+def _check_sums(folder: Path, manifest: Manifest, merged: Mapping[str, FileChecksum]) -> None:
+    """Compare what all ranks read of the tensor files with the manifest.
+
+    Raises:
+        CheckpointError: they hold tensors that nobody read.
+        Damaged: one is not as it was written.
+    """
     for name, checksum in merged.items():
         if name not in manifest.files:
             raise Damaged(f"{folder / name}: does not belong to the checkpoint")
-        check_size(folder / name, manifest.files[name])
         if checksum.nbytes != checksum.size:
             raise CheckpointError(f"{folder / name}: holds tensors that this run does not have")
         for chunk, crc in enumerate(checksum.chunks()):
             check_crc(folder / name, manifest.files[name], chunk, crc)
-    return manifest
 
 
 def _dtype(stored: StoredTensor) -> torch.dtype:

@@ -14,14 +14,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.store import CheckpointStore, load_manifest, verify
-from cairn.config.ckpt import CkptConfig
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
+from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders, read_json, write_atomic, write_json
+from cairn.run.files import make_folders, read_json, read_note, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -31,13 +30,22 @@ ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
 RunConfig = SFTConfig | TrainerConfig | RLConfig
 
 
+DAMAGE_NOTE = "damaged.json"
+"""In the run directory, from the trainer's driver to the launcher: which checkpoint its ranks can't load."""
+
+
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from: a step_N folder that was checked in full, or nothing."""
+    """What a run goes on from: a step_N folder, or nothing.
+
+    Every file of the folder is there with its size, and those that hold no tensors are as they were written;
+    `choose_start` says when that is also known of the others. named: whether the user named the step.
+    """
 
     store: CheckpointStore
-    folder: Path | None
-    manifest: Manifest | None
+    folder: Path | None = None
+    manifest: Manifest | None = None
+    named: bool = False
 
     @property
     def step(self) -> int:
@@ -50,22 +58,48 @@ class Start:
         return self.folder is not None and self.folder.parent != self.store.root
 
 
-def choose_start(config: RunConfig, *, needs: list[str]) -> Start:
+class StartDamaged(Exception):
+    """The checkpoint that an attempt goes on from is damaged: only another attempt can go back behind it."""
+
+    def __init__(self, folder: Path, problem: str):
+        super().__init__(problem)
+        self.folder = folder
+
+    def report(self, run: RunDirectory) -> None:
+        """Let the launcher know."""
+        write_json(run.path / DAMAGE_NOTE, {"folder": str(self.folder), "problem": str(self)})
+
+    @classmethod
+    def reported(cls, run: RunDirectory) -> "StartDamaged | None":
+        """What the trainer's driver has reported, once."""
+        path = run.path / DAMAGE_NOTE
+        note = read_note(path, dict[str, str])
+        path.unlink(missing_ok=True)
+        return cls(Path(note["folder"]), note["problem"]) if note else None
+
+
+def choose_start(config: RunConfig, *, needs: list[str], damaged: StartDamaged | None = None) -> Start:
     """Decide what the run goes on from; nothing is written.
+
+    Names and sizes of the step's files are checked, and the content of those that hold no tensors. Tensor
+    files are left to the ranks, which check them while they load them, so that each is read once. They are
+    checked here where damage must be known before anything is touched: if there are later steps, which going
+    on sets aside; if the run is complete, so that nobody loads the step; and if an RL run's answers count
+    before its trainer has loaded the weights that they are sampled from (`--no-self-check`).
 
     With `--ckpt.resume auto` that may be its last step (`is_complete`): whoever runs a command again until it
     ends with 0 gets to know that the run is done.
 
     Args:
         needs: the parts that a checkpoint to go on from must have: trainer, for RL also orchestrator.
+        damaged: what the ranks could not load; the newest good step is taken, whatever the user asked for.
 
     Raises:
         UsageError: it can't start like this.
     """
-    store = CheckpointStore(RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir).checkpoints)
-    folder = _choose(config.ckpt, store, config.output_dir)
-    start = Start(store, folder, _with_parts(folder, needs) if folder else None)
-    if folder:
+    start = _Choice(config, needs, damaged).make()
+    if start.folder:
+        _check_parts(start, needs)
         _check_fit(config, start)
     if is_complete(config, start) and config.ckpt.resume != "auto":
         raise UsageError(
@@ -80,8 +114,103 @@ def is_complete(config: RunConfig, start: Start) -> bool:
     return start.step >= config.max_steps
 
 
-class NewestDamaged(Exception):
-    """The newest checkpoint of an attempt is damaged: only another attempt can go back behind it."""
+def damaged_start(damaged: StartDamaged) -> UsageError:
+    """The error of a step that the user has named, and that can't be gone on from."""
+    return UsageError(f"can't resume: {damaged}; --ckpt.resume latest takes the newest good step")
+
+
+class _Choice:
+    """How `choose_start` decides."""
+
+    def __init__(self, config: RunConfig, needs: list[str], damaged: StartDamaged | None):
+        self.config = config
+        self.ckpt = config.ckpt
+        self.damaged = damaged
+        self.store = CheckpointStore(RunDirectory(config.output_dir, self.ckpt and self.ckpt.dir).checkpoints)
+        self.steps = self.store.steps()
+        self.counts_before_loading = "orchestrator" in needs and not config.self_check
+        """Whether answers count before the trainer has loaded the weights that they come from."""
+
+    def make(self) -> Start:
+        """The choice; see `choose_start`."""
+        for link in self.store.links():
+            print(
+                f"{link} is a link, so it is no step of this run; what it leads to is left alone", flush=True
+            )
+        if self.ckpt is None or not self.ckpt.resumes:
+            if self.steps:
+                raise UsageError(
+                    f"--output-dir {self.config.output_dir}: this run has checkpoints up to step "
+                    f"{self.steps[-1]}; go on with --ckpt.resume-step {self.steps[-1]} (or --ckpt.resume "
+                    "auto), or give another --output-dir"
+                )
+            return Start(self.store)
+        if self.damaged or self.ckpt.resume in ("auto", "latest"):
+            return self._newest_good()
+        folder = self._named()
+        try:
+            return Start(self.store, folder, self._check(folder), named=True)
+        except CheckpointError as error:
+            raise damaged_start(StartDamaged(folder, str(error))) from None
+
+    def _newest_good(self) -> Start:
+        passed_over = False
+        for folder in map(self.store.folder, reversed(self.steps)):
+            try:
+                if self.damaged and self.damaged.folder == folder:
+                    raise Damaged(str(self.damaged))
+                start = Start(self.store, folder, self._check(folder))
+            except CheckpointError as error:
+                print(f"passing over a damaged checkpoint: {error}", flush=True)
+                passed_over = True
+                continue
+            if passed_over:
+                print(f"the newest good checkpoint is {folder}", flush=True)
+            return start
+        wish = "latest" if self.ckpt.resume == "latest" else "auto"
+        if wish == "latest" or passed_over:
+            raise UsageError(f"--ckpt.resume {wish}: there is no good checkpoint in {self.store.root}")
+        return Start(self.store)
+
+    def _named(self) -> Path:
+        """The folder of the step that the user names, which may be another run's."""
+        ckpt, store = self.ckpt, self.store
+        if ckpt.resume_step is not None:
+            if ckpt.resume_step not in self.steps:
+                there = (
+                    f"there are the steps {', '.join(map(str, self.steps))}"
+                    if self.steps
+                    else "there are none"
+                )
+                raise UsageError(
+                    f"--ckpt.resume-step {ckpt.resume_step}: no such checkpoint in {store.root}; {there}"
+                )
+            return store.folder(ckpt.resume_step)
+        folder = Path(ckpt.resume).absolute()
+        folder = folder.resolve() if folder.is_symlink() else folder
+        if self.steps and folder.parent != store.root:
+            raise UsageError(
+                f"--ckpt.resume {ckpt.resume}: {store.root} already holds checkpoints of its own; "
+                "give another --output-dir"
+            )
+        return folder
+
+    def _check(self, folder: Path) -> Manifest:
+        """Check a step as far as that is not left to those who load it; returns its manifest.
+
+        Raises:
+            CheckpointError: it can't be gone on from.
+        """
+        manifest = load_manifest(folder)
+        others_later = self.steps and folder != self.store.folder(self.steps[-1])
+        nobody_loads = manifest.step >= self.config.max_steps
+        check_files(
+            folder,
+            manifest,
+            content=self.ckpt.verify != "off",
+            tensors=bool(others_later or nobody_loads or self.counts_before_loading),
+        )
+        return manifest
 
 
 def begin(
@@ -135,7 +264,7 @@ def begin(
         run.history.path.rename(start.store.abandoned / name / run.history.path.name)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
-    wanted = rewinds and config.ckpt.resume not in ("auto", "latest")  # the user goes back on purpose
+    wanted = rewinds and start.named  # the user goes back on purpose
     run.history.recompute(dropped if goes_on and not wanted else 0)
     for change in recipe["trainer"].get("changes", []):
         if change["step"] == start.step:
@@ -169,25 +298,28 @@ def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
 def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -> Attempt:
     """The attempt as a role that is started in the middle of it sees it: from its newest good checkpoint.
 
+    As in `choose_start`, tensor files are left to those who load them.
+
     Args:
         pass_over: go back behind one that is damaged. The trainer can't: the step is there, and the batches
             that led to it are not.
 
     Raises:
-        NewestDamaged: it is damaged and not to be passed over.
+        StartDamaged: it is damaged and not to be passed over.
     """
     for step in reversed(store.steps()):
         if step <= attempt.start_step:
             break
+        folder = store.folder(step)
         try:
-            manifest = verify(store.folder(step))
+            manifest = verify(folder, tensors=False)
         except CheckpointError as error:
             if not pass_over:
-                raise NewestDamaged(str(error)) from None
+                raise StartDamaged(folder, str(error)) from None
             logger.warning("passing over a damaged checkpoint: %s", error)
             continue
         if (manifest.run_id, manifest.branch) == (attempt.run_id, attempt.branch):
-            return dataclasses.replace(attempt, start_step=step, resume_from=str(store.folder(step)))
+            return dataclasses.replace(attempt, start_step=step, resume_from=str(folder))
     return attempt
 
 
@@ -207,59 +339,20 @@ def _make_folder(path: Path, setting: str) -> None:
         ) from None
 
 
-def _choose(ckpt: CkptConfig | None, store: CheckpointStore, output_dir: str) -> Path | None:
-    """The step folder to go on from, checked in full; None starts fresh."""
-    steps = store.steps()
-    for link in store.links():
-        print(f"{link} is a link, so it is no step of this run; what it leads to is left alone", flush=True)
-    if ckpt is None or not ckpt.resumes:
-        if steps:
-            raise UsageError(
-                f"--output-dir {output_dir}: this run has checkpoints up to step {steps[-1]}; go on with "
-                f"--ckpt.resume-step {steps[-1]} (or --ckpt.resume auto), or give another --output-dir"
-            )
-        return None
-    if ckpt.resume in ("auto", "latest"):
-        folder, passed_over = store.newest_good(content=ckpt.verify != "off")
-        for problem in passed_over:
-            print(f"passing over a damaged checkpoint: {problem}")
-        if folder is None:
-            if ckpt.resume == "latest" or passed_over:
-                raise UsageError(f"--ckpt.resume {ckpt.resume}: there is no good checkpoint in {store.root}")
-            return None
-        return folder
-    if ckpt.resume_step is not None:
-        if ckpt.resume_step not in steps:
-            there = f"there are the steps {', '.join(map(str, steps))}" if steps else "there are none"
-            raise UsageError(
-                f"--ckpt.resume-step {ckpt.resume_step}: no such checkpoint in {store.root}; {there}"
-            )
-        folder = store.folder(ckpt.resume_step)
-    else:
-        folder = Path(ckpt.resume).absolute()
-        folder = folder.resolve() if folder.is_symlink() else folder
-        if steps and folder.parent != store.root:
-            raise UsageError(
-                f"--ckpt.resume {ckpt.resume}: {store.root} already holds checkpoints of its own; "
-                "give another --output-dir"
-            )
-    try:
-        verify(folder, content=ckpt.verify != "off")
-    except CheckpointError as error:
-        raise UsageError(f"can't resume: {error}; --ckpt.resume latest takes the newest good step") from None
-    return folder
+def _check_parts(start: Start, needs: list[str]) -> None:
+    """See that the checkpoint holds what this run needs.
 
-
-def _with_parts(folder: Path, needs: list[str]) -> Manifest:
-    manifest = load_manifest(folder)
-    missing = [part for part in needs if part not in manifest.parts]
-    if missing:
-        what = "holds weights only" if manifest.parts == ["model"] else f"has no {missing[0]} part"
+    Raises:
+        UsageError: it does not.
+    """
+    assert start.manifest is not None
+    parts = start.manifest.parts
+    if missing := [part for part in needs if part not in parts]:
+        what = "holds weights only" if parts == ["model"] else f"has no {missing[0]} part"
         raise UsageError(
-            f"{folder} {what}, so this run can't go on from it; "
-            f"--model.name {folder} starts a new run from its weights"
+            f"{start.folder} {what}, so this run can't go on from it; "
+            f"--model.name {start.folder} starts a new run from its weights"
         )
-    return manifest
 
 
 def _check_fit(config: RunConfig, start: Start) -> None:

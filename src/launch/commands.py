@@ -13,7 +13,15 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.inference.client import InferenceClient
-from cairn.launch.attempt import NewestDamaged, RunConfig, Start, begin, choose_start, is_complete
+from cairn.launch.attempt import (
+    RunConfig,
+    Start,
+    StartDamaged,
+    begin,
+    choose_start,
+    damaged_start,
+    is_complete,
+)
 from cairn.launch.main import EXIT_STOPPED
 from cairn.launch.model import resolve_model
 from cairn.launch.process import RoleFailed
@@ -108,17 +116,24 @@ def _see_through(
         attempt = begin(run, config, start, recipe, command=command)
         try:
             return run_roles(run, attempt, roles, config)
-        except NewestDamaged as damaged:
-            print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
+        except StartDamaged as damaged:
+            at_start = damaged.folder == start.folder
+            if at_start and start.named:
+                raise damaged_start(damaged) from None
+            if at_start:
+                print(f"the checkpoint of step {start.step} can't be gone on from: it is damaged", flush=True)
+            else:
+                print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
             if run.stop_requested():
                 print("stopped; --ckpt.resume auto goes on from the newest good one", flush=True)
                 return EXIT_STOPPED
-        config.ckpt.resume_step, config.ckpt.resume = None, "auto"
-        try:
-            start = choose_start(config, needs=_needed_parts(config))
-            recipe = plan_recipe(config, start, orchestrator)
-        except UsageError as error:
-            raise RoleFailed(str(error)) from None
+            try:
+                start = choose_start(config, needs=_needed_parts(config), damaged=damaged)
+                recipe = plan_recipe(config, start, orchestrator)
+            except UsageError as error:
+                if at_start:
+                    raise
+                raise RoleFailed(str(error)) from None
 
 
 def orchestrate(config: OrchestratorConfig) -> int:

@@ -9,12 +9,15 @@ import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Self
 
 import ray
 
+from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.launch.attempt import StartDamaged
 from cairn.launch.process import RayFailed, RoleFailed, log_end
 from cairn.launch.ray_group import Placement, Process, end_ray, kill, start_ray
 from cairn.launch.restarts import RestartRule
@@ -61,6 +64,8 @@ class _Ended:
     outcomes: dict[int, Outcome]
     dead: dict[int, str]
     errors: list[CairnError]
+    damaged: Damaged | None = None
+    """What they could not load."""
 
     @property
     def broken(self) -> bool:
@@ -115,6 +120,7 @@ class Ranks:
             newest: what to go on from, asked whenever the ranks start.
 
         Raises:
+            StartDamaged: the checkpoint to go on from is damaged.
             RoleFailed: a worker could not be placed, raised an error, or workers died too often.
             RayFailed: Ray itself failed.
         """
@@ -181,6 +187,7 @@ class Ranks:
         """Train from `attempt` on, with all places filled.
 
         Raises:
+            StartDamaged: they can't load what `attempt` goes on from.
             _RanksDied: some died.
             RoleFailed: one raised an error.
             UsageError: one refused what the user asked for.
@@ -206,6 +213,8 @@ class Ranks:
             self._watch(pending.values())
             if not ended.broken and self._newest_step() >= attempt.start_step + SETTLED_STEPS:
                 self.spares.tend()
+        if ended.damaged and attempt.resume_from:
+            raise StartDamaged(Path(attempt.resume_from), str(ended.damaged))
         if ended.dead:
             on_gpu = self._placement.gpus > 0
             raise _RanksDied(ended.dead, [r.number for r in (self._ranks if on_gpu else pending.values())])
@@ -288,6 +297,8 @@ def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
         if isinstance(cause, UsageError):
             ended.errors.insert(0, cause)
             return
+        if isinstance(cause, Damaged):
+            ended.damaged = cause
         message = f"trainer rank {rank.number}: {type(cause).__name__}: {cause}\n(log: {rank.log})"
         ended.errors.append(RoleFailed(message))
     except ray.exceptions.RayError as error:

@@ -16,7 +16,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.attempt import NewestDamaged, newest_start
+from cairn.launch.attempt import StartDamaged, newest_start
 from cairn.launch.main import EXIT_STOPPED, answer
 from cairn.launch.process import RayFailed, stop_on_signals
 from cairn.run import heartbeat
@@ -184,8 +184,9 @@ def _main(role: str, folder: str, launcher: str, *standby: str) -> int:
     except RayFailed as error:
         print(f"error: {error}", flush=True)
         return EXIT_CRASHED
-    except NewestDamaged as error:
+    except StartDamaged as error:
         print(f"error: {error}", flush=True)
+        error.report(run)
         return EXIT_DAMAGED
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.rl import RLConfig
-from cairn.launch.attempt import NewestDamaged, RunConfig
+from cairn.launch.attempt import RunConfig, StartDamaged
 from cairn.launch.display import StepDisplay
 from cairn.launch.main import EXIT_STOPPED, EXIT_USAGE
 from cairn.launch.process import RoleFailed, kill_session, log_end, start_role, stop_on_signals
@@ -36,7 +36,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
 
     Raises:
         RoleFailed: a role failed for good.
-        NewestDamaged: the trainer died, and what it has to go on from is damaged.
+        StartDamaged: what the trainer has to go on from is damaged.
         KeyboardInterrupt: the user asked a second time to stop.
     """
     outlive_terminal()
@@ -121,7 +121,7 @@ class _Role:
         Raises:
             RoleFailed: it reported an error that would only come again, or died too often.
             UsageError: it refused what the user asked for; a server, at its first start.
-            NewestDamaged: see `run_roles`.
+            StartDamaged: see `run_roles`.
         """
         if self.ended or self.lost:
             return
@@ -146,8 +146,8 @@ class _Role:
             self.ended = True
         elif code == EXIT_USAGE and (self.name in WORKING or not self._replaced):
             raise UsageError(log_end(self.log).removeprefix("error: "))
-        elif self.name == "trainer" and code == EXIT_DAMAGED:
-            raise NewestDamaged(log_end(self.log).removeprefix("error: "))
+        elif self.name == "trainer" and code == EXIT_DAMAGED and (damaged := StartDamaged.reported(self.run)):
+            raise damaged
         else:
             kill_session(self.process.pid)  # or its workers go on for a while, beside the new ones
             crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING

@@ -192,10 +192,7 @@ class Orchestrator:
         announced = self.run_directory.announced_versions(self.attempt)
         step = announced[0] - 1 if announced else self.attempt.start_step
         if not announced:
-            await self._serve(self.policy_folder, step, probe_follows=self.config.self_check)
-            if self.config.self_check:  # answers come meanwhile, and count once the servers have proven it
-                with explained(self.policy_folder):
-                    await self.servers.prove(await self._first_probe(step))
+            await self._serve_start(step)
         while True:
             message = await self._announcement(step + 1)
             while message is not None:  # whoever lags behind serves the newest only, but leaves out no save
@@ -266,6 +263,23 @@ class Orchestrator:
         current = self.run_directory.attempt()
         if current and current.id != self.attempt.id:
             raise AttemptOver(f"attempt {self.attempt.id} is over, {current.id} has begun")
+
+    async def _serve_start(self, step: int) -> None:
+        """Serve the policy that the attempt starts from; with the self-check, servers have to prove it.
+
+        Of a checkpoint, the trainer's probe says that it has read and checked all of it: no server is given
+        damaged weights. (Without the self-check the launcher has checked it before.) Of a new run's model,
+        answers come before the probe does, and count once the servers have reproduced it.
+        """
+        if not self.config.self_check:
+            await self._serve(self.policy_folder, step)
+            return
+        with explained(self.policy_folder):
+            if self.attempt.resume_from:
+                await self._serve(self.policy_folder, step, probe=await self._first_probe(step))
+            else:
+                await self._serve(self.policy_folder, step, probe_follows=True)
+                await self.servers.prove(await self._first_probe(step))
 
     async def _serve_announced(self, step: int) -> None:
         """Serve a policy that the trainer has published."""
