@@ -436,7 +436,9 @@ def test_answers_of_another_temperature_are_not_trained_on(
     assert_audit_clean(run, attempt, whole)
     assert {batch.sampling.temperature for batch in whole} == {1.0, 0.5}
     for batch in whole:
-        sampled = {-float(p) for sample in batch.samples for p in sample.logprobs[sample.loss_mask]}
+        sampled = {
+            -float(p) for sample in batch.samples for p in sample.columns["logprobs"][sample.loss_mask]
+        }
         assert sampled == {batch.sampling.temperature}
 
 
