@@ -31,7 +31,7 @@ from cairn.run.batches import RLBatch, batch_path
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
-from cairn.run.messages import PolicyName, Probe
+from cairn.run.messages import PolicyName, Probe, write_probe
 from cairn.run.seeds import permutation
 from cairn.tools.audit.ledger import check_ledger, read_ledger
 from cairn.tools.audit.report import Report
@@ -137,7 +137,7 @@ class Trainer:
     def _write_probe(self, step: int) -> None:
         folder = self.run.version_folder(step)
         folder.mkdir(parents=True, exist_ok=True)
-        Probe([1, 2], [float(step)], "float32").write(folder)
+        write_probe(folder, Probe([1, 2], [float(step)], "float32"))
 
     async def _commit(self, store: CheckpointStore, step: int) -> None:
         store.begin(step, ["trainer", "model"])
