@@ -5,7 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-from cairn.policy.generation import Generation
+from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.batches import Sample
 from cairn.run.messages import PolicyName, Probe
 
@@ -36,10 +36,9 @@ class PolicyServers(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: list[int], *, affinity: int, versions: Collection[str], n: int, max_tokens: int,
-        temperature: float, seed: int, stop_token_ids: list[int],
-    ) -> list[Generation]:  # fmt: skip
-        """`n` continuations, all of whose tokens come from one of `versions`; number i draws from `seed + i`.
+        self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+    ) -> list[Generation]:
+        """`params.n` continuations, all of whose tokens come from one of `versions`.
 
         Requests of the same `affinity` share a prefix, so one server is best for them. `versions` may change
         while this waits; what counts is what it holds when the answer is there.

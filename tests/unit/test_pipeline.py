@@ -26,7 +26,7 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, Sam
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerDisagrees
-from cairn.policy.generation import Generation, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.batches import RLBatch, batch_path
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError, UsageError
@@ -77,12 +77,12 @@ class Servers:
         if PolicyName.parse(self.served).step == self.disagrees_at:
             raise ServerDisagrees("the logprobs differ")
 
-    async def generate(self, prompt_ids: list[int], *, versions, n: int, seed: int, **sampling):
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions):
         assert self.served, "asked before there was a policy"
-        self.asked.append((sampling["affinity"], seed, len(prompt_ids)))
+        self.asked.append((affinity, params.seed, len(prompt_ids)))
         while self.stuck:
             await asyncio.sleep(0.001)
-        answers = [await self._answer(seed + i, sampling["max_tokens"]) for i in range(n)]
+        answers = [await self._answer(params.seed + i, params.max_tokens) for i in range(params.n)]
         assert {span.version for answer in answers for span in answer.weight_versions} <= set(versions)
         return answers
 
@@ -445,9 +445,9 @@ def test_answers_of_another_temperature_are_not_trained_on(
 class Thermometer(Servers):
     """Its logprobs tell at which temperature it was asked."""
 
-    async def generate(self, prompt_ids: list[int], *, temperature: float, **sampling):
-        found = await super().generate(prompt_ids, **sampling)
-        return [replace(one, logprobs=[-temperature] * len(one.logprobs)) for one in found]
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, **where):
+        found = await super().generate(prompt_ids, params, **where)
+        return [replace(one, logprobs=[-params.temperature] * len(one.logprobs)) for one in found]
 
 
 def run_through(config: OrchestratorConfig, randomness: int, deaths: list[float]) -> tuple[Trainer, Servers]:
