@@ -5,7 +5,7 @@ part, and a line in the plot where it went on.
 """
 
 import argparse
-import json
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,19 +19,22 @@ from matplotlib.ticker import MaxNLocator
 from rich.console import Console
 from rich.table import Table
 
+import cairn
+
 LABELS = {"reward/mean": "mean reward", "loss": "loss"}
 INK, LINE, MARK = "#333333", "#2a6f97", "#c1440e"
 
 
-class Run:
-    """What a run directory says: rows of metrics, steps with a checkpoint, and where it went on."""
+class Curve:
+    """What is drawn of a run: rows of metrics, steps with a checkpoint, and where it went on."""
 
     def __init__(self, path: Path):
+        run = cairn.Run(path)
         self.name = path.name
-        self.rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text().splitlines()]
-        found = [json.loads(file.read_text()) for file in path.glob("checkpoints/step_*/manifest.json")]
-        attempts = {manifest["step"]: manifest["attempt"] for manifest in found}
-        parents = {m["step"]: m["parent"]["step"] if m["parent"] else 0 for m in found}
+        self.rows = run.snapshot().metrics
+        manifests = {step.number: step.manifest for step in run.steps}
+        attempts = {step: manifest.attempt for step, manifest in manifests.items()}
+        parents = {step: m.parent.step if m.parent else 0 for step, m in manifests.items()}
         self.saved = sorted(attempts)
         self.resumed = sorted({p for s, p in parents.items() if p in attempts and attempts[p] < attempts[s]})
 
@@ -46,14 +49,14 @@ class Run:
         return next(key for key in LABELS if key in self.rows[-1])
 
 
-def ends(rows: list[dict], key: str) -> tuple[float, float]:
+def ends(rows: Sequence[dict], key: str) -> tuple[float, float]:
     """The means over the first and the last three rows."""
     values = [row[key] for row in rows]
     few = min(3, len(values))
     return sum(values[:few]) / few, sum(values[-few:]) / few
 
 
-def table(runs: list[Run], seconds: list[int]) -> Table:
+def table(runs: list[Curve], seconds: list[int]) -> Table:
     answer = Table(title="first → last: means over three steps", title_justify="left", title_style="dim")
     answer.add_column("run")
     for name in ("steps", "loss", "mean reward", "saved", "seconds"):
@@ -78,7 +81,7 @@ def table(runs: list[Run], seconds: list[int]) -> Table:
     return answer
 
 
-def draw(axes: Axes, run: Run) -> None:
+def draw(axes: Axes, run: Curve) -> None:
     """One run: each step, a running mean, and where it went on."""
     steps, values = [row["step"] for row in run.rows], [row[run.key] for row in run.rows]
     reach = max(1, len(values) // 40)
@@ -102,7 +105,7 @@ def draw(axes: Axes, run: Run) -> None:
         axes.set_ylim(top=max(1.0, *values))
 
 
-def figure(runs: list[Run]) -> Figure:
+def figure(runs: list[Curve]) -> Figure:
     """A panel for each run, with its legend below, where it covers no curve."""
     size = (5.2 * len(runs), 3.8)
     drawn, panels = pyplot.subplots(1, len(runs), figsize=size, squeeze=False, layout="constrained")
@@ -121,7 +124,7 @@ def main() -> None:
     for path in options.runs:
         if not (path / "metrics.jsonl").exists():
             parser.error(f"{path}: there is no metrics.jsonl in it")
-    runs = [Run(path) for path in options.runs]
+    runs = [Curve(path) for path in options.runs]
     Console().print(table(runs, options.seconds))
     if options.png:
         drawn = figure(runs)

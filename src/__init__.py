@@ -1,3 +1,39 @@
-"""Cairn: post-training for language models that never loses its place."""
+"""Cairn: post-training for language models that never loses its place.
+
+The names below are the public API (docs/api.md). Their modules are imported when a name is first used.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+from cairn.run.errors import CairnError, UsageError
+
+if TYPE_CHECKING:
+    from cairn.api.checkpoints import Checkpoint, load_checkpoint
+    from cairn.api.runs import Run, Step
+    from cairn.api.training import rl, sft
 
 __version__ = "0.1.0"
+
+__all__ = ["CairnError", "Checkpoint", "Run", "Step", "UsageError", "load_checkpoint", "rl", "sft"]
+
+_HOMES = {
+    "Checkpoint": "cairn.api.checkpoints",
+    "Run": "cairn.api.runs",
+    "Step": "cairn.api.runs",
+    "load_checkpoint": "cairn.api.checkpoints",
+    "rl": "cairn.api.training",
+    "sft": "cairn.api.training",
+}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOMES[name]), name)
+    globals()[name] = value
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *_HOMES})

@@ -55,17 +55,26 @@ def load(cls: type[Config], argv: list[str]) -> Config:
 
         print(render(_name_of(cls), root, shared_settings(root)), end="", flush=True)
         sys.exit(0)
-    arguments = take_apart(argv, root)
-    _check_shared_values(arguments, root)
-    values, sources = arguments.merged(root)
-    try:
-        config = cls.model_validate(values)
-    except ValidationError as error:
-        raise UsageError(_readable(error, cls, values, sources, arguments.layers)) from None
+    config = resolve(cls, take_apart(argv, root))
     if config.dry_run:
         print(config.model_dump_json(indent=2), flush=True)
         sys.exit(0)
     return config
+
+
+def resolve(cls: type[Config], arguments: Arguments) -> Config:
+    """The checked configuration of files and flags.
+
+    Raises:
+        UsageError: unknown key or flag, impossible or contradictory value.
+    """
+    root = settings_of(cls)
+    _check_shared_values(arguments, root)
+    values, sources = arguments.merged(root)
+    try:
+        return cls.model_validate(values)
+    except ValidationError as error:
+        raise UsageError(_readable(error, cls, values, sources, arguments.layers)) from None
 
 
 def require(config: BaseConfig, *names: str) -> None:

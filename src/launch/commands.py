@@ -36,7 +36,7 @@ from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.logs import start_logging
-from cairn.run.waiting import wait_for
+from cairn.run.waiting import run_async, wait_for
 from cairn.trainer.tracking import check_login
 
 ANSWER_SECONDS = 30.0
@@ -73,7 +73,7 @@ def reinforce(config: RLConfig) -> int:
         resumes = config.ckpt is not None and config.ckpt.resumes
         patience = config.orchestrator.server_timeout if resumes else 0.0
         for url in config.orchestrator.inference_url:
-            asyncio.run(_check_server(url, patience))
+            run_async(_check_server(url, patience))
     else:
         config.orchestrator.inference_url = [f"http://{config.inference.host}:{config.inference.port}"]
         roles.insert(0, "inference")
@@ -107,33 +107,39 @@ def _see_through(
     run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
     model = config.model
     of_roles = [config.trainer, config.orchestrator, config.inference] if command == "rl" else []
-    while True:
-        name = str(start.folder / "model") if start.folder else resolve_model(model)
-        for owner in (config, *of_roles):
-            owner.model = ModelConfig(name=name)
-        goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
-        finish_recipe(recipe, Path(name), start, run, goes_on=goes_on)
-        attempt = begin(run, config, start, recipe, command=command)
-        try:
-            return run_roles(run, attempt, roles, config)
-        except StartDamaged as damaged:
-            at_start = damaged.folder == start.folder
-            if at_start and start.named:
-                raise damaged_start(damaged) from None
-            if at_start:
-                print(f"the checkpoint of step {start.step} can't be gone on from: it is damaged", flush=True)
-            else:
-                print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
-            if run.stop_requested():
-                print("stopped; --ckpt.resume auto goes on from the newest good one", flush=True)
-                return EXIT_STOPPED
+    try:
+        while True:
+            name = str(start.folder / "model") if start.folder else resolve_model(model)
+            for owner in (config, *of_roles):
+                owner.model = ModelConfig(name=name)
+            goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
+            finish_recipe(recipe, Path(name), start, run, goes_on=goes_on)
+            attempt = begin(run, config, start, recipe, command=command)
             try:
-                start = choose_start(config, needs=_needed_parts(config), damaged=damaged)
-                recipe = plan_recipe(config, start, orchestrator)
-            except UsageError as error:
+                return run_roles(run, attempt, roles, config)
+            except StartDamaged as damaged:
+                at_start = damaged.folder == start.folder
+                if at_start and start.named:
+                    raise damaged_start(damaged) from None
                 if at_start:
-                    raise
-                raise RoleFailed(str(error)) from None
+                    print(
+                        f"the checkpoint of step {start.step} can't be gone on from: it is damaged",
+                        flush=True,
+                    )
+                else:
+                    print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
+                if run.stop_requested():
+                    print("stopped; --ckpt.resume auto goes on from the newest good one", flush=True)
+                    return EXIT_STOPPED
+                try:
+                    start = choose_start(config, needs=_needed_parts(config), damaged=damaged)
+                    recipe = plan_recipe(config, start, orchestrator)
+                except UsageError as error:
+                    if at_start:
+                        raise
+                    raise RoleFailed(str(error)) from None
+    finally:
+        run.unlock()
 
 
 def orchestrate(config: OrchestratorConfig) -> int:

@@ -18,6 +18,7 @@ from typing import Any, Self
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import BadEnvironment, Environment, make_environment
 from cairn.run.errors import CairnError
+from cairn.run.waiting import run_async
 
 logger = logging.getLogger(__name__)
 
@@ -225,7 +226,7 @@ def check_environment(config: OrchestratorConfig) -> Environment:
             await calls.messages(0)
 
     try:
-        asyncio.run(ask())
+        run_async(ask())
     except EnvironmentFailed as error:
         raise BadEnvironment(f"orchestrator.environment: {error}") from None
     return environment

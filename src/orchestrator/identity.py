@@ -1,6 +1,5 @@
 """What tells one environment from another that has as many problems."""
 
-import asyncio
 import hashlib
 import json
 import time
@@ -14,6 +13,7 @@ from cairn.orchestrator.environments import Environment
 from cairn.run.files import read_json
 from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, settings_of
 from cairn.run.seeds import derive
+from cairn.run.waiting import run_async
 
 PROBLEMS = 4096
 """So many problems' messages are looked at: all, or a sample that is spread over them."""
@@ -70,7 +70,7 @@ def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) ->
             return await environment_of(calls)
 
     settings = settings_of(config.model_dump(), ORCHESTRATOR)
-    return {"settings": settings, "environment": asyncio.run(identify())}
+    return {"settings": settings, "environment": run_async(identify())}
 
 
 def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:

@@ -1,8 +1,10 @@
 """Waiting for another process, with a deadline that names it."""
 
+import asyncio
 import time
-from collections.abc import Callable
-from typing import TypeVar
+from collections.abc import Callable, Coroutine
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
 
 from cairn.run import heartbeat
 from cairn.run.errors import CairnError
@@ -52,3 +54,19 @@ def wait_for(
                 raise DeadlinePassed(f"waited {seconds:g} s for {whom}; {setting} allows more")
             time.sleep(poll)
     return value
+
+
+def run_async(work: Coroutine[Any, Any, T]) -> T:
+    """`asyncio.run`, also where an event loop runs already, as in a notebook: then in a thread of its own."""
+    if not _loop_runs():
+        return asyncio.run(work)
+    with ThreadPoolExecutor(1, "event loop") as thread:
+        return thread.submit(asyncio.run, work).result()
+
+
+def _loop_runs() -> bool:
+    try:
+        asyncio.get_running_loop()
+    except RuntimeError:
+        return False
+    return True

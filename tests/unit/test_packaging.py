@@ -143,7 +143,7 @@ class TestScripts:
             )
         )
         for count in (1, 2):
-            figure = plot_run.figure([plot_run.Run(tmp_path)] * count)
+            figure = plot_run.figure([plot_run.Curve(tmp_path)] * count)
             figure.canvas.draw()
             for axes in figure.axes:
                 legend = axes.get_legend().get_window_extent()

@@ -29,14 +29,15 @@ class LedgerContent:
     dropped: list[Row]
 
 
-def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
-    """Read a ledger, also while its run goes on.
+@contextlib.contextmanager
+def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Connection]:
+    """A ledger to read, as it is at this moment, also while its run goes on; rows come by column name.
 
     Args:
         immutable: nobody writes to it, and nothing may be written beside it, as in a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format.
+        CheckpointError: it is missing, damaged, or of another format; also if a query finds that.
     """
     from cairn.orchestrator.ledger import FORMAT  # not needed for other runs and commands
 
@@ -50,24 +51,31 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
-            tables = {
-                name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
-                for name in ("run", "groups", "batches", "dropped")
-            }
-            samples = database.execute(
-                "SELECT place, sample, json_array_length(token_ids) AS tokens, "
-                "json_array_length(logprobs) AS logprobs, versions, reward, finish_reason FROM samples"
-            )
-            tables["samples"] = [{**row, "versions": json.loads(row["versions"])} for row in samples]
+            (found,) = database.execute("SELECT format FROM run").fetchone()
+            if found != FORMAT:
+                raise ValueError(f"it has format {found}, this version of Cairn reads {FORMAT}")
+            yield database
+    except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
+
+
+def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
+    """What an audit needs of a ledger; see `open_ledger`."""
+    with open_ledger(path, immutable=immutable) as database:
+        tables = {
+            name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
+            for name in ("run", "groups", "batches", "dropped")
+        }
+        samples = database.execute(
+            "SELECT place, sample, json_array_length(token_ids) AS tokens, "
+            "json_array_length(logprobs) AS logprobs, versions, reward, finish_reason FROM samples"
+        )
+        tables["samples"] = [{**row, "versions": json.loads(row["versions"])} for row in samples]
         (run,) = tables["run"]
-        if run["format"] != FORMAT:
-            raise ValueError(f"it has format {run['format']}, this version of Cairn reads {FORMAT}")
         batches = {
             row["step"]: ShippedBatch(**{**row, "places": [[a, b] for a, b in json.loads(row["places"])]})
             for row in tables["batches"]
         }
-    except (sqlite3.DatabaseError, ValueError, TypeError) as error:
-        raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
     return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
 
 

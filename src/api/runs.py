@@ -1,0 +1,166 @@
+"""A run, live or finished, read from its directory."""
+
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
+from cairn.checkpoint.store import CheckpointStore
+from cairn.run.errors import UsageError
+from cairn.run.view import RunView, Snapshot, State
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from transformers import PreTrainedTokenizerBase
+
+    from cairn.api.checkpoints import Checkpoint
+
+ANSWERS = """
+SELECT groups.batch AS step, place, groups.problem, sample, prompt_ids, text, reward, finish_reason,
+    json_array_length(samples.token_ids) AS tokens, groups.policy_step
+FROM samples JOIN groups USING (place) WHERE finish_reason IS NOT NULL ORDER BY place, sample
+"""
+COLUMNS = (
+    *("step", "place", "problem", "sample", "prompt", "text", "reward"),
+    *("finish_reason", "tokens", "policy_step"),
+)
+"""Of the data frame of rollouts."""
+
+
+@dataclass(frozen=True)
+class Step:
+    """A checkpoint that exists, and the facts that its manifest states."""
+
+    number: int
+    folder: Path
+
+    @functools.cached_property
+    def manifest(self) -> Manifest:
+        """Everything that the manifest says.
+
+        Raises:
+            cairn.CairnError: it is damaged, or the step was deleted meanwhile.
+        """
+        return load_manifest(self.folder)
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The step's row of metrics.jsonl."""
+        return self.manifest.metrics
+
+    @property
+    def created(self) -> str:
+        """When it was committed: UTC, ISO 8601."""
+        return self.manifest.created
+
+    @property
+    def nbytes(self) -> int:
+        """The size of all its files."""
+        return sum(entry.size for entry in self.manifest.files.values())
+
+    @property
+    def model(self) -> Path:
+        """The Hugging Face directory with its weights."""
+        return self.folder / "model"
+
+    def load(self) -> "Checkpoint":
+        """`cairn.load_checkpoint` of it."""
+        from cairn.api.checkpoints import load_checkpoint
+
+        return load_checkpoint(self.folder)
+
+
+class Run:
+    """A run directory. Every property reads the files as they are now, also while the run goes on.
+
+    Args:
+        path: the run's `--output-dir`.
+
+    Raises:
+        cairn.UsageError: it is no run directory.
+    """
+
+    def __init__(self, path: str | Path):
+        self._view = RunView(path)
+        self.path = self._view.run.path
+        run = self._view.run
+        if not any(file.exists() for file in (run.roles, run.config, run.metrics.path)):
+            where = f"{path}: is no run directory, which has a roles.json, a config.json or a metrics.jsonl"
+            if (self.path / FILE_NAME).exists():
+                where += f"; it is a checkpoint, which cairn.load_checkpoint({str(path)!r}) reads"
+            raise UsageError(where)
+
+    def __repr__(self) -> str:
+        return f"<cairn.Run {str(self.path)!r}: {self.state}, step {self.step}>"
+
+    def snapshot(self) -> Snapshot:
+        """All that the run directory says at this moment: roles, signs of life, events, costs and more."""
+        return self._view.snapshot()
+
+    @property
+    def state(self) -> State:
+        """running, stopping, done, stopped, failed, killed or empty; see `Snapshot.state`."""
+        return self.snapshot().state
+
+    @property
+    def step(self) -> int:
+        """The newest finished optimiser step."""
+        return self.snapshot().step
+
+    @property
+    def metrics(self) -> "pd.DataFrame":
+        """metrics.jsonl: one row per step, indexed by `step`, with one column per metric."""
+        import pandas as pd
+
+        frame = pd.DataFrame(list(self._view.metrics()))
+        return frame.set_index("step") if len(frame) else pd.DataFrame(index=pd.Index([], name="step"))
+
+    @property
+    def steps(self) -> list[Step]:
+        """The checkpoints that exist, oldest first."""
+        store = CheckpointStore(self._view.checkpoints())
+        return [Step(number, store.folder(number)) for number in store.steps()]
+
+    def rollouts(self) -> "pd.DataFrame":
+        """The whole answers that are in the run's ledger, one a row (RL).
+
+        A committed checkpoint removes the answers that were trained on until its step. Columns: `step`, for
+        which an answer was shipped to the trainer (missing while it waits); `place` in the order of prompts;
+        `problem` of the environment; `sample` among the answers to this prompt; `prompt`, the text after the
+        chat template, None if no tokenizer is left; `text`; `reward`, missing until it is known;
+        `finish_reason`, stop or length; `tokens` of the answer; `policy_step`, the newest policy when the
+        prompt was issued.
+
+        Raises:
+            cairn.UsageError: the run has no ledger, as in SFT.
+            cairn.CairnError: the ledger is damaged.
+        """
+        import pandas as pd
+
+        from cairn.tools.audit.ledger import open_ledger
+
+        ledger = self._view.run.ledger
+        if not ledger.exists():
+            raise UsageError(f"{self.path}: there is no ledger of rollouts; only RL runs have one")
+        with open_ledger(ledger) as database:
+            rows = [dict(row) for row in database.execute(ANSWERS)]
+        tokenizer = self._tokenizer() if rows else None
+        for row in rows:
+            ids = json.loads(row.pop("prompt_ids") or "[]")
+            row["prompt"] = tokenizer.decode(ids) if tokenizer and ids else None
+        return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"step": "Int64", "reward": "float64"})
+
+    def _tokenizer(self) -> "PreTrainedTokenizerBase | None":
+        """Of the newest checkpoint, or else of the model that the run started from."""
+        from transformers import AutoTokenizer
+
+        model = (self.snapshot().config or {}).get("model") or {}
+        for folder in [*(step.model for step in reversed(self.steps)), Path(str(model.get("name")))]:
+            if folder.is_dir():
+                try:
+                    return AutoTokenizer.from_pretrained(folder)
+                except (OSError, ValueError):
+                    continue
+        return None

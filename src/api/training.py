@@ -1,0 +1,100 @@
+"""Training runs from a script or a notebook, with the checks and the outcome of the commands."""
+
+import sys
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
+
+from pydantic_config import BaseConfig
+
+from cairn.api.runs import Run
+from cairn.config.arguments import Arguments, Layer, read_file
+from cairn.config.cli import require, resolve
+from cairn.config.rl import RLConfig
+from cairn.config.settings import Setting, settings_of
+from cairn.config.trainer import SFTConfig
+from cairn.run.errors import UsageError
+
+Config = TypeVar("Config", bound=BaseConfig)
+
+
+def sft(config: "SFTConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
+    """Supervised fine-tuning: the command `sft`, called from the main thread of a script or notebook.
+
+    Args:
+        config: a file (TOML, JSON or YAML), a dict such as a file holds, or a `SFTConfig`.
+        settings: override the file or dict, as flags do: `max_steps=20, ckpt={"interval": 5}`.
+
+    Returns:
+        The run, once it is done or was stopped by a signal (`state`), such as Ctrl-C, with all saved that
+        could be.
+
+    Raises:
+        cairn.UsageError: it can't start like this; nothing was written (exit code 2 of the command).
+        cairn.CairnError: it failed (exit code 1).
+    """
+    checked = _checked(SFTConfig, config, settings, needs=("model.name", "data.name"))
+    from cairn.launch.commands import train
+
+    return _run(lambda: train(checked), checked.output_dir)
+
+
+def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
+    """A whole RL run: the command `rl`; otherwise as `sft`.
+
+    Without `orchestrator.inference_url` it starts an inference server and ends it again.
+    """
+    checked = _checked(RLConfig, config, settings, needs=("model.name",))
+    from cairn.launch.commands import reinforce
+
+    return _run(lambda: reinforce(checked), checked.output_dir)
+
+
+def _checked(
+    cls: type[Config], config: object, settings: Mapping[str, Any], *, needs: tuple[str, ...]
+) -> Config:
+    """A configuration of the caller's, checked as the command checks it; the caller's own stays as it is."""
+    if isinstance(config, cls):
+        if settings:
+            raise UsageError(f"set {', '.join(settings)} in the {cls.__name__} itself")
+        checked = config.model_copy(deep=True)
+    elif isinstance(config, str | Path | Mapping):
+        file = isinstance(config, str | Path)
+        layer = Layer(str(config), (), read_file(str(config))) if file else Layer("config", (), dict(config))
+        root = settings_of(cls)
+        flags = [
+            flag for name, value in settings.items() for flag in _flags(root, (*name.split("."),), value)
+        ]
+        checked = resolve(cls, Arguments([layer], flags))
+    else:
+        raise UsageError(f"config is a {type(config).__name__}: give a file, a dict or a {cls.__name__}")
+    require(checked, *needs)
+    return checked
+
+
+def _flags(root: Setting, path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
+    """A setting of the caller's as the flags that say the same."""
+    setting = root.find(path)
+    section = setting is not None and setting.kind == "section"
+    if section and value is True:
+        value = {}  # as a bare --ckpt
+    if section and isinstance(value, Mapping):
+        yield path, {}
+        for key, inner in value.items():
+            yield from _flags(root, (*path, key), inner)
+    else:
+        yield path, value if not section or value is not False else None
+
+
+def _run(command: Callable[[], int], output_dir: str) -> Run:
+    if threading.current_thread() is not threading.main_thread():
+        raise UsageError(
+            "call this from the main thread, which alone can receive the signals that stop a run"
+        )
+    streams = sys.stdout, sys.stderr
+    try:
+        command()
+    finally:
+        sys.stdout, sys.stderr = streams  # a run that outlives its terminal wraps them
+    return Run(output_dir)
