@@ -13,15 +13,14 @@ from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
+from cairn.launch import local_ray
 from cairn.launch.process import RayFailed, RoleFailed, stop_on_signals
-from cairn.launch.ray_folder import make_private_folder
 from cairn.run import heartbeat
 from cairn.run.background import in_background
 from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.lifetime import die_after
 from cairn.run.signals import stop_signals_blocked
 
-LOOPBACK = "127.0.0.1"
 PING_SECONDS = 2.0
 SPIN_COUNT = 5000
 """How often a thread looks for work before it sleeps: 60 microseconds, where OpenMP's own is milliseconds."""
@@ -193,23 +192,11 @@ def start_ray(config: TrainerBase) -> None:
 def _start_local(cpus: int) -> None:
     """Start a cluster with `cpus` CPUs and this machine's GPUs; it ends with this process.
 
-    Its files and sockets lie in a folder that only this user may enter; its token is in this process's
-    environment (`start_role`).
-
     Raises:
         RayFailed: it did not start; a busy machine is a usual reason, so another start may well succeed.
     """
     try:
-        ray.init(
-            "local",  # whatever RAY_ADDRESS says
-            num_cpus=cpus,
-            include_dashboard=False,
-            object_store_memory=80 << 20,
-            log_to_driver=False,
-            logging_level="ERROR",
-            _node_ip_address=LOOPBACK,
-            _temp_dir=str(make_private_folder() / "r"),  # its mode is Ray's: 0777
-        )
+        local_ray.start(cpus)
     except Exception as error:  # Ray raises plain ones
         message = " ".join(str(error).split())
         raise RayFailed(f"Ray did not start on this machine: {message}") from error
