@@ -697,7 +697,7 @@ def measure_scale(steps: int) -> dict[str, float]:
     with timed(f"plan {tensors} tensors"):
         files, _ = plan(specs, "model")
     shard = specs[0].nbytes // ranks
-    held = {spec.name: (7 * shard, shard) for spec in specs}
+    held = {spec.name: [(7 * shard, shard)] for spec in specs}
     with timed(f"plan one of {ranks} ranks"):
         plan_rank(files, held, with_headers=False)
     own = {

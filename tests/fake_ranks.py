@@ -1,5 +1,7 @@
 """Ranks of a group whose others do not exist: what each would hold, without a process for each."""
 
+import math
+
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
@@ -15,15 +17,15 @@ def rows_of(rank: int, world_size: int, count: int) -> tuple[int, int]:
 
 
 class FakeRank:
-    """One rank of a group whose other ranks do not exist, as a context manager: its mesh."""
+    """One rank of a group whose other ranks do not exist, as a context manager: its mesh, of any shape."""
 
-    def __init__(self, rank: int, world_size: int):
-        self.rank, self.world_size = rank, world_size
+    def __init__(self, rank: int, *shape: int):
+        self.rank, self.shape = rank, shape
 
     def __enter__(self) -> DeviceMesh:
         _clear_sharding_prop_cache()  # it would hand out tensors of the rank before, whose mesh is equal
-        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=self.world_size)
-        return init_device_mesh("cpu", (self.world_size,))
+        dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=math.prod(self.shape))
+        return init_device_mesh("cpu", self.shape, mesh_dim_names=tuple("abcd"[: len(self.shape)]))
 
     def __exit__(self, *_: object) -> None:
         dist.destroy_process_group()

@@ -22,7 +22,8 @@ import torch
 from cairn.checkpoint.layout import FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
-from cairn.checkpoint.tensors import Stored, local_part, local_values, plan_tensors
+from cairn.checkpoint.shares import Stored, local_values, share_of
+from cairn.checkpoint.tensors import plan_tensors
 from cairn.run.signals import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
@@ -52,8 +53,7 @@ class Arena:
         self.layout = _describe(tensors)
         files: list[FileLayout] = []
         self.indices: dict[str, bytes] = {}
-        held: dict[str, tuple[int, int]] = {}
-        self._keys: list[tuple[str, str]] = []
+        held: dict[str, list[tuple[int, int]]] = {}
         for stem, named in tensors.items():
             own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes)
             prefix = stem.rpartition("/")[0]
@@ -61,11 +61,16 @@ class Arena:
             if index is not None:
                 self.indices[f"{stem}.safetensors.index.json"] = index
             for name, tensor in named.items():
-                part = local_part(tensor, rank)
-                if part is not None:
-                    held[f"{stem}:{name}"] = (part[1], part[0].nbytes)
-                    self._keys.append((stem, name))
+                share = share_of(name, tensor, rank)
+                if share.owned and share.ranges:
+                    held[f"{stem}:{name}"] = share.byte_ranges()
         self.plan = plan_rank(files, held, with_headers=rank == 0)
+        self._copies = [
+            (stem, name, _join(held[key], self.plan.starts[key]))
+            for stem, named in tensors.items()
+            for name in named
+            if (key := f"{stem}:{name}") in held
+        ]
         nbytes = self.plan.arena_bytes
         fd = os.memfd_create("cairn-arena")
         os.ftruncate(fd, nbytes)
@@ -117,10 +122,9 @@ class Arena:
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad():
-            for stem, name in self._keys:
-                start = self.plan.starts.get(f"{stem}:{name}")
-                if start is not None:
-                    self._sources.append((start, as_bytes(local_values(tensors[stem][name]))))
+            for stem, name, places in self._copies:
+                source = as_bytes(local_values(tensors[stem][name]))
+                self._sources += [(start, source[begin:end]) for start, begin, end in places]
 
     def begin(self, folder: Path, part_file: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save comes."""
@@ -188,6 +192,23 @@ class Arena:
 
 def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:
     return [(stem, name, t.dtype, t.shape) for stem, named in tensors.items() for name, t in named.items()]
+
+
+def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, int, int]]:
+    """Which of a tensor's local bytes are copied to where in the arena: place, begin, end.
+
+    Ranges that follow each other in the arena, as short ones do, are copied at once.
+    """
+    joined: list[tuple[int, int, int]] = []
+    position = 0
+    for (_, nbytes), start in zip(ranges, starts, strict=True):
+        end = position + nbytes
+        if joined and joined[-1][0] + position - joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], joined[-1][1], end)
+        else:
+            joined.append((start, position, end))
+        position = end
+    return joined
 
 
 def _inside(file: FileLayout, folder: str, stem: str) -> FileLayout:

@@ -10,7 +10,7 @@ import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -110,35 +110,35 @@ class Extent:
 class RankPlan:
     """What one rank writes: extents in the order of files and offsets, which is that of the arena, too.
 
-    starts: where in the arena each tensor's local bytes begin. headers: arena position and file of each
+    starts: where in the arena each of a tensor's ranges begins. headers: arena position and file of each
     header; rank 0 writes them. arena_bytes: how large the arena is.
     """
 
     extents: list[Extent]
-    starts: dict[str, int]
+    starts: dict[str, list[int]]
     headers: list[tuple[int, int]]
     arena_bytes: int
 
 
 def plan_rank(
-    files: list[FileLayout], held: Mapping[str, tuple[int, int]], *, with_headers: bool
+    files: list[FileLayout], held: Mapping[str, Sequence[tuple[int, int]]], *, with_headers: bool
 ) -> RankPlan:
     """Lay out a rank's arena so that each extent can be written from it with few, large, aligned writes.
 
     Args:
-        held: for each tensor of which this rank holds something, the first byte of it (counted from the
-            tensor's start) and how many.
+        held: for each tensor the ranges of it that this rank writes, in ascending order: the first byte,
+            counted from the tensor's start, and how many.
         with_headers: whether this rank writes the headers.
     """
     extents: list[Extent] = []
-    starts: dict[str, int] = {}
+    starts: dict[str, list[int]] = {}
     headers: list[tuple[int, int]] = []
     cursor = 0
     for number, file in enumerate(files):
         pieces = [
-            (start + held[name][0], held[name][1], name)
+            (start + first, nbytes, name)
             for name, start in file.offsets.items()
-            if name in held
+            for first, nbytes in held.get(name, ())
         ]
         if with_headers:
             pieces.insert(0, (0, len(file.header), ""))
@@ -147,7 +147,7 @@ def plan_rank(
                 cursor = -(-cursor // ALIGNMENT) * ALIGNMENT + begin % ALIGNMENT
             for offset, _, name in members:
                 if name:
-                    starts[name] = cursor + offset - begin
+                    starts.setdefault(name, []).append(cursor + offset - begin)
                 else:
                     headers.append((cursor, number))
             extents.append(Extent(number, begin, end - begin, cursor))

@@ -1,7 +1,7 @@
 """Tensors to and from safetensors files, all ranks in parallel, no gather.
 
-An FSDP2 shard on dimension 0 is one contiguous range of the whole tensor's bytes. So each rank writes its
-ranges straight into the final files, and reads only its ranges back, on any number of ranks.
+Each rank writes the ranges that it owns (`checkpoint.shares`) straight into the final files, and reads only
+those that it holds, on any number of ranks.
 """
 
 import os
@@ -11,10 +11,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
 from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from cairn.checkpoint.layout import (
     MAX_FILE_BYTES,
     FileLayout,
@@ -33,66 +32,8 @@ from cairn.checkpoint.manifest import (
     holds_tensors,
     load_manifest,
 )
-from cairn.checkpoint.names import Place
 from cairn.checkpoint.reader import Piece, as_bytes, read_pieces
-
-DTYPE_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-
-
-class Section:
-    """`shape` values of a tensor from item `first` on, contiguous in it; stands for a tensor of its own.
-
-    Such are the experts of a layer that is one tensor in memory and many in a file (`checkpoint.names`).
-    """
-
-    def __init__(self, tensor: torch.Tensor, first: int, shape: tuple[int, ...]):
-        self.tensor = tensor
-        self.first = first
-        self.shape = torch.Size(shape)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Of the tensor."""
-        return self.tensor.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """Of the tensor."""
-        return self.tensor.device
-
-    def numel(self) -> int:
-        """How many values it has on all ranks together."""
-        return self.shape.numel()
-
-    def element_size(self) -> int:
-        """Bytes of one value."""
-        return self.tensor.element_size()
-
-
-Stored = torch.Tensor | Section
-"""What is one tensor in a file."""
-
-
-def at_places(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, Stored]:
-    """What files hold, by their names: these tensors, and sections of them where a place is only a part."""
-    return {
-        name: tensors[place.name]
-        if place.shape == tuple(tensors[place.name].shape)
-        else Section(tensors[place.name], place.first, place.shape)
-        for name, place in places.items()
-    }
+from cairn.checkpoint.shares import Stored, share_of
 
 
 def plan_tensors(
@@ -101,51 +42,6 @@ def plan_tensors(
     """The files that hold these tensors as wholes, and their index; the same on every rank."""
     specs = [TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
     return plan(specs, stem, max_file_bytes=max_file_bytes)
-
-
-def local_part(tensor: Stored, rank: int) -> tuple[torch.Tensor, int] | None:
-    """What this rank has to write of `tensor`: the local values, and where in the whole they begin, in bytes.
-
-    None if another rank writes it all: rank 0 writes what every rank has.
-    """
-    with torch.no_grad():
-        local, first = _local(tensor)
-    local = local.detach()
-    if first is None:
-        return (local, 0) if rank == 0 else None
-    return (local, first * local.element_size()) if local.numel() else None
-
-
-def local_values(tensor: Stored) -> torch.Tensor:
-    """This rank's values of a tensor, sharing its memory; to be called under `torch.no_grad`."""
-    return _local(tensor)[0]
-
-
-def _local(tensor: Stored) -> tuple[torch.Tensor, int | None]:
-    """This rank's values, and the index in the whole of their first; None if every rank has all of it."""
-    if isinstance(tensor, Section):
-        local, shift = _local(tensor.tensor)
-        if not local.is_contiguous():
-            raise NotImplementedError("sections of a tensor that is not contiguous in memory")
-        start = tensor.first - (shift or 0)
-        end = max(start + tensor.numel(), 0)
-        values = local.view(-1)[max(start, 0) : end]
-        return values, None if shift is None else max(-start, 0)
-    if isinstance(tensor, DTensor):
-        return tensor.to_local(), _first_item(tensor)
-    return tensor, None
-
-
-def _first_item(tensor: DTensor) -> int | None:
-    """The index in the whole tensor of a shard's first item; None if every rank has all of it."""
-    if all(isinstance(placement, Replicate) for placement in tensor.placements):
-        return None
-    if tuple(tensor.placements) != (Shard(0),):
-        raise NotImplementedError(
-            f"tensors placed as {tensor.placements}; only shards on dimension 0 are known"
-        )
-    _, offset = compute_local_shape_and_global_offset(tensor.shape, tensor.device_mesh, tensor.placements)
-    return offset[0] * tensor.shape[1:].numel()
 
 
 def write_tensors(
@@ -177,11 +73,14 @@ def write_tensors(
         fd = os.open(folder / file.name, os.O_WRONLY)
         try:
             for name, start in file.offsets.items():
-                part = local_part(tensors[name], rank)
-                if part is not None and part[0].numel():
-                    view = memoryview(as_bytes(part[0].cpu()).numpy())
+                share = share_of(name, tensors[name], rank)
+                if not share.owned:
+                    continue
+                for first, values in share.cut(share.local.cpu().reshape(-1)):
+                    offset = start + first * values.element_size()
+                    view = memoryview(as_bytes(values).numpy())
                     while view:
-                        written = os.pwrite(fd, view, start + part[1] + part[0].nbytes - len(view))
+                        written = os.pwrite(fd, view, offset + values.nbytes - len(view))
                         view = view[written:]
         finally:
             os.close(fd)
@@ -240,15 +139,16 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
     for files in found:
         for name, target in files.targets.items():
             stored = files.stored[name]
-            with torch.no_grad():
-                local, first = _local(target)
-                local = local.detach()
+            share = share_of(name, target, rank)
+            local = share.local
             flat = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
             if not local.is_contiguous():
                 scattered.append((local, flat))
             dtype = _dtype(stored)
-            offset = stored.offset + (first or 0) * dtype.itemsize
-            pieces.append(Piece(stored.path, offset, dtype, flat, first is not None or rank == 0))
+            pieces += [
+                Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, share.owned)
+                for first, values in share.cut(flat)
+            ]
         starts: dict[Path, int] = {}
         for tensor in files.stored.values():
             starts[tensor.path] = min(tensor.offset, starts.get(tensor.path, tensor.offset))

@@ -9,7 +9,7 @@ import json
 import os
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
 from urllib.parse import urlsplit
@@ -18,7 +18,7 @@ import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
 from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
-from cairn.policy.generation import Generation, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.errors import CairnError
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
@@ -195,40 +195,30 @@ class InferenceClient:
     async def generate(
         self,
         prompt_ids: list[int],
+        params: SamplingParams,
         *,
-        max_tokens: int,
-        n: int = 1,
-        temperature: float = 1.0,
-        top_p: float = 1.0,
-        seed: int | None = None,
-        stop_token_ids: list[int] | None = None,
         cache_salt: str | None = None,
     ) -> list[Generation]:
-        """Sample `n` continuations of `prompt_ids`; they come back in order.
+        """Sample `params.n` continuations of `prompt_ids`; they come back in order.
 
-        With a seed, continuation `i` draws from `seed + i`: keep the seeds of different prompts at least `n`
-        apart. The same seed gives the same tokens whatever else the server is busy with. Only requests with
-        the same `cache_salt` share the keys and values of a common prefix.
+        Keep the seeds of different prompts at least `n` apart. The same seed gives the same tokens whatever
+        else the server is busy with. Only requests with the same `cache_salt` share the keys and values of a
+        common prefix.
 
         Raises:
             ServerUnavailable: the server does not answer.
             ValueError: the server refused the request, as with a prompt that is too long.
         """
         sampling = {
-            "n": n,
-            "max_tokens": max_tokens,
-            "temperature": temperature,
-            "top_p": top_p,
-            "seed": seed,
-            "stop_token_ids": stop_token_ids or [],
+            **asdict(params),
             "logprobs": 0,  # of the sampled token only
             "detokenize": False,
         }
         body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
         answer = await self._request("POST", "/inference/v1/generate", body)
-        with self._expecting(f"{n} choices", answer):
+        with self._expecting(f"{params.n} choices", answer):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
-            if len(choices) != n:
+            if len(choices) != params.n:
                 raise ValueError(f"{len(choices)} choices")
             return [_generation(choice) for choice in choices]
 

@@ -96,7 +96,8 @@ def _create(source: Path, seed: int) -> Path:
     from transformers import AutoConfig, AutoModelForCausalLM
 
     from cairn.checkpoint.names import layout_of, tensors_in_memory
-    from cairn.checkpoint.tensors import at_places, write_tensors
+    from cairn.checkpoint.shares import at_places
+    from cairn.checkpoint.tensors import write_tensors
     from cairn.run.seeds import derive
 
     print(f"making a model with random weights (seed {seed}) from {source}", flush=True)

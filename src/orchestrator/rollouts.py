@@ -5,9 +5,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, field
 from typing import Protocol
 
-import numpy as np
-
-from cairn.policy.generation import Generation
+from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.batches import Sample
 from cairn.run.messages import PolicyName, Probe
 
@@ -38,10 +36,9 @@ class PolicyServers(Protocol):
         ...
 
     async def generate(
-        self, prompt_ids: list[int], *, affinity: int, versions: Collection[str], n: int, max_tokens: int,
-        temperature: float, seed: int, stop_token_ids: list[int],
-    ) -> list[Generation]:  # fmt: skip
-        """`n` continuations, all of whose tokens come from one of `versions`; number i draws from `seed + i`.
+        self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+    ) -> list[Generation]:
+        """`params.n` continuations, all of whose tokens come from one of `versions`.
 
         Requests of the same `affinity` share a prefix, so one server is best for them. `versions` may change
         while this waits; what counts is what it holds when the answer is there.
@@ -143,22 +140,10 @@ def group_advantages(rewards: list[float], *, normalize: bool) -> list[float]:
 def to_samples(group: Group, *, normalize: bool) -> list[Sample]:
     """What the trainer learns from: prompt and answer tokens as the server saw and sampled them."""
     advantages = group_advantages([rollout.reward for rollout in group.rollouts], normalize=normalize)
-    prompt = len(group.prompt_ids)
-    samples = []
-    for rollout, advantage in zip(group.rollouts, advantages, strict=True):
-        answer = len(rollout.token_ids)
-        learned = np.arange(prompt + answer) >= prompt
-        logprobs = np.zeros(prompt + answer, np.float32)
-        logprobs[prompt:] = rollout.logprobs
-        samples.append(
-            Sample(
-                token_ids=np.array(group.prompt_ids + rollout.token_ids, np.int32),
-                loss_mask=learned,
-                logprobs=logprobs,
-                advantages=np.where(learned, np.float32(advantage), np.float32(0)),
-            )
-        )
-    return samples
+    return [
+        Sample.of_answer(group.prompt_ids, rollout.token_ids, logprobs=rollout.logprobs, advantages=advantage)
+        for rollout, advantage in zip(group.rollouts, advantages, strict=True)
+    ]
 
 
 def batch_metrics(groups: list[Group], step: int) -> dict[str, float]:

@@ -12,6 +12,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import Group, PolicyServers, Rollout
+from cairn.policy.generation import SamplingParams
 from cairn.run.errors import CairnError
 from cairn.run.faults import fault_point
 from cairn.run.seeds import derive, permutation
@@ -156,25 +157,25 @@ class Sampler:
         so_far = group.rollouts[numbers[0]].token_ids
         longest = self._longest(group)
         asked = min(self.config.sampling.chunk_tokens, longest - len(so_far))
-        pieces = await self.servers.generate(
-            group.prompt_ids + so_far,
-            affinity=group.place,
-            versions=self.versions,
-            n=len(numbers),
+        params = SamplingParams(
             max_tokens=asked,
+            n=len(numbers),
             temperature=self.config.sampling.temperature,
             seed=seed,
             stop_token_ids=self.stop_token_ids,
+        )
+        pieces = await self.servers.generate(
+            group.prompt_ids + so_far, params, affinity=group.place, versions=self.versions
         )
         for i, piece in zip(numbers, pieces, strict=True):
             group.rollouts[i].extend(piece, asked=asked, longest=longest)
         self.ledger.record(group.place, {i: group.rollouts[i] for i in numbers})
 
 
-def _stop_tokens(folder: Path, eos_token_id: int | None) -> list[int]:
+def _stop_tokens(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
     """The tokens that end an answer: the tokenizer's end-of-text token and the model's own list."""
     ids = {eos_token_id} if eos_token_id is not None else set()
     if (folder / "generation_config.json").exists():
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    return sorted(ids)
+    return tuple(sorted(ids))

@@ -1,9 +1,26 @@
-"""What a server samples from a policy.
+"""What a server is asked for, and what it samples from a policy.
 
 Imports neither torch nor vllm, so that any process can use it.
 """
 
 from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How a server continues a prompt.
+
+    max_tokens: longest continuation. n: how many of them. temperature: what logits are divided by. top_p:
+    probability of the most likely tokens that are sampled from. seed: continuation i draws from `seed + i`;
+    None draws at random. stop_token_ids: tokens that end a continuation.
+    """
+
+    max_tokens: int
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)

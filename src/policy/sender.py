@@ -12,7 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cairn.checkpoint.tensors import Stored, local_part
+from cairn.checkpoint.shares import Stored, share_of
 from cairn.policy.network import ANSWER, PATIENCE, PairGroup, join_pair
 from cairn.policy.source import Rank, Source
 from cairn.run.rendezvous import host_store
@@ -44,10 +44,13 @@ class WeightSender:
         self._values: dict[str, torch.Tensor] = {}
         parts: dict[str, tuple[int, int]] = {}
         for name, tensor in tensors.items():
-            if (part := local_part(tensor, rank)) is not None:
-                values, first_byte = part
-                self._values[name] = values.view(-1)
-                parts[name] = (first_byte // values.element_size(), values.numel())
+            share = share_of(name, tensor, rank)
+            if not share.owned or not share.ranges:
+                continue
+            if len(share.ranges) > 1:
+                raise NotImplementedError(f"{name}: a policy is sent from shards on dimension 0 only")
+            self._values[name] = share.local.view(-1)
+            parts[name] = share.ranges[0]
         self._device = device
         self._store: dist.TCPStore | None = host_store(host)
         self.here = Rank(host, self._store.port, parts)

@@ -9,7 +9,7 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
@@ -22,8 +22,24 @@ from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.messages import BatchHeader
 
-COLUMNS = ("token_ids", "loss_mask", "logprobs", "advantages")
-"""What belongs to each token of a sample."""
+
+@dataclass(frozen=True)
+class Column:
+    """A value that each token of a sample has, beside its id and whether it is learned.
+
+    default: of tokens that nobody gives a value for, such as those of a prompt.
+    """
+
+    dtype: type[np.number[Any]]
+    default: float = 0.0
+
+
+COLUMNS = {"logprobs": Column(np.float32), "advantages": Column(np.float32)}
+"""All columns: what the sampler gave each token, and how much better an answer is than others.
+
+A further one needs an entry here and somebody who fills it in; batch files, packing and losses then have it.
+Samples need not have all columns, but those of one batch have the same ones.
+"""
 
 
 class BadBatch(UsageError):
@@ -53,21 +69,54 @@ FROM_TEXT = Sampling(temperature=1.0)
 class Sample:
     """One sequence of T tokens to learn from.
 
-    token_ids: int32 [T]. loss_mask: bool [T], which tokens are learned. For RL also, float32 [T] and zero
-    where nothing is learned: logprobs, what the sampler gave each token, and advantages.
+    token_ids: int32 [T]. loss_mask: bool [T], which tokens are learned. columns: by name, [T] each, of the
+    data types in `COLUMNS`.
     """
 
     token_ids: np.ndarray
     loss_mask: np.ndarray
-    logprobs: np.ndarray | None = None
-    advantages: np.ndarray | None = None
+    columns: dict[str, np.ndarray] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        if unknown := self.columns.keys() - COLUMNS.keys():
+            raise ValueError(f"{min(unknown)!r} is no column of samples; there are {', '.join(COLUMNS)}")
+
+    @classmethod
+    def of_answer(
+        cls, prompt_ids: Sequence[int], answer_ids: Sequence[int], **columns: float | Sequence[float]
+    ) -> "Sample":
+        """A prompt and the answer to it, which is learned.
+
+        Args:
+            columns: values for the answer's tokens, or one for all of them.
+        """
+        start, length = len(prompt_ids), len(prompt_ids) + len(answer_ids)
+        filled: dict[str, np.ndarray] = {}
+        for name, values in columns.items():
+            filled[name] = np.full(length, COLUMNS[name].default, COLUMNS[name].dtype)
+            filled[name][start:] = values
+        token_ids = np.array([*prompt_ids, *answer_ids], np.int32)
+        return cls(token_ids, np.arange(length) >= start, filled)
 
     def cut(self, length: int) -> "Sample":
         """The first `length` tokens."""
         if len(self.token_ids) <= length:
             return self
-        parts = (self.token_ids, self.loss_mask, self.logprobs, self.advantages)
-        return Sample(*(None if part is None else part[:length] for part in parts))
+        columns = {name: values[:length] for name, values in self.columns.items()}
+        return Sample(self.token_ids[:length], self.loss_mask[:length], columns)
+
+
+def columns_of(samples: Iterable[Sample]) -> list[str]:
+    """The names of the samples' columns, in the order of `COLUMNS`.
+
+    Raises:
+        ValueError: they don't all have the same ones.
+    """
+    kinds = {tuple(name for name in COLUMNS if name in sample.columns) for sample in samples}
+    if len(kinds) > 1:
+        found = " and ".join(sorted(", ".join(names) or "none" for names in kinds))
+        raise ValueError(f"the samples of a batch have the same columns, and here are some with {found}")
+    return list(*kinds)
 
 
 @dataclass
@@ -87,9 +136,9 @@ class Batch:
         digest = hashlib.blake2b(digest_size=8)
         for sample in self.samples:
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
-            for column in (sample.token_ids, sample.loss_mask, sample.logprobs, sample.advantages):
-                if column is not None:
-                    digest.update(np.ascontiguousarray(column))
+            columns = (sample.columns[name] for name in COLUMNS if name in sample.columns)
+            for values in (sample.token_ids, sample.loss_mask, *columns):
+                digest.update(np.ascontiguousarray(values))
         return digest.hexdigest()
 
 
@@ -112,9 +161,10 @@ def write_batch(path: Path, batch: RLBatch) -> None:
         "lengths": np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
         "token_ids": np.concatenate([sample.token_ids for sample in samples]).astype(np.int32),
         "loss_mask": np.concatenate([sample.loss_mask for sample in samples]).astype(np.bool_),
-        "logprobs": np.concatenate([sample.logprobs for sample in samples]).astype(np.float32),
-        "advantages": np.concatenate([sample.advantages for sample in samples]).astype(np.float32),
     }
+    for name in columns_of(samples):
+        values = np.concatenate([sample.columns[name] for sample in samples])
+        tensors[name] = values.astype(COLUMNS[name].dtype)
     parts = {"metrics": batch.metrics, "info": batch.header.to_json(), "sampling": asdict(batch.sampling)}
     metadata = {name: json.dumps(part) for name, part in parts.items()}
     metadata["digest"] = _file_digest(batch.digest(), metadata)
@@ -150,9 +200,14 @@ def read_batch(path: Path) -> RLBatch:
         with safe_open(path, framework="numpy") as file:
             metadata = file.metadata() or {}
             tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        ends = np.cumsum(tensors["lengths"])[:-1]
-        columns = [np.split(tensors[name], ends) for name in COLUMNS]
-        samples = [Sample(*row) for row in zip(*columns, strict=True)]
+        ends = np.cumsum(tensors.pop("lengths"))[:-1]
+        names = ["token_ids", "loss_mask"]
+        names += sorted(tensors.keys() - set(names))
+        token_ids, loss_masks, *columns = (np.split(tensors[name], ends) for name in names)
+        samples = [
+            Sample(ids, mask, dict(zip(names[2:], values, strict=True)))
+            for ids, mask, *values in zip(token_ids, loss_masks, *columns, strict=True)
+        ]
         batch = Batch(samples, _object(metadata["metrics"]), sampling=FROM_TEXT)
         if metadata.get("digest", wanted := _file_digest(batch.digest(), metadata)) != wanted:
             raise ValueError("its content is not what was written")

@@ -11,11 +11,11 @@ from dataclasses import asdict
 from typing import Any, Protocol
 
 from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.manifest import Origin
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import DTYPE_NAMES
 from cairn.config.ckpt import CkptConfig
 from cairn.trainer.model import companions
 from cairn.trainer.task import Context

@@ -55,8 +55,8 @@ class PolicyLoss:
     def __call__(self, logprobs: torch.Tensor, micro: MicroBatch) -> LossSums:
         """As `sft_loss`."""
         mask = micro.loss_mask[:, 1:]
-        advantages = micro.advantages[:, 1:]
-        difference = torch.where(mask, logprobs - micro.logprobs[:, 1:], 0.0)
+        advantages = micro.columns["advantages"][:, 1:]
+        difference = torch.where(mask, logprobs - micro.columns["logprobs"][:, 1:], 0.0)
         ratio = difference.exp()
         objective, bounded = self._objective(logprobs, ratio, advantages)
         with torch.no_grad():

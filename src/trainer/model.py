@@ -12,14 +12,13 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.names import layout_of, tensors_in_memory
-from cairn.checkpoint.tensors import Stored, at_places
+from cairn.checkpoint.shares import Stored, at_places
 from cairn.config.trainer import TrainerBase
 
 logger = logging.getLogger(__name__)
-
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
 
 def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
@@ -37,7 +36,8 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     model.train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    compute, reduce = DTYPES[config.precision.compute], DTYPES[config.precision.reduce]
+    precision = config.precision
+    compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
     layers = _layers(model)
     if config.compile:
         for layer in layers:

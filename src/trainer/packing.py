@@ -1,14 +1,14 @@
 """Batches to micro-batches: packed rows, with no attention across samples."""
 
 import heapq
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from cairn.config.trainer import TrainerBase
-from cairn.run.batches import Batch, Sample
+from cairn.run.batches import COLUMNS, Batch, Sample, columns_of
 
 ROW_TOKENS = 64
 """Rows are no longer than this where all samples are shorter."""
@@ -21,21 +21,26 @@ class MicroBatch:
     """Rows that go through the model together. R rows of T tokens, several samples in a row.
 
     input_ids, position_ids: int64 [R, T]; positions start at 0 with each sample, which is how the model
-    knows where one ends. loss_mask: bool [R, T]. logprobs, advantages: float32 [R, T], zero for SFT.
+    knows where one ends; padding is a sample of its own. loss_mask: bool [R, T]. columns: those that the
+    batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T].
     index: its place among the step's micro-batches, on whichever rank it runs.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     loss_mask: torch.Tensor
-    logprobs: torch.Tensor
-    advantages: torch.Tensor
+    columns: dict[str, torch.Tensor]
     index: int
 
     def to(self, device: torch.device) -> "MicroBatch":
         """A copy on `device`."""
-        columns = (self.input_ids, self.position_ids, self.loss_mask, self.logprobs, self.advantages)
-        return MicroBatch(*(column.to(device, non_blocking=True) for column in columns), self.index)
+
+        def moved(tensor: torch.Tensor) -> torch.Tensor:
+            return tensor.to(device, non_blocking=True)
+
+        columns = {name: moved(values) for name, values in self.columns.items()}
+        tokens = moved(self.input_ids), moved(self.position_ids), moved(self.loss_mask)
+        return MicroBatch(*tokens, columns, self.index)
 
 
 @dataclass
@@ -147,14 +152,15 @@ def make_micro_batches(
     groups = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     while len(groups) % world_size:
         groups.append([])
+    names = columns_of(samples)
     return [
-        fill_rows([[samples[i] for i in row] for row in groups[index]], index)
+        fill_rows([[samples[i] for i in row] for row in groups[index]], index, names)
         for index in range(rank, len(groups), world_size)
     ]
 
 
-def fill_rows(rows: list[list[Sample]], index: int = 0) -> MicroBatch:
-    """The micro-batch of these rows of samples, as long as the longest row."""
+def fill_rows(rows: list[list[Sample]], index: int = 0, columns: Iterable[str] = ()) -> MicroBatch:
+    """The micro-batch of these rows of samples, as long as the longest row; the samples have `columns`."""
     samples = [sample for row in rows for sample in row]
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
     row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -165,21 +171,25 @@ def fill_rows(rows: list[list[Sample]], index: int = 0) -> MicroBatch:
     within = np.arange(lengths.sum()) - np.repeat(before, lengths)
     places = np.repeat(starts, lengths) + within
 
-    def column(values: list[np.ndarray], dtype: type) -> np.ndarray:
-        filled = np.zeros(shape, dtype)
+    def spread(values: list[np.ndarray], dtype: type[np.generic], default: float = 0) -> np.ndarray:
+        filled = np.full(shape, default, dtype)
         if values:
             filled.reshape(-1)[places] = np.concatenate(values)
         return filled
 
-    input_ids = column([sample.token_ids for sample in samples], np.int64)
+    input_ids = spread([sample.token_ids for sample in samples], np.int64)
     position_ids = np.arange(shape[1]) - tokens[:, None]  # padding is a sample of its own
     position_ids.reshape(-1)[places] = within
-    loss_mask = column([sample.loss_mask for sample in samples], np.bool_)
+    loss_mask = spread([sample.loss_mask for sample in samples], np.bool_)
     loss_mask.reshape(-1)[starts] = False  # nothing predicts a first token
-    of_policy = [sample for sample in samples if sample.logprobs is not None]
-    logprobs, advantages = (
-        column([getattr(sample, name) for sample in of_policy], np.float32)
-        for name in ("logprobs", "advantages")
+    of_tokens = {
+        name: spread([sample.columns[name] for sample in samples], COLUMNS[name].dtype, COLUMNS[name].default)
+        for name in columns
+    }
+    return MicroBatch(
+        torch.from_numpy(input_ids),
+        torch.from_numpy(position_ids),
+        torch.from_numpy(loss_mask),
+        {name: torch.from_numpy(values) for name, values in of_tokens.items()},
+        index,
     )
-    columns = (input_ids, position_ids, loss_mask, logprobs, advantages)
-    return MicroBatch(*map(torch.from_numpy, columns), index)

@@ -25,8 +25,9 @@ from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.names import Place, tensors_in_memory
 from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.shares import Section, Stored, at_places, local_values
 from cairn.checkpoint.store import CheckpointStore, verify
-from cairn.checkpoint.tensors import Section, Stored, at_places, load_step, local_values
+from cairn.checkpoint.tensors import load_step
 from cairn.run import faults
 
 WORLDS = (1, 2, 3)

@@ -25,7 +25,7 @@ from cairn.inference.client import InferenceClient, Unauthorized, token_file
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
 from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
-from cairn.policy.generation import Generation, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.policy.sender import WeightSender
 from cairn.policy.source import Source
 
@@ -82,7 +82,7 @@ async def push_and_compare(client: InferenceClient, tiny_model: Model, tied: boo
         await client.update_weights(model, f"run:{push}")
         status = await client.status()
         assert (status.weight_version, status.paused) == (f"run:{push}", False)
-        for generated in await client.generate(PROMPT, max_tokens=48, n=4, seed=push):
+        for generated in await client.generate(PROMPT, SamplingParams(max_tokens=48, n=4, seed=push)):
             assert_matches(model, generated)
             assert [(s.version, s.start, s.end) for s in generated.weight_versions] == [
                 (f"run:{push}", 0, len(generated.token_ids))
@@ -135,10 +135,10 @@ def test_an_answer_ends_where_the_context_does_which_the_server_tells(
         config = json.loads((tiny_model(tied=True, seed=0) / "config.json").read_text())
         assert limit == config["max_position_embeddings"]
         full = [40 + i % 20 for i in range(limit)]
-        (cut,) = await client.generate(full[:-3], max_tokens=10, seed=1)
+        (cut,) = await client.generate(full[:-3], SamplingParams(max_tokens=10, seed=1))
         assert (len(cut.token_ids), cut.finish_reason) == (3, "length")
         with pytest.raises(ValueError, match=f"length {limit}"):
-            await client.generate(full, max_tokens=1, seed=1)
+            await client.generate(full, SamplingParams(max_tokens=1, seed=1))
 
     with_client(inference_server, job)
 
@@ -181,14 +181,14 @@ def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
 
         await push(source)
         assert await client.weight_checksums() == expected
-        (generated,) = await client.generate(PROMPT, max_tokens=20, seed=1)
+        (generated,) = await client.generate(PROMPT, SamplingParams(max_tokens=20, seed=1))
         assert_matches(tiny_model(seed=1), generated)
         assert {span.version for span in generated.weight_versions} == {"sent"}
         sender.close()
         with pytest.raises(ServerUnavailable, match="the trainer does not answer"):
             await push(source)
         assert await client.weight_checksums() == expected
-        assert await client.generate(PROMPT, max_tokens=20, seed=1) == [generated]
+        assert await client.generate(PROMPT, SamplingParams(max_tokens=20, seed=1)) == [generated]
         await impatient.close()
 
     try:
@@ -240,7 +240,9 @@ def test_running_requests_may_go_on_from_old_keys_and_values(inference_server: S
 
     async def job(client: InferenceClient) -> list[Generation]:
         answers = await answers_under_changing_weights(client, models, keep_cache=True)
-        for generated in await client.generate(PROMPT, max_tokens=48, n=4, seed=1, cache_salt="run:2"):
+        for generated in await client.generate(
+            PROMPT, SamplingParams(max_tokens=48, n=4, seed=1), cache_salt="run:2"
+        ):
             assert_matches(models["run:2"], generated)
         return answers
 
@@ -261,13 +263,19 @@ def test_running_requests_may_go_on_from_old_keys_and_values(inference_server: S
 def test_the_same_seed_gives_the_same_tokens_in_any_company(inference_server: Server, tiny_model: Model):
     async def job(client: InferenceClient) -> None:
         await client.update_weights(tiny_model(seed=0), "run:0")
-        alone = [await client.generate(PROMPT, max_tokens=32, seed=seed) for seed in range(0, 40, 10)]
-        company = [client.generate([i + 10] * (i + 1), max_tokens=32, seed=i) for i in range(40)]
+        alone = [
+            await client.generate(PROMPT, SamplingParams(max_tokens=32, seed=seed))
+            for seed in range(0, 40, 10)
+        ]
+        company = [
+            client.generate([i + 10] * (i + 1), SamplingParams(max_tokens=32, seed=i)) for i in range(40)
+        ]
         crowd = await asyncio.gather(
-            *company, *(client.generate(PROMPT, max_tokens=32, seed=seed) for seed in range(0, 40, 10))
+            *company,
+            *(client.generate(PROMPT, SamplingParams(max_tokens=32, seed=seed)) for seed in range(0, 40, 10)),
         )
         assert crowd[len(company) :] == alone
-        first, *_ = await client.generate(PROMPT, max_tokens=32, seed=0, n=4)
+        first, *_ = await client.generate(PROMPT, SamplingParams(max_tokens=32, seed=0, n=4))
         assert first == alone[0][0]
         assert len({tuple(generated.token_ids) for (generated,) in alone}) > 1
 
@@ -378,7 +386,10 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
 ):
     async def job(client: InferenceClient) -> None:
         await client.update_weights(tiny_model(seed=1), "good")
-        before = await client.generate(PROMPT, max_tokens=16, seed=1), await client.weight_checksums()
+        before = (
+            await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)),
+            await client.weight_checksums(),
+        )
         for name, (fault, message) in FAULTS.items():
             bad = shutil.copytree(tiny_model(seed=2), tmp_path / name)
             fault(bad)
@@ -387,7 +398,10 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
                     await client.update_weights(bad, "bad")
                 status = await client.status()
                 assert (status.weight_version, status.paused) == ("good", False)
-                after = await client.generate(PROMPT, max_tokens=16, seed=1), await client.weight_checksums()
+                after = (
+                    await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)),
+                    await client.weight_checksums(),
+                )
                 assert after == before
         for path in ("/no/such/folder", "a\0b", "x" * 5000):
             with subtests.test(path[:20]):
@@ -412,8 +426,8 @@ def test_a_refused_update_does_not_disturb_running_requests(
 
     async def job(client: InferenceClient) -> None:
         await client.update_weights(tiny_model(seed=1), "good")
-        alone = await client.generate(PROMPT, max_tokens=200, seed=1, n=8)
-        running = asyncio.create_task(client.generate(PROMPT, max_tokens=200, seed=1, n=8))
+        alone = await client.generate(PROMPT, SamplingParams(max_tokens=200, seed=1, n=8))
+        running = asyncio.create_task(client.generate(PROMPT, SamplingParams(max_tokens=200, seed=1, n=8)))
         for _ in range(3):
             with pytest.raises(WeightsRefused):
                 await client.update_weights(bad, "bad")
@@ -449,7 +463,7 @@ def test_native_sequence_of_vllm_works_and_refuses_as_well(
         assert http.get("/weight_info").json() == {"weight_version": "native"}
 
     async def job(client: InferenceClient) -> None:
-        (generated,) = await client.generate(PROMPT, max_tokens=32, seed=1)
+        (generated,) = await client.generate(PROMPT, SamplingParams(max_tokens=32, seed=1))
         assert_matches(tiny_model(seed=1), generated)
 
     with_client(inference_server, job)

@@ -8,7 +8,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
-from cairn.policy.generation import Generation
+from cairn.policy.generation import Generation, SamplingParams
 
 GROUPS = range(24)
 
@@ -19,11 +19,9 @@ async def answers(pool: ServerPool) -> list[list[Generation]]:
         *(
             pool.generate(
                 list(range(20 + group, 40 + group)),
+                SamplingParams(max_tokens=300, n=2, seed=100 * group),
                 affinity=group,
                 versions={"run:1"},
-                n=2,
-                max_tokens=300,
-                seed=100 * group,
             )
             for group in GROUPS
         )

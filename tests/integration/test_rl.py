@@ -26,6 +26,7 @@ from runs import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.inference.client import ServerStatus
+from cairn.policy.generation import SamplingParams
 from cairn.run.batches import batch_path, read_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import BatchHeader
@@ -197,7 +198,9 @@ def test_a_checkpoint_opens_in_transformers_and_in_the_server(halves: Halves, se
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": "cairn"}], add_generation_prompt=True, return_dict=True
     )["input_ids"]
-    (answer,) = server.ask(lambda client: client.generate(prompt, max_tokens=8, seed=1, stop_token_ids=[1]))
+    (answer,) = server.ask(
+        lambda client: client.generate(prompt, SamplingParams(max_tokens=8, seed=1, stop_token_ids=(1,)))
+    )
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     with torch.no_grad():
         logits = network(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]

@@ -49,8 +49,10 @@ def make_batch() -> Batch:
         Sample(
             token_ids=draw.integers(3, 97, n).astype(np.int32),
             loss_mask=draw.random(n) < 0.6,
-            logprobs=-draw.random(n).astype(np.float32) * 6,
-            advantages=draw.normal(size=n).astype(np.float32),
+            columns={
+                "logprobs": -draw.random(n).astype(np.float32) * 6,
+                "advantages": draw.normal(size=n).astype(np.float32),
+            },
         )
         for n in (20, 14, 9, 24, 5)
     ]

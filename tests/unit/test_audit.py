@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
@@ -309,8 +308,7 @@ def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
     assert {"batch", "version"} <= kinds(run.audit())
     row = ShippedBatch(6, [[20, 23]], EACH * SAMPLES, TOKENS, "digest 6", oldest_step=4)
     header = BatchHeader(RUN, BRANCH, f"{RUN}:1", 6, f"{RUN}:{BRANCH}:5", [0, 1, 2, 3], row)
-    zeros = np.zeros(1, np.float32)
-    sample = Sample(np.array([1], np.int32), np.array([True]), zeros, zeros)
+    sample = Sample.of_answer([], [1], logprobs=0.0, advantages=0.0)
     write_batch(batch_path(run.path / "batches", 6), RLBatch([sample], {}, sampling=FROM_TEXT, header=header))
     run.sql("DELETE FROM samples WHERE place >= 28")  # of policies that do not exist now
     assert run.audit().violations == []

@@ -14,7 +14,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import numpy as np
 import pytest
 from runs import ABOUT, CONFIGS, REPOSITORY
 
@@ -54,8 +53,8 @@ def make_config(path: Path) -> TrainerConfig:
 
 
 def make_batch(step: int) -> RLBatch:
-    tokens = np.arange(step, step + 3)
-    sample = Sample(*(tokens.astype(dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
+    tokens = range(step, step + 3)
+    sample = Sample.of_answer([], tokens, logprobs=tokens, advantages=tokens)
     batch = Batch([sample], {"reward/mean": 0.5}, sampling=Sampling(1.0))
     shipped = ShippedBatch(step, [[step, step]], 1, 3, batch.digest(), step - 1)
     version = str(PolicyName(RUN, BRANCH, step - 1))

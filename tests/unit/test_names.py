@@ -15,7 +15,8 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.names import LayoutUnknown, hub_layout, tensors_in_memory
-from cairn.checkpoint.tensors import at_places, read_tensors, write_tensors
+from cairn.checkpoint.shares import at_places
+from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.model import ModelConfig
 from cairn.launch.model import resolve_model
 from cairn.run.errors import UsageError

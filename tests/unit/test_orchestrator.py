@@ -201,12 +201,12 @@ def test_samples_are_what_the_server_saw_and_sampled():
     first, second = to_samples(GROUPS[0], normalize=False)
     np.testing.assert_array_equal(first.token_ids, [50, 51, 1, 2, 3])
     np.testing.assert_array_equal(first.loss_mask, [False, False, True, True, True])
-    np.testing.assert_allclose(first.logprobs, [0, 0, -0.1, -0.2, -0.3])
-    np.testing.assert_allclose(first.advantages, [0, 0, 0.5, 0.5, 0.5])
+    np.testing.assert_allclose(first.columns["logprobs"], [0, 0, -0.1, -0.2, -0.3])
+    np.testing.assert_allclose(first.columns["advantages"], [0, 0, 0.5, 0.5, 0.5])
     np.testing.assert_array_equal(second.token_ids, [50, 51, 4])
-    np.testing.assert_allclose(second.advantages, [0, 0, -0.5])
+    np.testing.assert_allclose(second.columns["advantages"], [0, 0, -0.5])
     for sample in to_samples(GROUPS[1], normalize=True):
-        assert not sample.advantages.any()
+        assert not sample.columns["advantages"].any()
         assert sample.loss_mask.sum() == 2
 
 

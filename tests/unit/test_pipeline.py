@@ -26,12 +26,12 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, Sam
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerDisagrees
-from cairn.policy.generation import Generation, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.batches import RLBatch, batch_path
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
-from cairn.run.messages import PolicyName, Probe
+from cairn.run.messages import PolicyName, Probe, write_probe
 from cairn.run.seeds import permutation
 from cairn.tools.audit.ledger import check_ledger, read_ledger
 from cairn.tools.audit.report import Report
@@ -77,12 +77,12 @@ class Servers:
         if PolicyName.parse(self.served).step == self.disagrees_at:
             raise ServerDisagrees("the logprobs differ")
 
-    async def generate(self, prompt_ids: list[int], *, versions, n: int, seed: int, **sampling):
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions):
         assert self.served, "asked before there was a policy"
-        self.asked.append((sampling["affinity"], seed, len(prompt_ids)))
+        self.asked.append((affinity, params.seed, len(prompt_ids)))
         while self.stuck:
             await asyncio.sleep(0.001)
-        answers = [await self._answer(seed + i, sampling["max_tokens"]) for i in range(n)]
+        answers = [await self._answer(params.seed + i, params.max_tokens) for i in range(params.n)]
         assert {span.version for answer in answers for span in answer.weight_versions} <= set(versions)
         return answers
 
@@ -137,7 +137,7 @@ class Trainer:
     def _write_probe(self, step: int) -> None:
         folder = self.run.version_folder(step)
         folder.mkdir(parents=True, exist_ok=True)
-        Probe([1, 2], [float(step)], "float32").write(folder)
+        write_probe(folder, Probe([1, 2], [float(step)], "float32"))
 
     async def _commit(self, store: CheckpointStore, step: int) -> None:
         store.begin(step, ["trainer", "model"])
@@ -436,16 +436,18 @@ def test_answers_of_another_temperature_are_not_trained_on(
     assert_audit_clean(run, attempt, whole)
     assert {batch.sampling.temperature for batch in whole} == {1.0, 0.5}
     for batch in whole:
-        sampled = {-float(p) for sample in batch.samples for p in sample.logprobs[sample.loss_mask]}
+        sampled = {
+            -float(p) for sample in batch.samples for p in sample.columns["logprobs"][sample.loss_mask]
+        }
         assert sampled == {batch.sampling.temperature}
 
 
 class Thermometer(Servers):
     """Its logprobs tell at which temperature it was asked."""
 
-    async def generate(self, prompt_ids: list[int], *, temperature: float, **sampling):
-        found = await super().generate(prompt_ids, **sampling)
-        return [replace(one, logprobs=[-temperature] * len(one.logprobs)) for one in found]
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, **where):
+        found = await super().generate(prompt_ids, params, **where)
+        return [replace(one, logprobs=[-params.temperature] * len(one.logprobs)) for one in found]
 
 
 def run_through(config: OrchestratorConfig, randomness: int, deaths: list[float]) -> tuple[Trainer, Servers]:

@@ -28,6 +28,7 @@ from cairn.run.batches import (
     Sample,
     Sampling,
     batch_path,
+    columns_of,
     read_batch,
     read_origin,
     write_batch,
@@ -103,7 +104,8 @@ def samples(draw) -> Sample:
         return np.array(draw(st.lists(element, min_size=n, max_size=n)), dtype)
 
     tokens, mask = column(st.integers(0, 2**31 - 1), np.int32), column(st.booleans(), np.bool_)
-    return Sample(tokens, mask, column(FLOATS, np.float32), column(FLOATS, np.float32))
+    columns = {name: column(FLOATS, np.float32) for name in COLUMNS}
+    return Sample(tokens, mask, columns)
 
 
 def make_header(step: int, run_id: str = "run", branch: str = "branch_1") -> BatchHeader:
@@ -124,15 +126,39 @@ def test_a_batch_comes_back_from_its_file_as_it_was(tmp_path_factory, batch: lis
     assert read_origin(path) == ("run", "branch_1")
     assert len(found.samples) == len(batch)
     for a, b in zip(found.samples, batch, strict=True):
-        for name in ("token_ids", "loss_mask", "logprobs", "advantages"):
-            assert getattr(a, name).dtype == getattr(b, name).dtype
-            np.testing.assert_array_equal(getattr(a, name), getattr(b, name))
+        pairs = [(a.token_ids, b.token_ids), (a.loss_mask, b.loss_mask)]
+        pairs += [(a.columns[name], b.columns[name]) for name in a.columns.keys() | b.columns.keys()]
+        for written, found in pairs:
+            assert written.dtype == found.dtype
+            np.testing.assert_array_equal(written, found)
     assert [entry.name for entry in path.parent.iterdir()] == [path.name]
 
 
 def test_a_batch_that_is_not_there(tmp_path: Path):
     with pytest.raises(FileNotFoundError):
         read_batch(batch_path(tmp_path, 1))
+
+
+def test_digests_of_batches_never_change():
+    """Ledgers and rows of metrics keep them. These are of samples with all columns, and without any."""
+    samples = [
+        Sample.of_answer([0, 1], [2, 3, 4], logprobs=[0.0, -1 / 7, -2 / 7], advantages=0.3),
+        Sample.of_answer([1, 2], [3], logprobs=[-1.0], advantages=0.6),
+    ]
+    assert Batch(samples, sampling=FROM_TEXT).digest() == "85130dbc9c4f9639"
+    bare = [Sample(sample.token_ids, sample.loss_mask) for sample in samples]
+    assert Batch(bare, sampling=FROM_TEXT).digest() == "bd7dd39ae8d4629c"
+
+
+def test_columns_of_a_batch():
+    """A name that nobody declared is refused, and so are samples of which only some have a column."""
+    with pytest.raises(ValueError, match="'rewards' is no column of samples; there are logprobs, advantages"):
+        Sample(np.zeros(1, np.int32), np.ones(1, bool), {"rewards": np.zeros(1)})
+    full, bare = Sample.of_answer([1], [2], logprobs=0.0, advantages=1.0), Sample.of_answer([1], [2])
+    assert columns_of([full, full]) == ["logprobs", "advantages"]
+    assert columns_of([bare]) == columns_of([]) == []
+    with pytest.raises(ValueError, match=r"have the same columns, and here are some with .* and none"):
+        columns_of([full, bare])
 
 
 @pytest.mark.parametrize(
@@ -165,8 +191,8 @@ def test_a_batch_that_does_not_say_how_it_was_sampled_is_refused(tmp_path: Path,
 def test_a_damaged_batch_is_noticed(tmp_path: Path):
     """Wherever it is cut or changed: the trainer never learns from it."""
     path = batch_path(tmp_path, 1)
-    column = np.arange(3)
-    sample = Sample(*(column.astype(dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
+    values = [0, 1, 2]
+    sample = Sample.of_answer([5], values, logprobs=values, advantages=values)
     write_batch(path, RLBatch([sample], {"reward/mean": 0.5}, sampling=FROM_TEXT, header=make_header(1)))
     whole = path.read_bytes()
     for place in range(len(whole)):
@@ -177,7 +203,9 @@ def test_a_damaged_batch_is_noticed(tmp_path: Path):
         with contextlib.suppress(DamagedFile):  # a space more or less in the header changes nothing
             found = read_batch(path)
             assert (found.metrics, found.header) == ({"reward/mean": 0.5}, make_header(1))
-            np.testing.assert_array_equal(found.samples[0].advantages, sample.advantages)
+            np.testing.assert_array_equal(
+                found.samples[0].columns["advantages"], sample.columns["advantages"]
+            )
             assert found.digest() == Batch([sample], sampling=FROM_TEXT).digest()
     path.unlink()
     path.mkdir()
@@ -188,8 +216,9 @@ def test_a_damaged_batch_is_noticed(tmp_path: Path):
 def test_a_batch_whose_header_lacks_something_is_damaged(tmp_path: Path):
     """Another version of Cairn wrote it, perhaps; it is made again from the ledger."""
     path = batch_path(tmp_path, 1)
-    sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
-    columns = {name: getattr(sample, name) for name in COLUMNS} | {"lengths": np.array([2], np.int32)}
+    sample = Sample.of_answer([], [0, 0], logprobs=0.0, advantages=0.0)
+    columns = {"token_ids": sample.token_ids, "loss_mask": sample.loss_mask, **sample.columns}
+    columns["lengths"] = np.array([2], np.int32)
     info = make_header(1).to_json()
     for missing in info:
         partial = json.dumps({name: value for name, value in info.items() if name != missing})
@@ -201,9 +230,12 @@ def test_a_batch_whose_header_lacks_something_is_damaged(tmp_path: Path):
 @given(samples(), st.integers(1, 20))
 def test_cutting_a_sample_cuts_all_of_it(sample: Sample, length: int):
     cut = sample.cut(length)
-    for name in ("token_ids", "loss_mask", "logprobs", "advantages"):
+    for name in ("token_ids", "loss_mask"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(sample, name)[:length])
-    assert Sample(sample.token_ids, sample.loss_mask).cut(length).advantages is None
+    assert cut.columns.keys() == COLUMNS.keys()
+    for name, values in cut.columns.items():
+        np.testing.assert_array_equal(values, sample.columns[name][:length])
+    assert Sample(sample.token_ids, sample.loss_mask).cut(length).columns == {}
 
 
 # metrics.jsonl
@@ -484,7 +516,7 @@ def test_versions_that_nobody_needs_go_and_one_folder_is_kept_for_the_next(run: 
 
 def ship(run: RunDirectory, steps: range, *, run_id: str = "abc", branch: str = "branch_1") -> None:
     """Batches as the orchestrator of some branch ships them."""
-    sample = Sample(*(np.zeros(2, dtype) for dtype in (np.int32, np.bool_, np.float32, np.float32)))
+    sample = Sample.of_answer([], [0, 0], logprobs=0.0, advantages=0.0)
     for step in steps:
         batch = RLBatch([sample], {}, sampling=FROM_TEXT, header=make_header(step, run_id, branch))
         write_batch(batch_path(run.batches, step), batch)

@@ -14,7 +14,7 @@ from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import Group
 from cairn.orchestrator.sampling import PromptRefused, Sampler
-from cairn.policy.generation import Generation, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
 MODEL = REPOSITORY / CONFIGS / "model"
 VERSION = "run:branch_1:0"
@@ -55,14 +55,15 @@ class Server:
     def max_model_len(self) -> int | None:
         return self.context if self.tells else None
 
-    async def generate(self, token_ids: list[int], *, n: int, max_tokens: int, **_: Any) -> list[Generation]:
+    async def generate(self, token_ids: list[int], params: SamplingParams, **_: Any) -> list[Generation]:
+        max_tokens = params.max_tokens
         self.asked.append((len(token_ids), max_tokens))
         if len(token_ids) >= self.context or max_tokens < 1:
             raise ValueError(f"400: The decoder prompt (length {len(token_ids)}) plus ... {max_tokens}")
         left = self.answer - (len(token_ids) - PROMPT)
         count = min(max_tokens, left, self.context - len(token_ids))
         end = "stop" if count == left else "length"
-        return [Generation([30] * count, [-0.5] * count, [VersionSpan(VERSION, 0, count)], end)] * n
+        return [Generation([30] * count, [-0.5] * count, [VersionSpan(VERSION, 0, count)], end)] * params.n
 
 
 def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -> Sampler:

@@ -17,10 +17,10 @@ from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsRefused
+from cairn.policy.generation import SamplingParams
 from cairn.run.messages import Probe
 
 Answer = tuple[int, Any]
-SAMPLING = {"max_tokens": 4, "temperature": 1.0, "top_p": 1.0, "seed": 3, "stop_token_ids": []}
 
 
 class FakeServer:
@@ -148,7 +148,8 @@ async def until(condition: Callable[[], Any]) -> None:
 
 
 def ask(pool: ServerPool, group: int, versions: tuple[str, ...] = ("v1",), n: int = 1) -> asyncio.Task:
-    return asyncio.create_task(pool.generate([group], affinity=group, versions=versions, n=n, **SAMPLING))
+    params = SamplingParams(max_tokens=4, n=n, seed=3)
+    return asyncio.create_task(pool.generate([group], params, affinity=group, versions=versions))
 
 
 def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., None]:
@@ -357,7 +358,7 @@ def test_a_client_names_the_server_that_misbehaves(name: str):
         fake.fault = fault
         async with InferenceClient(fake.url, "t", timeout=0.3, retry_for=0) as client:
             with pytest.raises(ServerUnavailable, match=message) as caught:
-                await client.generate([1], max_tokens=4, seed=1)
+                await client.generate([1], SamplingParams(max_tokens=4, seed=1))
         assert fake.url in str(caught.value)
         await fake.die()
 

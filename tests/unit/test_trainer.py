@@ -56,8 +56,10 @@ def make_samples(lengths: list[int]) -> list[Sample]:
         Sample(
             token_ids=np.arange(n, dtype=np.int32) + 100 * (i + 1),
             loss_mask=np.arange(n) % 3 != 1,
-            logprobs=-(np.arange(n, dtype=np.float32) + i),
-            advantages=np.full(n, i + 1, np.float32),
+            columns={
+                "logprobs": -(np.arange(n, dtype=np.float32) + i),
+                "advantages": np.full(n, i + 1, np.float32),
+            },
         )
         for i, n in enumerate(lengths)
     ]
@@ -98,7 +100,7 @@ def test_a_sample_that_is_longer_than_a_row():
 
 def columns(micro: MicroBatch) -> list[torch.Tensor]:
     """All tensors of a micro-batch."""
-    return [micro.input_ids, micro.position_ids, micro.loss_mask, micro.logprobs, micro.advantages]
+    return [micro.input_ids, micro.position_ids, micro.loss_mask, *micro.columns.values()]
 
 
 @given(LENGTHS, st.integers(16, 40), st.integers(1, 4), st.integers(1, 4))
@@ -147,8 +149,8 @@ def test_every_token_is_there_once_with_all_that_belongs_to_it(
                 np.testing.assert_array_equal(ids[start:end], samples[i].token_ids)
                 np.testing.assert_array_equal(mask[start + 1 : end], samples[i].loss_mask[1:])
                 assert not mask[start]
-                np.testing.assert_array_equal(logprobs[start:end], samples[i].logprobs)
-                np.testing.assert_array_equal(advantages[start:end], samples[i].advantages)
+                np.testing.assert_array_equal(logprobs[start:end], samples[i].columns["logprobs"])
+                np.testing.assert_array_equal(advantages[start:end], samples[i].columns["advantages"])
     assert sorted(seen) == list(range(len(lengths)))
 
 
@@ -166,7 +168,7 @@ def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
     mask = torch.rand(5, 13, generator=draw) < 0.6
     tokens = torch.zeros(5, 13, dtype=torch.int64)
     logprobs = (sampler[:, 1:] + 0.4 * normal(5, 12)).requires_grad_()
-    return logprobs, MicroBatch(tokens, tokens, mask, sampler, advantages, 0)
+    return logprobs, MicroBatch(tokens, tokens, mask, {"logprobs": sampler, "advantages": advantages}, 0)
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -182,8 +184,8 @@ def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, floa
         for place in range(12):
             if not micro.loss_mask[row, place + 1]:
                 continue
-            gap = logprobs[row, place].item() - micro.logprobs[row, place + 1].item()
-            advantage = micro.advantages[row, place + 1].item()
+            gap = logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item()
+            advantage = micro.columns["advantages"][row, place + 1].item()
             ratio = math.exp(gap)
             limited = min(max(ratio, 1 - clip[0]), 1 + clip[1])
             loss -= min(ratio * advantage, limited * advantage)
@@ -215,10 +217,10 @@ def test_tokens_of_older_policies_count_by_their_ratio(seed: int, correction: st
     sums.loss.backward()
     gradient, bounded = torch.zeros(5, 12), 0
     for row, place in micro.loss_mask[:, 1:].nonzero().tolist():
-        ratio = math.exp(logprobs[row, place].item() - micro.logprobs[row, place + 1].item())
+        ratio = math.exp(logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item())
         weight = min(ratio, 1.3) if correction == "truncate" else ratio if 0.8 <= ratio <= 1.3 else 0.0
         bounded += weight != ratio
-        gradient[row, place] = -weight * micro.advantages[row, place + 1].item()
+        gradient[row, place] = -weight * micro.columns["advantages"][row, place + 1].item()
     torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
     assert sums.means["ratio/clipped"].item() == bounded
     assert 0 < bounded < int(micro.loss_mask[:, 1:].sum())
@@ -336,8 +338,10 @@ def random_samples(seed: int, lengths: list[int]) -> list[Sample]:
         Sample(
             token_ids=draw.integers(1, 101, n).astype(np.int32),
             loss_mask=draw.random(n) < 0.7,
-            logprobs=-draw.random(n).astype(np.float32) * 9,
-            advantages=draw.normal(size=n).astype(np.float32),
+            columns={
+                "logprobs": -draw.random(n).astype(np.float32) * 9,
+                "advantages": draw.normal(size=n).astype(np.float32),
+            },
         )
         for n in lengths
     ]
@@ -416,7 +420,7 @@ def test_the_temperature_of_sampling_is_that_of_the_loss(step: Step, model_folde
     ids = torch.from_numpy(sample.token_ids).long()
     with torch.no_grad():
         logprobs = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
-    sample.logprobs[1:] = logprobs.numpy()
+    sample.columns["logprobs"][1:] = logprobs.numpy()
     row, _ = step([sample], PolicyLoss(PolicyLossConfig()), 0.7)
     assert row["mismatch/logprob_max"] < 1e-5
     row, _ = step([sample], PolicyLoss(PolicyLossConfig()))
@@ -435,7 +439,7 @@ def test_samples_that_are_too_long_are_cut_and_counted(step: Step, model_folder:
 
 def test_a_gradient_that_is_not_finite_ends_training(step: Step):
     samples = random_samples(7, [12])
-    samples[0].advantages[:] = np.nan
+    samples[0].columns["advantages"][:] = np.nan
     with pytest.raises(TrainingDiverged, match="step 1: the gradient's norm is nan"):
         step(samples, PolicyLoss(PolicyLossConfig()))
 

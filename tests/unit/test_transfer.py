@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from cairn.checkpoint.tensors import Section
+from cairn.checkpoint.shares import Section
 from cairn.policy.receiver import WeightReceiver
 from cairn.policy.refusals import Gone, NotThere
 from cairn.policy.sender import WeightSender

@@ -7,7 +7,6 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
-from typing import Any
 
 from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.counts import Counts
@@ -15,7 +14,7 @@ from cairn.inference.pool.member import Member, Weights, tensor_bytes
 from cairn.inference.pool.membership import Roster
 from cairn.inference.pool.server_list import ServerList
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable
-from cairn.policy.generation import Generation
+from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.messages import Probe
 
 logger = logging.getLogger(__name__)
@@ -189,14 +188,13 @@ class ServerPool:
         )
 
     async def generate(
-        self, prompt_ids: list[int], *, affinity: int, versions: Collection[str], n: int = 1, **sampling: Any
+        self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
     ) -> list[Generation]:
-        """Sample `n` continuations of `prompt_ids`, each token from one of `versions`.
+        """Sample `params.n` continuations of `prompt_ids`, each token from one of `versions`.
 
         Asked again, of another server where there is one, if a server dies, hangs, fails, or answers from
         other weights; so give a seed. Requests with the same `affinity` go to the same server, which has
-        their prompt in its cache, unless it has more to do than another one. `sampling` is as for
-        `InferenceClient.generate`.
+        their prompt in its cache, unless it has more to do than another one.
 
         Raises:
             ServerUnavailable: no server has answered `retry_for` seconds after the first failure.
@@ -210,7 +208,7 @@ class ServerPool:
             member = await self._pick(affinity, versions, end)
             pushes = member.pushes
             try:
-                generations = await self._ask(member, prompt_ids, n, sampling)
+                generations = await self._ask(member, prompt_ids, params)
             except ServerUnavailable as error:
                 self._roster.lose(member, str(error))
                 end = min(end, time.monotonic() + self._retry_for)
@@ -274,20 +272,16 @@ class ServerPool:
             self._homes.popitem(last=False)
         return chosen
 
-    async def _ask(
-        self, member: Member, prompt_ids: list[int], n: int, sampling: dict[str, Any]
-    ) -> list[Generation]:
+    async def _ask(self, member: Member, prompt_ids: list[int], params: SamplingParams) -> list[Generation]:
         """Ask one server once.
 
         Raises:
             ServerUnavailable: it failed, or cut the answer short because it is stopping.
         """
         # The salt keeps prompts from what earlier weights have left in the prefix cache.
-        request = asyncio.create_task(
-            member.client.generate(prompt_ids, n=n, cache_salt=member.version, **sampling)
-        )
+        request = asyncio.create_task(member.client.generate(prompt_ids, params, cache_salt=member.version))
         member.requests.add(request)
-        member.sequences += n
+        member.sequences += params.n
         self._counts.begin()
         try:
             await asyncio.wait({request})
@@ -299,7 +293,7 @@ class ServerPool:
         finally:
             request.cancel()
             member.requests.discard(request)
-            member.sequences -= n
+            member.sequences -= params.n
             self._counts.end()
         if any(generation.finish_reason == "abort" for generation in generations):
             raise ServerUnavailable(f"{member.url} aborted a request: it is stopping")

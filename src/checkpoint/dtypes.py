@@ -1,0 +1,21 @@
+"""The data types that tensor files hold, under the names that files and settings have for them."""
+
+import torch
+
+DTYPE_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""safetensors' name for each."""
+DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
+"""By safetensors' name."""
+DTYPES_IN_SETTINGS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
+"""By torch's name, such as float32: settings and messages between roles use it."""

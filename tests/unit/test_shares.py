@@ -1,0 +1,140 @@
+"""What each rank of any mesh holds of a tensor: every value written once, and each rank reads its own."""
+
+import itertools
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from fake_ranks import FakeRank
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
+
+from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.shares import Section, Stored, ranges_of, share_of
+from cairn.checkpoint.tensors import read_tensors, write_tensors
+
+ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
+PLACED = {
+    "two ranks": ((2,), (ROWS,)),
+    "columns": ((3,), (COLUMNS,)),
+    "copies of shards": ((2, 3), (COPIES, ROWS)),
+    "shards of copies": ((3, 2), (COLUMNS, COPIES)),
+    "blocks": ((2, 2), (ROWS, COLUMNS)),
+    "rows twice": ((2, 2), (ROWS, ROWS)),
+    "FSDP2 over tensor parallelism": ((2, 2), (_StridedShard(0, split_factor=2), ROWS)),
+    "columns of copies of rows": ((2, 2, 2), (COPIES, ROWS, COLUMNS)),
+}
+"""Meshes, and what FSDP2, HSDP and tensor parallelism make of them."""
+
+
+def local_of(whole: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...], at: tuple):
+    """What torch itself gives to the rank at that coordinate."""
+    for placement, ranks, number in zip(placements, shape, at, strict=True):
+        if not placement.is_replicate() and placement.dim < whole.ndim:
+            pieces, _ = placement._split_tensor(whole, ranks, with_padding=False)
+            whole = pieces[number]
+    return whole
+
+
+@st.composite
+def placed(draw: st.DrawFn):
+    """Any tensor on any mesh of up to three dimensions."""
+    shape = tuple(draw(st.lists(st.integers(0, 9), min_size=1, max_size=3)))
+    mesh = tuple(draw(st.lists(st.integers(1, 4), min_size=1, max_size=3)))
+    dims = st.integers(0, len(shape) - 1)
+    kinds = st.one_of(
+        st.just(Replicate()),
+        dims.map(Shard),
+        st.tuples(dims, st.integers(1, 3)).map(lambda d: _StridedShard(d[0], split_factor=d[1])),
+    )
+    return shape, mesh, tuple(draw(kinds) for _ in mesh)
+
+
+@settings(deadline=None)
+@given(placed())
+def test_ranges_are_what_torch_gives_to_each_rank(case):
+    """In ascending order; over the ranks that own them every value is there once."""
+    shape, mesh, placements = case
+    whole = torch.arange(math.prod(shape)).view(shape)
+    owned: list[int] = []
+    for at in itertools.product(*map(range, mesh)):
+        expected = local_of(whole, placements, mesh, at).flatten().tolist()
+        ranges = ranges_of(shape, placements, mesh, at)
+        assert all(count > 0 for _, count in ranges)
+        found = [item for first, count in ranges for item in range(first, first + count)]
+        assert found == expected == sorted(expected)
+        if not any(n for n, placement in zip(at, placements, strict=True) if placement.is_replicate()):
+            owned += found
+    assert sorted(owned) == list(range(math.prod(shape)))
+
+
+def tensors_of(mesh: DeviceMesh, placements: tuple[Placement, ...], *, blank: bool) -> dict[str, Stored]:
+    """Tensors as one rank has them, and sections of one of them."""
+    wholes = {
+        "matrix": torch.arange(77.0).view(7, 11),
+        "row": torch.arange(11.0).view(1, 11),
+        "large": torch.arange(300 * 1001.0).view(300, 1001),
+        "brief": torch.arange(48).view(12, 4).bfloat16(),
+        "none": torch.zeros(0, 4),
+        "experts": torch.arange(5 * 6 * 7.0).view(5, 6, 7),
+    }
+    own: dict[str, Stored] = {"plain": torch.arange(3.0)}
+    for name, whole in wholes.items():
+        local = local_of(
+            whole, placements, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
+        ).contiguous()
+        own[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    if blank:
+        own = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    experts = own.pop("experts")
+    return own | {
+        f"experts.{i}.{h}": Section(experts, 42 * i + 21 * h, (3, 7)) for i in range(5) for h in (0, 1)
+    }
+
+
+@pytest.mark.parametrize("source", PLACED)
+def test_any_mesh_reads_what_any_mesh_wrote(tmp_path: Path, source: str):
+    """The file's bytes are those of one process alone; each byte is read and counted once."""
+    alone, folder = tmp_path / "alone", tmp_path / "ranks"
+    alone.mkdir(), folder.mkdir()
+    with FakeRank(0, 1) as mesh:
+        write_tensors(alone, tensors_of(mesh, (COPIES,), blank=False), "model")
+    shape, placements = PLACED[source]
+    for rank in range(math.prod(shape)):
+        with FakeRank(rank, *shape) as mesh:
+            write_tensors(folder, tensors_of(mesh, placements, blank=False), "model", rank=rank)
+    assert (folder / "model.safetensors").read_bytes() == (alone / "model.safetensors").read_bytes()
+    whole = FileChecksum((alone / "model.safetensors").stat().st_size)
+    whole.add(0, (alone / "model.safetensors").read_bytes())
+    for shape, placements in PLACED.values():
+        seen = FileChecksum(whole.size)
+        for rank in range(math.prod(shape)):
+            with FakeRank(rank, *shape) as mesh:
+                targets = tensors_of(mesh, placements, blank=True)
+                (checksum,) = read_tensors(folder, targets, "model", rank=rank).values()
+                seen.merge(checksum)
+                for name, expected in tensors_of(mesh, placements, blank=False).items():
+                    read, wanted = (share_of(name, t, rank).local for t in (targets[name], expected))
+                    assert torch.equal(read, wanted), name
+        assert (seen.nbytes, seen.chunks()) == (whole.nbytes, whole.chunks())
+
+
+def test_slices_of_a_mesh_hold_copies():
+    """Of a tensor on one dimension of a mesh the first slice's ranks write."""
+    whole = torch.arange(12.0).view(4, 3)
+    owners = []
+    for rank in range(6):
+        with FakeRank(rank, 3, 2) as mesh:
+            slices = mesh["b"]
+            local = local_of(whole, (ROWS,), (2,), (slices.get_local_rank(),))
+            tensor = DTensor.from_local(local, slices, (ROWS,), run_check=False)
+            share = share_of("a", tensor, rank)
+            assert share.ranges == ((6 * (rank % 2), 6),)
+            owners += [rank] if share.owned else []
+    assert owners == [0, 1]
