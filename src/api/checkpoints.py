@@ -4,8 +4,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.layout import StoredTensor, find_tensors
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
+from cairn.checkpoint.step import OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
 from cairn.checkpoint.store import verify
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
@@ -33,7 +34,11 @@ class Checkpoint:
     @property
     def tensors(self) -> "dict[str, torch.Tensor]":
         """The model's weights by the names that its files give them, which are the hub's."""
-        return _read(self.folder / "model", "model")
+        folder = StepFolder(self.folder).model
+        try:
+            return _read(find_tensors(folder, "model"))
+        except FileNotFoundError as error:
+            raise CheckpointError(f"{folder}: {error.strerror}") from None
 
     @property
     def optimizer(self) -> "dict[str, dict[str, torch.Tensor]]":
@@ -41,11 +46,8 @@ class Checkpoint:
 
         Weights that never received a gradient have none, nor has a checkpoint that holds weights only.
         """
-        folder = self.folder / "trainer"
-        if not any(folder.glob("optimizer*.safetensors")):
-            return {}
         state: dict[str, dict[str, torch.Tensor]] = {}
-        for name, tensor in _read(folder, "optimizer").items():
+        for name, tensor in _read(StepFolder(self.folder).tensors(OPTIMIZER)).items():
             weight, _, kind = name.rpartition(".")
             state.setdefault(weight, {})[kind] = tensor
         return state
@@ -53,24 +55,24 @@ class Checkpoint:
     @property
     def trainer_state(self) -> dict[str, Any]:
         """Progress, recipe, scheduler and data position of the trainer; empty in one of weights only."""
-        return read_json(self.folder / "trainer" / "state.json", dict[str, Any]) or {}
+        return read_json(self.folder / TRAINER_STATE, dict[str, Any]) or {}
 
     @property
     def orchestrator_state(self) -> dict[str, Any]:
         """Progress and recipe of the orchestrator; empty in SFT."""
-        return read_json(self.folder / "orchestrator" / "state.json", dict[str, Any]) or {}
+        return read_json(self.folder / ORCHESTRATOR_STATE, dict[str, Any]) or {}
 
     def model(self, **arguments: Any) -> "PreTrainedModel":
         """The model, as `AutoModelForCausalLM.from_pretrained(folder, **arguments)` makes it."""
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(self.folder / "model", **arguments)
+        return AutoModelForCausalLM.from_pretrained(StepFolder(self.folder).model, **arguments)
 
     def tokenizer(self, **arguments: Any) -> "PreTrainedTokenizerBase":
         """The tokenizer with its chat template."""
         from transformers import AutoTokenizer
 
-        return AutoTokenizer.from_pretrained(self.folder / "model", **arguments)
+        return AutoTokenizer.from_pretrained(StepFolder(self.folder).model, **arguments)
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
@@ -87,10 +89,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, verify(folder))
 
 
-def _read(folder: Path, stem: str) -> "dict[str, torch.Tensor]":
+def _read(stored: dict[str, StoredTensor]) -> "dict[str, torch.Tensor]":
     from cairn.checkpoint.tensors import read_tensor
 
-    try:
-        return {name: read_tensor(stored) for name, stored in find_tensors(folder, stem).items()}
-    except FileNotFoundError as error:
-        raise CheckpointError(f"{folder}: {error.strerror}") from None
+    return {name: read_tensor(tensor) for name, tensor in stored.items()}

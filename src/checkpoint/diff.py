@@ -4,7 +4,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import load_manifest
-from cairn.run.files import read_json
+from cairn.checkpoint.step import OrchestratorRecord, StepFolder, TrainerRecord
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
@@ -34,10 +34,10 @@ def _config_of(folder: Path) -> dict[str, Any]:
         else:
             flat[key] = value
 
-    trainer = read_json(folder / "trainer" / "state.json") or {}
-    orchestrator = read_json(folder / "orchestrator" / "state.json") or {}
-    walk(trainer.get("recipe") or {"settings": trainer.get("config", {})}, "")
-    walk({"orchestrator": orchestrator.get("recipe", {})}, "")
+    trainer = StepFolder(folder).trainer_state() or TrainerRecord()
+    orchestrator = StepFolder(folder).orchestrator_state() or OrchestratorRecord()
+    walk(trainer.recipe or {"settings": trainer.config or {}}, "")
+    walk({"orchestrator": orchestrator.recipe or {}}, "")
     return {key.replace("settings.", ""): value for key, value in flat.items()}
 
 
@@ -50,7 +50,7 @@ def _tensor_changes(a: Path, b: Path) -> dict[str, Any]:
     from cairn.checkpoint.layout import find_tensors
     from cairn.checkpoint.tensors import read_tensor
 
-    in_a, in_b = find_tensors(a / "model", "model"), find_tensors(b / "model", "model")
+    in_a, in_b = (find_tensors(StepFolder(step).model, "model") for step in (a, b))
     rows, other_shape = [], []
     for name in sorted(in_a.keys() & in_b.keys()):
         if in_a[name].spec.shape != in_b[name].spec.shape:

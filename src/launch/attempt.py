@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
+from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders, read_json, read_note, write_atomic, write_json
+from cairn.run.files import make_folders, read_note, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -365,11 +366,11 @@ def _check_fit(config: RunConfig, start: Start) -> None:
     """
     assert start.folder is not None
     assert start.manifest is not None
-    seed = (read_json(start.folder / "trainer" / "state.json") or {}).get("seed")
-    if seed is not None and seed != config.seed and not start.is_fork:
+    saved = StepFolder(start.folder).trainer_state()
+    if saved and saved.seed not in (None, config.seed) and not start.is_fork:
         raise UsageError(
-            f"--seed {config.seed}: {start.folder} was made with seed {seed}, and a resumed run "
-            f"goes on with that; give --seed {seed}"
+            f"--seed {config.seed}: {start.folder} was made with seed {saved.seed}, and a resumed run "
+            f"goes on with that; give --seed {saved.seed}"
         )
     for package, version in start.manifest.versions.items():
         now = platform.python_version() if package == "python" else _version(package)

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.step import StepFolder
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
@@ -109,7 +110,7 @@ def _see_through(
     of_roles = [config.trainer, config.orchestrator, config.inference] if command == "rl" else []
     try:
         while True:
-            name = str(start.folder / "model") if start.folder else resolve_model(model)
+            name = str(StepFolder(start.folder).model) if start.folder else resolve_model(model)
             for owner in (config, *of_roles):
                 owner.model = ModelConfig(name=name)
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"

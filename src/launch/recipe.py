@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.ckpt import CkptConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig
@@ -98,7 +99,7 @@ def finish_recipe(
     if prints_date(model):
         earlier: Mapping[str, Any] = {}
         if start.folder:
-            earlier = (read_json(start.folder / "trainer" / "state.json") or {}).get("recipe", {})
+            earlier = _trainer_state(start).recipe or {}
         elif goes_on:
             with contextlib.suppress(DamagedFile):
                 earlier = (read_json(run.recipe, dict) or {}).get("trainer", {})
@@ -142,8 +143,9 @@ def check_model(name: str, start: Start) -> None:
         UsageError: it has another architecture, tokenizer or chat template.
     """
     assert start.folder is not None
-    own = next((path for path in (Path(name), Path(name) / "model") if (path / "config.json").exists()), None)
-    saved = start.folder / "model"
+    folders = Path(name), StepFolder(name).model
+    own = next((folder for folder in folders if (folder / "config.json").exists()), None)
+    saved = StepFolder(start.folder).model
     if own is None:
         return
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (own, saved))
@@ -177,16 +179,21 @@ def _look_at_data(config: SFTConfig) -> dict[str, Any]:
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:
     """The trainer's recipe in the checkpoint; of an older version's, as much as can be told."""
-    state = read_json(start.folder / "trainer" / "state.json") or {}
-    if "recipe" in state:
-        return {"settings": {}, **state["recipe"]}
+    state = _trainer_state(start)
+    if state.recipe is not None:
+        return {"settings": {}, **state.recipe}
     print(
         f"note: {start.folder} was saved by a version of Cairn that kept no recipe: its data is compared by "
         "number, first and last record only",
         flush=True,
     )
-    data = {"data": state["data"]} if state.get("data") else {}
-    return {"settings": settings_of(state.get("config", {}), TRAINER), **data}
+    data = {"data": state.data} if state.data else {}
+    return {"settings": settings_of(state.config or {}, TRAINER), **data}
+
+
+def _trainer_state(start: Start) -> TrainerRecord:
+    assert start.folder is not None
+    return StepFolder(start.folder).trainer_state() or TrainerRecord()
 
 
 def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str, Any]) -> list[Change]:
@@ -202,7 +209,7 @@ def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str
     data["begins_at"] = begins_at
     if same_records(saved, data):
         return []
-    progress = (read_json(start.folder / "trainer" / "state.json") or {})["progress"]
+    progress = _trainer_state(start).progress
     data["begins_at"] = progress["total_samples"]
     within = (progress["total_samples"] - begins_at) % saved["records"] != 0
     return [Change("data", dict(saved), dict(data), "data" if within else None)]

@@ -7,10 +7,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.step import OrchestratorRecord, StepFolder
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.environments import Environment
-from cairn.run.files import read_json
 from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, settings_of
 from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
@@ -78,9 +78,9 @@ def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
 
     Older checkpoints know of the environment only its settings and the number of problems.
     """
-    state = read_json(checkpoint / "orchestrator" / "state.json") or {}
-    prompts = state.get("prompts", {})
-    saved = state.get("recipe") or {
+    state = StepFolder(checkpoint).orchestrator_state() or OrchestratorRecord()
+    prompts = state.prompts
+    saved = state.recipe or {
         "settings": settings_of({"environment": prompts.get("environment", {})}, ORCHESTRATOR),
         **({"environment": {"problems": prompts["problems"]}} if "problems" in prompts else {}),
     }

@@ -7,7 +7,6 @@ answers are there. `max_off_policy_steps` bounds how far they come apart; at 0 t
 
 import asyncio
 import contextlib
-import json
 import logging
 import sqlite3
 import time
@@ -16,6 +15,8 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.step import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.calls import EnvironmentCalls
@@ -81,11 +82,11 @@ class Orchestrator:
         self.environment = make_environment(config.environment)
         self._calls = EnvironmentCalls(self.environment, config)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
-        self.policy_folder = resume_from / "model" if resume_from else Path(config.model.name)
+        self.policy_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         self.ledger = Ledger(
             self.run_directory.ledger,
             self._whose_ledger(),
-            resume_from and resume_from / "orchestrator" / "ledger.sqlite",
+            resume_from and StepFolder(resume_from).ledger,
             attempt.start_step,
         )
         recipe = read_json(self.run_directory.recipe) or {}
@@ -128,8 +129,10 @@ class Orchestrator:
         """Progress by step: of the checkpoint in `folder`, and after each batch that was shipped since."""
         progress = Progress()
         if folder:
-            saved = read_json(folder / "orchestrator" / "state.json")
-            progress = Progress(**saved["progress"])
+            saved = StepFolder(folder).orchestrator_state()
+            if saved is None or not saved.progress:
+                raise Damaged(f"{folder / ORCHESTRATOR_STATE}: does not say how far the run had come")
+            progress = Progress(**saved.progress)
         by_step = {progress.step: progress}
         while (batch := self._shipped_already(progress.step + 1)) is not None:
             progress = by_step[batch.step] = progress.after(batch)
@@ -315,21 +318,18 @@ class Orchestrator:
             return  # written by a process that died since
         problems = len(self.environment)
         epoch, position = divmod(progress.total_problems, problems)
-        state = {
-            "progress": asdict(progress),
-            "seed": self.config.seed,
-            "recipe": self.recipe,
-            "prompts": {
+        record = OrchestratorRecord(
+            progress=asdict(progress),
+            seed=self.config.seed,
+            recipe=self.recipe,
+            prompts={
                 "environment": self.config.environment.model_dump(),
                 "problems": problems,
                 "epoch": epoch,
                 "position": position,
             },
-        }
-        files = {
-            "orchestrator/state.json": (json.dumps(state, indent=2) + "\n").encode(),
-            "orchestrator/ledger.sqlite": self.ledger.snapshot(),
-        }
+        )
+        files = {ORCHESTRATOR_STATE: record.to_json(), LEDGER: self.ledger.snapshot()}
 
         def write() -> None:
             self.store.begin(step, ["orchestrator"])

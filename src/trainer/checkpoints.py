@@ -15,6 +15,7 @@ from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.manifest import Origin
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import Saved, Saver
+from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.trainer.model import companions
@@ -181,15 +182,15 @@ class TrainerCheckpoints:
         files = {f"model/{name}": content for name, content in self._companions.items()}
         tensors = self._tensors()
         if self._ckpt.training_state:
-            trainer_state = {
-                "progress": asdict(state.progress),
-                "seed": state.config.seed,
-                "rows": state.scorer.rows.name,
-                "optimizer": type(state.optimizer).__name__,
-                "scheduler": state.config.scheduler.model_dump(),
-                "recipe": self.recipe,
-            }
-            files["trainer/state.json"] = (json.dumps(trainer_state, indent=2) + "\n").encode()
+            record = TrainerRecord(
+                progress=asdict(state.progress),
+                seed=state.config.seed,
+                rows=state.scorer.rows.name,
+                optimizer=type(state.optimizer).__name__,
+                scheduler=state.config.scheduler.model_dump(),
+                recipe=dict(self.recipe),
+            )
+            files[TRAINER_STATE] = record.to_json()
         self._saver.save(step, tensors, files, self._about(metrics, tensors))
         self.parent = Origin(run_id=self.attempt.run_id, step=step)
         if not self._ckpt.save_async:

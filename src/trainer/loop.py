@@ -13,6 +13,7 @@ from functools import partial
 from pathlib import Path
 
 from cairn.checkpoint.saver import Saved
+from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
@@ -61,7 +62,7 @@ class Training:
         self.config, self.attempt, self.group = config, attempt, group
         self.run_directory = run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
-        model_folder = resume_from / "model" if resume_from else Path(config.model.name)
+        model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         model = build_model(model_folder, config, group.mesh)
         optimizer = make_optimizer(model.parameters(), config.optimizer)
         self.state = TrainerState(config, group, model, optimizer, Progress())

@@ -9,11 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.arena import Tensors
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
+from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import load_step
 from cairn.config.trainer import TrainerBase
-from cairn.run.files import read_json
 from cairn.trainer.group import Group
 from cairn.trainer.model import weights, weights_in
 from cairn.trainer.scoring import Scorer
@@ -71,19 +70,21 @@ class TrainerState:
             CheckpointError: it holds other tensors than this run has.
             Damaged: a file is not as it was written.
         """
-        saved = read_json(folder / "trainer" / "state.json")
-        self.rows = saved.get("rows")
+        step = StepFolder(folder)
+        saved = step.trainer_state()
+        if saved is None or not saved.progress:
+            raise Damaged(f"{folder / TRAINER_STATE}: does not say how far the run had come")
+        self.rows = saved.rows
         optimizer = type(self.optimizer).__name__
-        if saved.get("optimizer", optimizer) != optimizer:
+        if saved.optimizer not in (None, optimizer):
             raise CheckpointError(
-                f"{folder} has the state of {saved['optimizer']}, and this run uses {optimizer}"
+                f"{folder} has the state of {saved.optimizer}, and this run uses {optimizer}"
             )
-        self.progress = Progress(**saved["progress"])
-        stateless = not list((folder / "trainer").glob("optimizer*.safetensors"))
-        self._create_optimizer_state([] if stateless else find_tensors(folder / "trainer", "optimizer"))
+        self.progress = Progress(**saved.progress)
+        self._create_optimizer_state(step.tensors(OPTIMIZER))
         group = self.group
         try:
-            tensors = {**self.tensors(), "model/model": weights_in(self.model, folder / "model")}
+            tensors = {**self.tensors(), MODEL: weights_in(self.model, step.model)}
         except FileNotFoundError as error:
             raise Damaged(f"{error.filename}: {error.strerror}") from None
         manifest = load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
@@ -110,12 +111,12 @@ class TrainerState:
     def tensors(self, *, weights_only: bool = False) -> Tensors:
         """Weights by name, and optimiser state as `<weight's name>.<what>`, such as `.exp_avg`."""
         if weights_only:
-            return {"model/model": weights(self.model)}
+            return {MODEL: weights(self.model)}
         optimizer = {
             f"{name}.{key}": value
             for name, parameter in self.model.named_parameters()
             for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
             if isinstance(value, torch.Tensor)
         }
-        both = {"model/model": weights(self.model), "trainer/optimizer": optimizer}
+        both = {MODEL: weights(self.model), OPTIMIZER: optimizer}
         return {stem: tensors for stem, tensors in both.items() if tensors}

@@ -11,6 +11,7 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.checkpoint.step import LEDGER, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.messages import PolicyName, ShippedBatch
@@ -252,12 +253,11 @@ def check_snapshots(
     store: CheckpointStore, manifests: dict[int, Manifest], ledger: LedgerContent, report: Report
 ) -> None:
     """Each checkpoint's copy of the ledger says of the batches up to its step what the ledger says."""
-    name = "orchestrator/ledger.sqlite"
     for step, manifest in manifests.items():
-        if name not in manifest.files:
+        if LEDGER not in manifest.files:
             continue
         try:
-            snapshot = read_ledger(store.folder(step) / name, immutable=True)
+            snapshot = read_ledger(StepFolder(store.folder(step)).ledger, immutable=True)
         except CheckpointError as error:
             if store.exists(step):  # and was not deleted just now
                 report.broken("snapshot", str(error), step)

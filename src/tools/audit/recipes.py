@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.identity import same_environment
 from cairn.run.directory import RunDirectory
@@ -51,26 +52,28 @@ def read_recipes(
         if state is None:
             continue
         try:
-            part = read_json(store.folder(step) / "orchestrator" / "state.json") or {}
+            part = StepFolder(store.folder(step)).orchestrator_state()
         except DamagedFile as error:
             report.broken("recipe", str(error), step)
-            part = {}
-        recipes.append(_recipe(step, state, part.get("recipe", {})))
+            part = None
+        recipes.append(_recipe(step, state, (part and part.recipe) or {}))
     try:
         current = read_json(run.recipe, dict) or {}
     except DamagedFile as error:
         report.notes.append(str(error))
         current = {}
-    state = {"recipe": current["trainer"]} if "trainer" in current else {"config": config}
-    if not current and recipes:
-        state["data"] = dict(recipes[-1].data)
+    state = TrainerRecord(
+        recipe=current.get("trainer"),
+        config=dict(config),
+        data=dict(recipes[-1].data) if recipes and not current else None,
+    )
     return [*recipes, _recipe(None, state, current.get("orchestrator", {}))]
 
 
-def _recipe(step: int | None, state: Mapping[str, Any], orchestrator: Mapping[str, Any]) -> Recipe:
-    trainer = state.get("recipe") or {
-        "settings": {"data.batch_size": state.get("config", {}).get("data", {}).get("batch_size")},
-        "data": state.get("data"),
+def _recipe(step: int | None, state: TrainerRecord, orchestrator: Mapping[str, Any]) -> Recipe:
+    trainer = state.recipe or {
+        "settings": {"data.batch_size": (state.config or {}).get("data", {}).get("batch_size")},
+        "data": state.data,
     }
     inputs = {key: value for key in INPUTS if (value := {**orchestrator, **trainer}.get(key))}
     changes = trainer.get("changes", []) + orchestrator.get("changes", [])

@@ -6,9 +6,10 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
+from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.directory import Attempt
-from cairn.run.files import DamagedFile, read_json
+from cairn.run.files import DamagedFile
 from cairn.run.metrics import MetricsLog
 from cairn.tools.audit.report import Report, Row
 
@@ -79,10 +80,10 @@ def read_manifests(store: CheckpointStore, report: Report) -> dict[int, Manifest
     return manifests
 
 
-def read_state(store: CheckpointStore, step: int, report: Report) -> dict[str, Any] | None:
+def read_state(store: CheckpointStore, step: int, report: Report) -> TrainerRecord | None:
     """The trainer's state of a step; None if it has none (weights only), or was deleted just now."""
     try:
-        return read_json(store.folder(step) / "trainer" / "state.json", dict)
+        return StepFolder(store.folder(step)).trainer_state()
     except DamagedFile as error:
         report.broken("progress", f"step {step}: trainer/state.json is damaged: {error}", step)
         return None
@@ -128,7 +129,6 @@ def check_manifests(
             report.broken("manifest", f"step {step}: manifest and metrics.jsonl differ", different)
         if (state := read_state(store, step, report)) is None:
             continue
-        progress = state.get("progress", {})
-        wrong = {key: [value, row.get(key)] for key, value in progress.items() if value != row.get(key)}
+        wrong = {key: [value, row.get(key)] for key, value in state.progress.items() if value != row.get(key)}
         if wrong:
             report.broken("progress", f"step {step}: trainer/state.json and metrics.jsonl differ", wrong)
