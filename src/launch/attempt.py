@@ -19,8 +19,9 @@ from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.launch.exits import EXIT_DAMAGED
 from cairn.run.directory import Attempt, RunDirectory
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, read_note, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
@@ -59,8 +60,10 @@ class Start:
         return self.folder is not None and self.folder.parent != self.store.root
 
 
-class StartDamaged(Exception):
+class StartDamaged(CairnError):
     """The checkpoint that an attempt goes on from is damaged: only another attempt can go back behind it."""
+
+    exit_code = EXIT_DAMAGED
 
     def __init__(self, folder: Path, problem: str):
         super().__init__(problem)

@@ -23,9 +23,8 @@ from cairn.launch.attempt import (
     damaged_start,
     is_complete,
 )
-from cairn.launch.main import EXIT_STOPPED
+from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.model import resolve_model
-from cairn.launch.process import RoleFailed
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles

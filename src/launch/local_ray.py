@@ -38,7 +38,7 @@ POLL_SECONDS = 0.01
 NO_PORT = 1
 """Where an agent would listen. At 0 the raylet would wait for the agent to say which port it has got."""
 SETTINGS = {"RAY_enable_metrics_collection": "0"}
-"""What Ray's processes read from their environment, over `process.RAY_SETTINGS`."""
+"""What Ray's processes read from their environment, over `role_process.RAY_SETTINGS`."""
 
 
 class StartFailed(Exception):
@@ -49,7 +49,7 @@ def start(cpus: int) -> None:
     """Start a cluster with `cpus` CPUs and this machine's GPUs, and connect this process to it.
 
     Its processes die with the thread that calls this. Its files and sockets lie in a folder that only this
-    user may enter; its token is in this process's environment (`start_role`).
+    user may enter; its token is in this process's environment (`RoleProcess`).
 
     Raises:
         StartFailed: see there.

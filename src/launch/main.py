@@ -1,27 +1,12 @@
-"""The commands. Each turns argv into a configuration, runs, and answers with an exit code.
-
-0: done. 2: bad usage or configuration, before anything is touched. 75: stopped by a signal, with everything
-saved that could be; run it again to go on. 1: anything else.
+"""The commands. Each turns argv into a configuration, runs, and answers with an exit code (`exits.py`).
 
 Heavy modules are imported after the command line has been read, so that --help answers at once.
 """
 
-import contextlib
-import errno
-import os
-import signal
 import sys
-from collections.abc import Callable
 
-from cairn import __version__
 from cairn.config.cli import load, require
-from cairn.run.errors import CairnError, UsageError
-from cairn.run.logs import printable
-from cairn.run.signals import on_stop_signals, say
-
-EXIT_USAGE = 2
-EXIT_STOPPED = 75
-EXIT_UNREAD = 128 + signal.SIGPIPE
+from cairn.launch.exits import EXIT_STOPPED, answer
 
 
 def sft() -> int:
@@ -103,43 +88,3 @@ def ckpt() -> int:
         return run()
 
     return answer(command)
-
-
-def answer(run: Callable[[], int], *, stopped: int | None = None) -> int:
-    """Run a command; an error that a user can do something about is one message, not a traceback.
-
-    With `stopped`, the exit code for that, a stop signal ends the command there and then, which does no harm
-    before it has started anything; `run` handles signals in its own way from then on.
-    """
-
-    def stop(name: str) -> None:
-        say(f"{name}: stopped before anything was under way; the same command starts again")
-        os._exit(stopped)
-
-    try:
-        if sys.argv[1:] == ["--version"]:
-            print(f"cairn {__version__}", flush=True)
-            return 0
-        with contextlib.nullcontext() if stopped is None else on_stop_signals(stop):
-            code = run()
-        sys.stdout.flush()
-        return code
-    except BrokenPipeError:  # whoever reads what we print, such as `head`, has enough of it
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return EXIT_UNREAD
-    except UsageError as error:
-        return _complain(str(error), EXIT_USAGE)
-    except KeyboardInterrupt:
-        return _complain("interrupted", 1)
-    except CairnError as error:
-        return _complain(str(error), 1)
-    except OSError as error:  # a full disk, a read-only one, a folder that is gone
-        if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
-            raise
-        where = "standard output" if error.filename is None else error.filename
-        return _complain(f"{where}: {error.strerror}", 1)
-
-
-def _complain(message: str, code: int) -> int:
-    print(f"error: {printable(message)}", file=sys.stderr)
-    return code

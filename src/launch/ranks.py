@@ -18,7 +18,8 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.attempt import StartDamaged
-from cairn.launch.process import RayFailed, RoleFailed, log_end
+from cairn.launch.exits import RayFailed, RoleFailed
+from cairn.launch.process import log_end
 from cairn.launch.ray_group import Placement, Process, end_ray, kill, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares

@@ -14,7 +14,8 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
 from cairn.launch import local_ray
-from cairn.launch.process import RayFailed, RoleFailed, stop_on_signals
+from cairn.launch.exits import RayFailed, RoleFailed
+from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.background import in_background
 from cairn.run.directory import Attempt, Outcome, RunDirectory

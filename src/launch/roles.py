@@ -1,12 +1,8 @@
-"""The roles of a run, each in a process of its own: `python -m cairn.launch.roles ROLE RUN_DIR LAUNCHER`.
-
-A role finds all that it needs in the run directory, where the command that started the run has put it.
-"""
+"""What each role of a run does in its process (`entry.py`), from its turn to its end."""
 
 import asyncio
 import importlib
 import os
-import signal
 import sys
 from collections.abc import Callable
 from functools import partial
@@ -16,30 +12,15 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.attempt import StartDamaged, newest_start
-from cairn.launch.main import EXIT_STOPPED, answer
-from cairn.launch.process import RayFailed, stop_on_signals
+from cairn.launch.attempt import newest_start
+from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
+from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.background import in_background
 from cairn.run.directory import Attempt, RunDirectory
-from cairn.run.files import DamagedFile
-from cairn.run.lifetime import die_with
-from cairn.run.logs import start_logging
 
 CONFIGS = {"sft": SFTConfig, "trainer": TrainerConfig, "rl": RLConfig}
 """What config.json holds, by the command that started the run."""
-WORKING = ("trainer", "orchestrator")
-"""The roles that work towards the run's last step; a server does not."""
-EXIT_LOST = 3
-"""The trainer's exit code where it was asked to stop and had nowhere to save."""
-EXIT_CRASHED = 4
-"""The trainer's exit code where its Ray cluster broke down."""
-EXIT_DAMAGED = 5
-"""The trainer's exit code where the checkpoint that it has to go on from is damaged."""
-END_SERVER = signal.SIGUSR1
-"""The launcher's signal to a server that it started; others ask the run to stop."""
-STANDBY = ("trainer", "orchestrator")
-"""The roles that a standby can be kept for."""
 
 
 class Turn:
@@ -161,38 +142,3 @@ def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
             return serve(config, config.model.name, run.logs / "vllm.log", end_signal=END_SERVER)
     finally:
         run.set_role("inference", "stopped")
-
-
-def _main(role: str, folder: str, launcher: str, *standby: str) -> int:
-    die_with(int(launcher))
-    start_logging()
-    run = RunDirectory(folder)
-    attempt = run.attempt()
-    if attempt is None:
-        raise DamagedFile(f"{run.roles}: is damaged or gone; start the run again with --ckpt.resume auto")
-    config = run.read_config(CONFIGS[attempt.command])
-    run = RunDirectory(folder, config.ckpt and config.ckpt.dir)
-    turn = Turn(role, run, standby=bool(standby))
-    of_role = getattr(config, role) if attempt.command == "rl" else config
-    runs: dict[str, Callable[[], int]] = {
-        "trainer": lambda: run_trainer(of_role, attempt, run, turn),
-        "orchestrator": lambda: run_orchestrator(of_role, attempt, run, turn),
-        "inference": lambda: run_inference(of_role, run),
-    }
-    try:
-        return runs[role]()
-    except RayFailed as error:
-        print(f"error: {error}", flush=True)
-        return EXIT_CRASHED
-    except StartDamaged as error:
-        print(f"error: {error}", flush=True)
-        error.report(run)
-        return EXIT_DAMAGED
-
-
-if __name__ == "__main__":
-    exit_code = answer(lambda: _main(*sys.argv[1:]))
-    if sys.argv[1] == "trainer":
-        sys.stderr.flush()
-        os._exit(exit_code)  # not through Ray's own shutdown: see `end_ray`
-    sys.exit(exit_code)

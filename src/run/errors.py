@@ -1,8 +1,12 @@
 """Errors whose message is all that a user needs; every command prints them without a traceback."""
 
+from typing import ClassVar
+
 
 class CairnError(Exception):
-    """Something went wrong that the message explains; a command ends with exit code 1."""
+    """Something went wrong that the message explains; a command ends with `exit_code`."""
+
+    exit_code: ClassVar[int] = 1
 
 
 class UsageError(CairnError):
@@ -11,3 +15,5 @@ class UsageError(CairnError):
     A command ends with exit code 2. A role that raises it is not started again, and its launcher ends with
     the same message and exit code.
     """
+
+    exit_code = 2

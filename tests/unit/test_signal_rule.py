@@ -11,8 +11,9 @@ from pathlib import Path
 import pytest
 
 from cairn.launch import ray_folder, ray_group
-from cairn.launch.process import RayFailed, kill_session, start_role
+from cairn.launch.exits import RayFailed
 from cairn.launch.ray_folder import LONGEST_FOLDER, make_private_folder, remove_private_folders
+from cairn.launch.role_process import RoleProcess
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import DeadlinePassed, Patience, wait_for
 
@@ -103,7 +104,7 @@ def test_a_role_starts_deaf_and_with_a_ray_token_of_its_own(tmp_path: Path, monk
     monkeypatch.setenv("RAY_AUTH_TOKEN", "users")
     tokens = []
     for local in (True, True, False):
-        role = start_role("trainer", tmp_path, tmp_path / "log", local_ray=local)
+        role = RoleProcess("trainer", tmp_path, tmp_path / "log", local_ray=local)
         try:
             status = Path(f"/proc/{role.pid}/status").read_text()
             environment = dict(
@@ -111,8 +112,7 @@ def test_a_role_starts_deaf_and_with_a_ray_token_of_its_own(tmp_path: Path, monk
                 for entry in Path(f"/proc/{role.pid}/environ").read_bytes().split(b"\0")
             )
         finally:
-            kill_session(role.pid)
-            role.wait()
+            role.kill()
         (blocked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))
         assert all(blocked >> (number - 1) & 1 for number in STOP_SIGNALS)
         tokens.append((environment[b"RAY_AUTH_MODE"], environment[b"RAY_AUTH_TOKEN"]))

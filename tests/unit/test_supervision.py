@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 
 from cairn.config.trainer import SFTConfig
-from cairn.launch import supervisor
-from cairn.launch.process import RoleFailed, kill_session, start_role
+from cairn.launch.endings import conclude_early
+from cairn.launch.exits import EXIT_LOST, RoleFailed
 from cairn.launch.restarts import RestartRule
-from cairn.launch.roles import EXIT_LOST
+from cairn.launch.role_process import RoleProcess
+from cairn.launch.supervisor import hopeless
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import write_json
 from cairn.run.heartbeat import INTERVAL, Beat, Watch
@@ -31,15 +32,14 @@ def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
     It reads that when it is imported, so it has to be in the environment of every role from its start. So has
     what keeps a cluster that is for this machine alone off the network.
     """
-    role = start_role("trainer", tmp_path, tmp_path / "log", local_ray=local)
+    role = RoleProcess("trainer", tmp_path, tmp_path / "log", local_ray=local)
     try:
         end = time.monotonic() + 10
         while not (environ := Path(f"/proc/{role.pid}/environ").read_bytes()) and time.monotonic() < end:
             time.sleep(0.01)  # the kernel has not yet put it there
         settings = environ.split(b"\0")
     finally:
-        kill_session(role.pid)
-        role.wait()
+        role.kill()
     assert b"RAY_ENABLE_UV_RUN_RUNTIME_ENV=0" in settings
     assert (b"RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER=0" in settings) == local
 
@@ -228,15 +228,7 @@ class Role:
 
     lost: str | None = None
     ended: bool = False
-    code: int | None = None
-
-    @property
-    def process(self) -> "Role":
-        return self
-
-    @property
-    def returncode(self) -> int | None:
-        return self.code
+    exit_code: int | None = None
 
 
 NOTHING = "no step was under way"
@@ -262,9 +254,9 @@ NOTHING = "no step was under way"
         ("running", {"unsaved": True, "waiting": True}, {"inference": Role(lost="it died")}, "it died"),
         ("running", {"unsaved": True}, {"trainer": Role(lost="trainer died", ended=True)}, "trainer died"),
         ("stopped", {"unsaved": True}, {}, None),  # the driver is about to end
-        ("done", {"unsaved": True}, {"trainer": Role(ended=True, code=0)}, None),
-        ("stopped", {"unsaved": True}, {"trainer": Role(ended=True, code=75)}, None),
-        ("failed", {}, {"trainer": Role(ended=True, code=EXIT_LOST)}, "a rank of the trainer died"),
+        ("done", {"unsaved": True}, {"trainer": Role(ended=True, exit_code=0)}, None),
+        ("stopped", {"unsaved": True}, {"trainer": Role(ended=True, exit_code=75)}, None),
+        ("failed", {}, {"trainer": Role(ended=True, exit_code=EXIT_LOST)}, "a rank of the trainer died"),
     ],
 )
 def test_what_a_run_that_was_asked_to_stop_waits_for(
@@ -272,7 +264,7 @@ def test_what_a_run_that_was_asked_to_stop_waits_for(
 ):
     """For a trainer that holds results which are not saved, as long as somebody can still save them."""
     run = stopping_run(tmp_path, rank, **{"unsaved": False, "waiting": False, **beat})
-    assert supervisor._hopeless(run, {"trainer": Role(), "orchestrator": Role(), **roles}) == expected
+    assert hopeless(run, {"trainer": Role(), "orchestrator": Role(), **roles}) == expected
 
 
 def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
@@ -282,7 +274,7 @@ def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.Captur
     attempt = run.attempt()
 
     def ends(step: int) -> str:
-        assert supervisor._conclude_early(run, attempt, step, config, "a rank died") == 75
+        assert conclude_early(run, attempt, step, config, "a rank died") == 75
         return capsys.readouterr().out
 
     assert ends(0) == "stopped before step 1: nothing is lost. The same command starts again\n"
@@ -304,4 +296,4 @@ def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.Captur
 def test_a_damaged_roles_file_ends_no_run_that_could_save(tmp_path: Path):
     run = stopping_run(tmp_path, "running", unsaved=True, waiting=False)
     run.roles.write_text("{")
-    assert supervisor._hopeless(run, {"trainer": Role()}) is None
+    assert hopeless(run, {"trainer": Role()}) is None

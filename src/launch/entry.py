@@ -1,0 +1,56 @@
+"""A role's process: `python -m cairn.launch.entry ROLE RUN_DIR LAUNCHER PIPE [standby]`.
+
+A role finds all that it needs in the run directory, where the command that started the run has put it. It
+ends with the process LAUNCHER. Into PIPE it writes the message of the error that it ends with.
+"""
+
+import os
+import sys
+from collections.abc import Callable
+
+from cairn.launch.attempt import StartDamaged
+from cairn.launch.exits import answer
+from cairn.launch.role_process import tell_launcher
+from cairn.launch.roles import CONFIGS, Turn, run_inference, run_orchestrator, run_trainer
+from cairn.run.directory import RunDirectory
+from cairn.run.files import DamagedFile
+from cairn.run.lifetime import die_with
+from cairn.run.logs import start_logging
+
+
+def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
+    """Do the work of `role`; returns the exit code."""
+    die_with(int(launcher))
+    start_logging()
+    run = RunDirectory(folder)
+    attempt = run.attempt()
+    if attempt is None:
+        raise DamagedFile(f"{run.roles}: is damaged or gone; start the run again with --ckpt.resume auto")
+    config = run.read_config(CONFIGS[attempt.command])
+    run = RunDirectory(folder, config.ckpt and config.ckpt.dir)
+    turn = Turn(role, run, standby=standby)
+    of_role = getattr(config, role) if attempt.command == "rl" else config
+    runs: dict[str, Callable[[], int]] = {
+        "trainer": lambda: run_trainer(of_role, attempt, run, turn),
+        "orchestrator": lambda: run_orchestrator(of_role, attempt, run, turn),
+        "inference": lambda: run_inference(of_role, run),
+    }
+    try:
+        return runs[role]()
+    except StartDamaged as damaged:
+        damaged.report(run)
+        raise
+
+
+if __name__ == "__main__":
+    role, folder, launcher, pipe, *standby = sys.argv[1:]
+    os.set_inheritable(int(pipe), False)
+    exit_code = answer(
+        lambda: main(role, folder, launcher, standby=bool(standby)),
+        tell=lambda message: tell_launcher(int(pipe), message),
+    )
+    if role == "trainer":
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(exit_code)  # not through Ray's own shutdown: see `end_ray`
+    sys.exit(exit_code)

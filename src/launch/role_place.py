@@ -1,0 +1,165 @@
+"""A role's place: the process that has the role, the standby that may take over, and when to restart it."""
+
+import time
+
+from cairn.config.rl import RLConfig
+from cairn.launch.attempt import RunConfig, StartDamaged
+from cairn.launch.exits import (
+    END_SERVER,
+    EXIT_CRASHED,
+    EXIT_DAMAGED,
+    EXIT_LOST,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    STANDBY,
+    WORKING,
+    RoleFailed,
+)
+from cairn.launch.place import Place
+from cairn.launch.process import log_end
+from cairn.launch.restarts import RestartRule
+from cairn.launch.role_process import RoleProcess
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+
+STOP_SECONDS = 20
+"""How long a server has for its end."""
+OWN_WORKERS = ("trainer_rank", "trainer_spare")
+"""How the workers in roles.json are named that die with the trainer's driver."""
+
+
+class RolePlace(Place):
+    """Keeps a role filled until the run ends; the first process is started when this is constructed."""
+
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig):
+        super().__init__(name, run.logs / f"{name}.log", run)
+        self.config = config
+        self.ended = False
+        """Whether it has done its work, or nobody will do it any more."""
+        self.lost: str | None = None
+        """How the occupant died, if the run was stopping, so that nobody follows."""
+        self._rule = RestartRule(config.max_restarts)
+        self._restart_at: float | None = None
+        """When the next occupant starts, while there is none."""
+        self._restarted = False
+        self._spare: RoleProcess | None = None
+        """The standby."""
+        self._fill(0)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Of the newest occupant; None while it lives."""
+        return self._occupant.exit_code
+
+    def look_after(self, step: int, *, stopping: bool) -> None:
+        """Notice the occupant's end, or that it hangs, and restart it, unless the run is stopping.
+
+        `step` is the run's newest.
+
+        Raises:
+            RoleFailed: it reported an error that would only come again, or died too often.
+            UsageError: it refused what the user asked for; a server, at its first start.
+            StartDamaged: it is the trainer, and what it has to go on from is damaged.
+        """
+        if self.ended or self.lost:
+            return
+        if self._restart_at is not None:
+            if stopping:
+                self._lose("died")
+            elif time.monotonic() >= self._restart_at:
+                self._fill(step)
+            return
+        code = self.exit_code
+        if code is None:
+            hang = self.hang()
+            if hang is not None:
+                self._occupant.kill()
+                self._replace(f"hung ({hang})", step, stopping=stopping)
+            elif not stopping:
+                self._keep_spare(step)
+        elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
+            self.ended = True
+        elif code == EXIT_USAGE and (self.name in WORKING or not self._restarted):
+            raise UsageError(self._occupant.last_words())
+        elif code == EXIT_DAMAGED and (damaged := StartDamaged.reported(self.run)):
+            raise damaged
+        else:
+            self._occupant.kill()  # or its workers go on for a while, beside the new ones
+            crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
+            reason = f"died (exit code {code})"
+            if code == EXIT_CRASHED:
+                reason = f"failed ({self._occupant.last_words()})"
+            self._replace(reason, step, for_good=not crashed, stopping=stopping)
+
+    def stop(self) -> None:
+        """End the occupant: a server gets its signal first; then it is killed with its whole session."""
+        if self._spare is not None:
+            self._spare.kill()
+        if self.exit_code is not None:
+            self._occupant.kill()
+            return
+        if self.name not in WORKING:
+            self._occupant.signal(END_SERVER)
+        if self.name in WORKING or not self._occupant.wait(STOP_SECONDS):
+            self._occupant.kill()
+        state = "stopped" if self.exit_code == 0 else "failed"
+        self.run.set_role(self.name, state, self._occupant.pid)
+
+    def _lose(self, how: str) -> None:
+        """Leave the place empty: the run is stopping."""
+        self._restart_at = None
+        self.ended = self.name in WORKING
+        self.lost = f"{self.name} {how}"
+
+    def _replace(self, reason: str, step: int, *, for_good: bool = False, stopping: bool) -> None:
+        """Have the dead occupant replaced at the time that the rule says, unless the run is stopping.
+
+        Raises:
+            RoleFailed: nobody is to follow.
+        """
+        self.run.set_role(self.name, "failed", self._occupant.pid)
+        if self.name == "trainer":
+            self.run.end_roles("failed", *OWN_WORKERS)
+        if stopping and not (for_good and self.name == "trainer"):
+            self._lose(reason)
+            return
+        wait = None if for_good else self._rule.wait_after_death(step)
+        if wait is None:
+            raise RoleFailed(f"{self.name} {reason}; the end of {self.log}:\n{log_end(self.log)}")
+        how = "is replaced by its standby" if self._has_spare() else "is started again"
+        self.note_restart(reason, how, step=step)
+        self._restart_at = time.monotonic() + wait
+        self._restarted = True
+
+    def _fill(self, step: int) -> None:
+        """Have a process take the place: the spare, or a new one."""
+        self._restart_at = None
+        if self._spare is not None and self._has_spare():
+            self._occupant = self._spare
+            self._occupant.begin()
+        else:
+            self._occupant = self._start()
+        self._spare = None
+        self._had_spare = not (self.config.standby and self.name in STANDBY)
+        self._filled_at_step = step
+        silence = self.config.heartbeat_timeout
+        if self.name in WORKING:
+            self.watch_over(self._occupant.pid, silence=silence, standstill=self.config.hang_timeout)
+        else:  # a server that does not answer is as good as a stopped one
+            self.watch_over(
+                self._occupant.pid, silence=silence, standstill=silence, setting="--heartbeat-timeout"
+            )
+
+    def _has_spare(self) -> bool:
+        return self._spare is not None and self._spare.exit_code is None
+
+    def _keep_spare(self, step: int) -> None:
+        """Start a spare once the occupant has come so far that it does not disturb; one for each."""
+        if not self._had_spare and step > self._filled_at_step:
+            self._had_spare = True
+            self._spare = self._start(standby=True)
+
+    def _start(self, *, standby: bool = False) -> RoleProcess:
+        trainer = self.config.trainer if isinstance(self.config, RLConfig) else self.config
+        local = trainer.ray.address is None
+        return RoleProcess(self.name, self.run.path, self.log, local_ray=local, standby=standby)
