@@ -1,0 +1,142 @@
+"""The rooms of the house: which may import which, read from the sources without importing anything."""
+
+import ast
+from graphlib import CycleError, TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+import cairn
+
+SOURCES = Path(cairn.__file__).parent
+FLOORS = (
+    ("api",),
+    ("launch", "tools"),
+    ("trainer", "orchestrator", "inference"),
+    ("policy",),
+    ("checkpoint",),
+    ("config",),
+    ("run",),
+)
+"""From the top; a room imports from floors below its own."""
+BESIDE = {("launch", "tools")}
+"""Rooms of one floor, the first of which imports from the second: `ckpt` is a command like the others."""
+NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets", "numpy"}
+"""What would keep `--help` from answering at once."""
+
+
+def modules(root: Path = SOURCES) -> dict[str, Path]:
+    """The package's files, by the name of the module."""
+    names = {file: file.relative_to(root).with_suffix("").parts for file in root.rglob("*.py")}
+    return {
+        ".".join(("cairn", *(parts[:-1] if parts[-1] == "__init__" else parts))): file
+        for file, parts in names.items()
+    }
+
+
+def imports(file: Path, known: set[str]) -> set[str]:
+    """Every module that a file imports, also inside functions; of the package's own, those that it names."""
+    found: set[str] = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert node.level == 0, f"{file}: relative imports have no room"
+            for alias in node.names:
+                name = f"{node.module}.{alias.name}"
+                found.add(name if name in known else str(node.module))
+    return found
+
+
+def graph(root: Path = SOURCES) -> dict[str, set[str]]:
+    """What each module imports of the package; without the package itself, which is the door to the rooms."""
+    files = modules(root)
+    return {
+        name: {module for module in imports(file, set(files)) if module.startswith("cairn.")}
+        for name, file in files.items()
+        if name != "cairn"
+    }
+
+
+def room(module: str) -> str:
+    """The folder that a module lies in."""
+    return module.split(".")[1]
+
+
+def upward(arrows: dict[str, set[str]]) -> list[str]:
+    """The imports that lead up, or to another room of the same floor."""
+    floor = {name: number for number, names in enumerate(FLOORS) for name in names}
+    return [
+        f"{module} imports {other}"
+        for module, others in sorted(arrows.items())
+        for other in sorted(others)
+        if (here := room(module)) != (there := room(other))
+        if floor[there] <= floor[here] and (here, there) not in BESIDE
+    ]
+
+
+def circle(arrows: dict[str, set[str]]) -> list[str]:
+    """Modules that import each other in a circle, if any do."""
+    try:
+        TopologicalSorter(arrows).prepare()
+    except CycleError as error:
+        return error.args[1]
+    return []
+
+
+def test_every_room_has_a_floor():
+    rooms = {path.name for path in SOURCES.iterdir() if (path / "__init__.py").exists()}
+    assert rooms == {name for floor in FLOORS for name in floor}
+
+
+def test_imports_go_down():
+    assert upward(graph()) == []
+
+
+def test_rooms_take_only_the_version_from_the_package_itself():
+    taken = {
+        alias.name
+        for file in modules().values()
+        for node in ast.walk(ast.parse(file.read_text()))
+        if isinstance(node, ast.ImportFrom) and node.module == "cairn"
+        for alias in node.names
+    }
+    assert taken == {"__version__"}
+
+
+def test_no_imports_go_in_a_circle():
+    assert circle(graph()) == []
+
+
+def test_config_imports_nothing_heavy():
+    files = modules()
+    heavy = {
+        f"{name} imports {module}"
+        for name, file in files.items()
+        if name.startswith("cairn.config")
+        for module in imports(file, set(files))
+        if module.partition(".")[0] in NOT_IN_CONFIG
+    }
+    assert heavy == set()
+
+
+@pytest.mark.parametrize(
+    ("sources", "wrong"),
+    [
+        ({"run/a.py": "def f():\n    from cairn.config import b\n"}, "cairn.run.a imports cairn.config.b"),
+        ({"trainer/a.py": "import cairn.inference.b"}, "cairn.trainer.a imports cairn.inference.b"),
+        ({"tools/a.py": "from cairn.launch.b import c"}, "cairn.tools.a imports cairn.launch.b"),
+    ],
+)
+def test_an_import_that_leads_up_is_found(tmp_path: Path, sources: dict[str, str], wrong: str):
+    for name, text in {"config/b.py": "", "inference/b.py": "", "launch/b.py": "", **sources}.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert upward(graph(tmp_path)) == [wrong]
+
+
+def test_a_circle_is_found(tmp_path: Path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/a.py").write_text("from cairn.run import b")
+    (tmp_path / "run/b.py").write_text("def f():\n    from cairn.run.a import c")
+    assert set(circle(graph(tmp_path))) == {"cairn.run.a", "cairn.run.b"}
