@@ -2,7 +2,7 @@
 
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 from pydantic_config import BaseConfig
 
 from cairn.config.ckpt import CkptConfig
@@ -50,6 +50,17 @@ class SamplingConfig(BaseConfig):
         return value
 
 
+class AdvantageConfig(BaseConfig):
+    """How the answers to a prompt are compared: what the trainer learns by."""
+
+    arguments_of: ClassVar[dict[str, str]] = {"type": "args"}
+    """Those of one type mean nothing to another."""
+    type: str = "grpo"
+    """grpo, or your own module:Class."""
+    args: dict[str, Any] = {}
+    """Arguments of the advantage; grpo has normalize, to divide by the rewards' standard deviation (true)."""
+
+
 class OrchestratorConfig(BaseConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
@@ -77,8 +88,9 @@ class OrchestratorConfig(BaseConfig):
     """Steps by which a token's policy may lag behind; with 0, generation and training alternate."""
     recompute_kv_cache: bool = False
     """Recompute the KV cache of answers in progress whenever new weights are loaded."""
-    normalize_advantages: bool = True
-    """Divide a group's advantages by the standard deviation of its rewards."""
+    advantage: AdvantageConfig = AdvantageConfig()
+    normalize_advantages: bool | None = None
+    """Another name for advantage.args.normalize."""
     self_check: bool = True
     """Have servers score a few tokens of every policy, and use none that differs from the trainer."""
     max_in_flight: int = Field(256, ge=1)
@@ -91,6 +103,23 @@ class OrchestratorConfig(BaseConfig):
     """Seconds to wait for the trainer's next policy version."""
     dry_run: bool = False
     """Print the resolved configuration and exit."""
+
+    @model_validator(mode="after")
+    def _one_name_for_normalize(self) -> "OrchestratorConfig":
+        """Move `normalize_advantages` to its place; it was a setting when there was one advantage only."""
+        if self.normalize_advantages is None:
+            return self
+        if self.advantage.type != "grpo":
+            raise ValueError(
+                f"normalize_advantages is an argument of grpo, and advantage.type = {self.advantage.type!r}: "
+                "leave it out, and give advantage.args what that type takes"
+            )
+        args = {key: value for key, value in self.advantage.args.items() if key != "normalize"}
+        if not self.normalize_advantages:  # true is the default, and needs no saying
+            args["normalize"] = False
+        self.advantage = AdvantageConfig(type="grpo", args=args)
+        self.normalize_advantages = None
+        return self
 
     @field_validator("inference_url", mode="before")
     @classmethod

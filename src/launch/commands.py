@@ -28,6 +28,7 @@ from cairn.launch.model import resolve_model
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
+from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.calls import EnvironmentFailed, check_environment
 from cairn.orchestrator.environments import BadEnvironment
 from cairn.orchestrator.identity import orchestrator_recipe
@@ -183,7 +184,8 @@ def _interrupt() -> None:
 
 
 def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
-    """See that prompts can be had; returns the orchestrator's part of the run's recipe."""
+    """See that prompts can be had and answers compared; returns the orchestrator's part of the recipe."""
+    make_advantage(config.advantage)
     try:
         return orchestrator_recipe(config, check_environment(config))
     except (BadEnvironment, EnvironmentFailed) as error:

@@ -84,8 +84,18 @@ def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
         "settings": settings_of({"environment": prompts.get("environment", {})}, ORCHESTRATOR),
         **({"environment": {"problems": prompts["problems"]}} if "problems" in prompts else {}),
     }
-    changes = changed_settings(saved["settings"], recipe["settings"], ORCHESTRATOR)
+    settings = _under_new_names(saved["settings"])
+    changes = changed_settings(settings, recipe["settings"], ORCHESTRATOR)
     was, now = saved.get("environment"), recipe["environment"]
     if was and not same_environment(was, now):
         changes.append(Change("environment", was, now, "environment"))
     return changes
+
+
+def _under_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe as they are called now; `normalize_advantages` was an earlier name."""
+    renamed = dict(settings)
+    if "normalize_advantages" in renamed:
+        args = {} if renamed.pop("normalize_advantages") else {"normalize": False}
+        renamed |= {"advantage.type": "grpo", "advantage.args": args}
+    return renamed

@@ -18,7 +18,7 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger_checks import check_format, oddity, wrong_with
-from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
 from cairn.run.messages import ShippedBatch
@@ -137,7 +137,7 @@ class Ledger:
 
     # Prompts and answers
 
-    def issue(self, group: Group) -> None:
+    def issue(self, group: AnswerGroup) -> None:
         """Write down that a prompt is about to be answered."""
         tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
         row = (group.place, group.problem, tries.fetchone()[0] + 1, group.policy_step)
@@ -147,7 +147,7 @@ class Ledger:
                 (*row, json.dumps(group.prompt_ids)),
             )
 
-    def set_prompt(self, group: Group) -> None:
+    def set_prompt(self, group: AnswerGroup) -> None:
         """Write down the tokens of a prompt that was issued."""
         row = (json.dumps(group.prompt_ids), group.place)
         with self._database:
@@ -180,10 +180,10 @@ class Ledger:
             )
             self._forget([place])
 
-    def waiting(self) -> list[Group]:
+    def waiting(self) -> list[AnswerGroup]:
         """The prompts that were issued and not shipped, with what is there of their answers."""
         groups = {
-            place: Group(place, problem, policy_step, json.loads(prompt_ids), [])
+            place: AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), [])
             for place, problem, policy_step, prompt_ids in self._database.execute(
                 "SELECT place, problem, policy_step, prompt_ids FROM groups WHERE batch IS NULL"
             )

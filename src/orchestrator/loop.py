@@ -19,13 +19,16 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.advantages import make_advantage, to_samples
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.environments import make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, to_ranges
+from cairn.orchestrator.metrics import batch_metrics
 from cairn.orchestrator.prompts import Prompts
-from cairn.orchestrator.rollouts import AttemptOver, Group, PolicyServers, batch_metrics, to_samples
+from cairn.orchestrator.rollouts import AnswerGroup, AttemptOver
 from cairn.orchestrator.sampling import Sampler
+from cairn.orchestrator.servers import PolicyServers
 from cairn.policy.errors import WeightsGone
 from cairn.run.batches import Batch, RLBatch, Sampling, batch_path, write_batch
 from cairn.run.directory import Attempt, RunDirectory
@@ -72,6 +75,7 @@ class Orchestrator:
 
         Raises:
             BadEnvironment: the environment can't be made.
+            BadExtension: the advantage can't be made.
             CheckpointError: the checkpoint's ledger can't be read.
         """
         self.config = config
@@ -80,6 +84,7 @@ class Orchestrator:
         self.run_directory = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         self.store = CheckpointStore(self.run_directory.checkpoints)
         self.environment = make_environment(config.environment)
+        self.advantage = make_advantage(config.advantage)
         self._calls = EnvironmentCalls(self.environment, config)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         self.policy_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
@@ -161,6 +166,7 @@ class Orchestrator:
             LedgerFailed: the disk is full, or another program changed the ledger.
             AttemptOver: the trainer was started anew meanwhile.
             EnvironmentFailed, PromptRefused: a problem can't be asked, or an answer not rewarded.
+            AdvantageFailed: answers can't be compared.
             Exception: what the servers' client raises where they fail for good.
         """
         following = asyncio.create_task(self._follow_trainer())
@@ -372,7 +378,7 @@ class Orchestrator:
             task.add_done_callback(lambda _: self._changed.set())
             prompts.answering[group.place] = task, group
 
-    def _next_batch(self) -> list[Group] | None:
+    def _next_batch(self) -> list[AnswerGroup] | None:
         """The groups of the next batch, oldest first come, if enough are ready; those too old are dropped."""
         step, size = self.shipped + 1, self.config.prompts_per_step
         for group in self._prompts.older_than(step - 1 - self.config.max_off_policy_steps):
@@ -387,10 +393,9 @@ class Orchestrator:
             del self._prompts.ready[group.place]
         return sorted(chosen, key=lambda group: group.place)
 
-    async def _ship(self, step: int, groups: list[Group]) -> None:
+    async def _ship(self, step: int, groups: list[AnswerGroup]) -> None:
         """Write the batch of `step`, and note it in the ledger."""
-        normalize = self.config.normalize_advantages
-        samples = [sample for group in groups for sample in to_samples(group, normalize=normalize)]
+        samples = [sample for group in groups for sample in to_samples(group, self.advantage)]
         batch = Batch(samples, sampling=Sampling(self.config.sampling.temperature))
         row = ShippedBatch(
             step=step,

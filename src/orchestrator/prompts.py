@@ -3,7 +3,7 @@
 import asyncio
 
 from cairn.orchestrator.ledger import Ledger
-from cairn.orchestrator.rollouts import Group
+from cairn.orchestrator.rollouts import AnswerGroup
 
 
 class Prompts:
@@ -16,7 +16,7 @@ class Prompts:
         """Groups whose answers are all there, by place."""
         self.partial = [group for group in waiting if group.place not in self.ready]
         """Groups that were being answered when an earlier process died."""
-        self.answering: dict[int, tuple[asyncio.Task[Group], Group]] = {}
+        self.answering: dict[int, tuple[asyncio.Task[AnswerGroup], AnswerGroup]] = {}
         """Groups that the servers are at work on, by place."""
         self._again, self._following = ledger.never_issued()
 
@@ -37,7 +37,7 @@ class Prompts:
                 del self.answering[place]
                 self.ready[place] = task.result()
 
-    def older_than(self, step: int) -> list[Group]:
+    def older_than(self, step: int) -> list[AnswerGroup]:
         """The groups that have a token from a policy of before `step`."""
         groups = [*self.ready.values(), *self.partial, *(group for _, group in self.answering.values())]
         return [group for group in groups if group.oldest_step < step]

@@ -11,7 +11,8 @@ from transformers import AutoTokenizer, GenerationConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.ledger import Ledger
-from cairn.orchestrator.rollouts import Group, PolicyServers, Rollout
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.orchestrator.servers import PolicyServers
 from cairn.policy.generation import SamplingParams
 from cairn.run.errors import CairnError
 from cairn.run.faults import fault_point
@@ -57,18 +58,18 @@ class Sampler:
         self._epoch = -1
         self._order: list[int] = []
 
-    def begin(self, place: int, policy_step: int) -> Group:
+    def begin(self, place: int, policy_step: int) -> AnswerGroup:
         """The group of the prompt at `place` in the prompt order, with nothing in it yet; in the ledger."""
         problems = len(self.calls.environment)
         epoch, index = divmod(place, problems)
         if epoch != self._epoch:
             self._order = permutation(problems, self.config.seed, "prompt order", epoch)
             self._epoch = epoch
-        group = Group(place, self._order[index], policy_step, [], [])
+        group = AnswerGroup(place, self._order[index], policy_step, [], [])
         self.ledger.issue(group)
         return group
 
-    async def complete(self, group: Group) -> Group:
+    async def complete(self, group: AnswerGroup) -> AnswerGroup:
         """Sample and reward whatever of the group's answers is not there yet.
 
         Raises:
@@ -89,7 +90,7 @@ class Sampler:
         fault_point("orchestrator.finished_group")
         return group
 
-    async def _finish(self, group: Group, i: int) -> None:
+    async def _finish(self, group: AnswerGroup, i: int) -> None:
         """Ask for the rest of answer `i`, piece by piece, and have it rewarded."""
         rollout = group.rollouts[i]
         while rollout.finish_reason is None:
@@ -101,7 +102,7 @@ class Sampler:
             await self._sample(group, [i], seed)
         await self._reward(group, [i])
 
-    async def _reward(self, group: Group, numbers: list[int]) -> None:
+    async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
         """Have the environment reward those of these whole answers that are not, and write it down."""
         rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
 
@@ -130,7 +131,7 @@ class Sampler:
             raise PromptRefused(f"{about}: the chat template makes nothing of its messages")
         return prompt_ids
 
-    def _longest(self, group: Group) -> int:
+    def _longest(self, group: AnswerGroup) -> int:
         """How many tokens an answer may have: what the servers' context leaves of `sampling.max_tokens`.
 
         Raises:
@@ -148,11 +149,11 @@ class Sampler:
             )
         return min(self.config.sampling.max_tokens, limit - prompt)
 
-    def _seed(self, group: Group, chunk: int) -> int:
+    def _seed(self, group: AnswerGroup, chunk: int) -> int:
         """Of a piece of the group's first answer; those of the others follow it."""
         return derive(self.config.seed, "sample", group.place, group.policy_step, *([chunk] if chunk else []))
 
-    async def _sample(self, group: Group, numbers: Sequence[int], seed: int) -> None:
+    async def _sample(self, group: AnswerGroup, numbers: Sequence[int], seed: int) -> None:
         """Have the next piece sampled of these answers, which have come equally far, and write it down."""
         so_far = group.rollouts[numbers[0]].token_ids
         longest = self._longest(group)

@@ -40,9 +40,12 @@ ORCHESTRATOR: Settings = {
     "samples_per_prompt": "samples_per_prompt",
     "max_off_policy_steps": None,
     "recompute_kv_cache": None,
-    "normalize_advantages": None,
+    "advantage": None,
 }
 """The orchestrator's, likewise."""
+
+ARGUMENTS = ("environment.args", "advantage.args")
+"""Tables with keys of the user's choice, each of which is compared as a whole."""
 
 TOKENIZER_FILES = (
     "tokenizer.json",
@@ -88,7 +91,7 @@ def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
     flat: dict[str, Any] = {}
 
     def walk(value: Any, name: str) -> None:
-        if isinstance(value, Mapping) and name != "environment.args":
+        if isinstance(value, Mapping) and name not in ARGUMENTS:
             for key, inner in value.items():
                 walk(inner, f"{name}.{key}" if name else key)
         else:

@@ -28,7 +28,7 @@ from cairn.launch.attempt import begin, choose_start
 from cairn.launch.display import StepDisplay
 from cairn.launch.recipe import plan_recipe
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError
@@ -99,7 +99,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for step in range(1, SHIPPED + 1):
         batch = make_batch(step)
         answer = Rollout(5, [7, 8], [-0.25, -0.5], [(f"{RUN}:{BRANCH}:0", 0, 2)], "stop", "gh", 0.5)
-        ledger.issue(Group(step, step, 0, [1], [answer]))
+        ledger.issue(AnswerGroup(step, step, 0, [1], [answer]))
         ledger.record(step, {0: answer})
         write_batch(batch_path(run.batches, step), batch)
         ledger.ship(batch.header.ledger, {step: step})

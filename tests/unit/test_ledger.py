@@ -12,25 +12,25 @@ from hypothesis import strategies as st
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, to_ranges
-from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.messages import ShippedBatch
 
 RUN = LedgerRun("run", "branch_1", FORMAT, 0, 100, 2, 2, 1)
 
 
-def group(place: int, policy_step: int = 0) -> Group:
+def group(place: int, policy_step: int = 0) -> AnswerGroup:
     """A prompt without answers."""
-    return Group(place, 10 + place, policy_step, [1, 2, place], [])
+    return AnswerGroup(place, 10 + place, policy_step, [1, 2, place], [])
 
 
-def answered(place: int, policy_step: int = 0) -> Group:
+def answered(place: int, policy_step: int = 0) -> AnswerGroup:
     """A prompt with one whole answer and a partial one."""
     whole = Rollout(5, [7, 8], [-0.25, -0.5], [(f"run:branch_1:{policy_step}", 0, 2)], "stop", "gh", 0.5)
     partial = Rollout(6, [9], [-1 / 3], [(f"run:branch_1:{policy_step}", 0, 1)])
-    return Group(place, 10 + place, policy_step, [1, 2, place], [whole, partial])
+    return AnswerGroup(place, 10 + place, policy_step, [1, 2, place], [whole, partial])
 
 
-def fill(ledger: Ledger, *groups: Group) -> None:
+def fill(ledger: Ledger, *groups: AnswerGroup) -> None:
     """Issue them, and write down the answers that they have."""
     for one in groups:
         ledger.issue(one)

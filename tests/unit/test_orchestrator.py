@@ -5,27 +5,28 @@ import statistics
 import string
 from copy import deepcopy
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import assume, given
 from hypothesis import strategies as st
+from pydantic import ValidationError
 
-from cairn.config.orchestrator import EnvironmentConfig
+from cairn.config.orchestrator import AdvantageConfig, EnvironmentConfig, OrchestratorConfig
+from cairn.orchestrator.advantages import AdvantageFailed, Grpo, make_advantage, to_samples
 from cairn.orchestrator.environments import (
     BadEnvironment,
     ReverseText,
     longest_common_subsequence,
     make_environment,
 )
-from cairn.orchestrator.rollouts import (
-    Group,
-    Rollout,
-    batch_metrics,
-    group_advantages,
-    to_samples,
-)
+from cairn.orchestrator.metrics import batch_metrics
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.policy.generation import VersionSpan
+from cairn.run.errors import UsageError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
 
 # Environments
 
@@ -118,14 +119,27 @@ def test_an_environment_that_can_not_be_made(config: dict, message: str):
 
 # Advantages
 
+
+def rollout(tokens: list[int], reward: float, *versions: tuple[str, int, int], end: str = "stop") -> Rollout:
+    """A whole answer; token t has logprob -t / 10."""
+    logprobs = [-token / 10 for token in tokens]
+    return Rollout(0, tokens, logprobs, list(versions), end, "", reward)
+
+
 REWARDS = st.lists(st.integers(0, 100).map(lambda n: n / 100), min_size=2, max_size=16)
+
+
+def advantages(rewards: list[float], **arguments: bool) -> list[float]:
+    """Of GRPO, for answers with these rewards."""
+    answers = [rollout([1], reward, ("r:b:5", 0, 1)) for reward in rewards]
+    return Grpo(**arguments)(AnswerGroup(0, 7, 5, [50], answers))
 
 
 @given(REWARDS)
 def test_advantages_are_relative_to_the_group(rewards: list[float]):
     """They add up to nothing and keep the order of rewards; normalised, their spread is 1."""
-    plain = group_advantages(rewards, normalize=False)
-    normal = group_advantages(rewards, normalize=True)
+    plain = advantages(rewards, normalize=False)
+    normal = advantages(rewards, normalize=True)
     assert sum(plain) == pytest.approx(0, abs=1e-9)
     for (a, x, y), (b, v, w) in itertools.combinations(zip(rewards, plain, normal, strict=True), 2):
         assert (a < b) == (x < v) == (y < w)
@@ -137,7 +151,7 @@ def test_advantages_are_relative_to_the_group(rewards: list[float]):
 @given(st.floats(0, 1), st.integers(2, 16), st.booleans())
 def test_a_group_without_spread_teaches_exactly_nothing(reward: float, size: int, normalize: bool):
     """Not even a rounding error that normalising would blow up."""
-    assert group_advantages([reward] * size, normalize=normalize) == [0.0] * size
+    assert advantages([reward] * size, normalize=normalize) == [0.0] * size
 
 
 @pytest.mark.parametrize(
@@ -153,37 +167,144 @@ def test_a_group_without_spread_teaches_exactly_nothing(reward: float, size: int
 def test_rounding_is_no_spread(rewards: list[float]):
     """Neither is it blown up to advantages of +-1.4, nor does the group count as one that teaches."""
     for normalize in (False, True):
-        assert group_advantages(rewards, normalize=normalize) == [0.0] * len(rewards)
+        assert advantages(rewards, normalize=normalize) == [0.0] * len(rewards)
     answers = [rollout([1], reward, ("r:b:5", 0, 1)) for reward in rewards]
-    assert batch_metrics([Group(0, 7, 5, [50], answers)], 6)["groups/zero_spread"] == 1
+    assert batch_metrics([AnswerGroup(0, 7, 5, [50], answers)], 6)["groups/zero_spread"] == 1
 
 
 @pytest.mark.parametrize("rewards", [[0.0, 1e-12], [0.5, 0.5 + 1e-5], [1e9, 1e9 + 1e5]])
 def test_a_small_spread_is_one(rewards: list[float]):
     """Its size does not matter, and next to nothing is not nothing."""
-    assert group_advantages(rewards, normalize=True) == pytest.approx([-(0.5**0.5), 0.5**0.5])
+    assert advantages(rewards, normalize=True) == pytest.approx([-(0.5**0.5), 0.5**0.5])
 
 
 @given(REWARDS, st.integers(1, 9))
 def test_normalised_advantages_do_not_depend_on_the_scale_of_rewards(rewards: list[float], scale: int):
     """Nor on where they begin."""
     assume(len(set(rewards)) > 1)
-    moved = group_advantages([scale * reward + 5 for reward in rewards], normalize=True)
-    assert moved == pytest.approx(group_advantages(rewards, normalize=True), abs=1e-6)
+    moved = advantages([scale * reward + 5 for reward in rewards], normalize=True)
+    assert moved == pytest.approx(advantages(rewards, normalize=True), abs=1e-6)
+
+
+class Ranks:
+    """An advantage of a user's own: answers by their place in the order of rewards."""
+
+    def __init__(self, worst: float = 0.0):
+        self.worst = worst
+
+    def __call__(self, group: AnswerGroup) -> list[float]:
+        return [self.worst + sum(other < reward for other in group.rewards) for reward in group.rewards]
+
+
+class Early:
+    """One number for each token: what comes first counts most."""
+
+    def __call__(self, group: AnswerGroup) -> list[list[float]]:
+        return [[reward / (place + 1) for place in range(len(rollout.token_ids))]
+                for rollout, reward in zip(group.rollouts, group.rewards, strict=True)]  # fmt: skip
+
+
+class Returns:
+    """Whatever it is told to."""
+
+    def __init__(self, value: object):
+        self.value = value
+
+    def __call__(self, group: AnswerGroup) -> object:
+        if isinstance(self.value, Exception):
+            raise self.value
+        return self.value
+
+
+def test_a_built_in_advantage_or_one_of_your_own():
+    assert vars(make_advantage(AdvantageConfig())) == {"normalize": True}
+    assert vars(make_advantage(AdvantageConfig(args={"normalize": False}))) == {"normalize": False}
+    own = make_advantage(AdvantageConfig(type=f"{__name__}:Ranks", args={"worst": -1.0}))
+    first, second = to_samples(GROUPS[0], own)
+    np.testing.assert_array_equal(first.columns["advantages"], [0, 0, 0, 0, 0])
+    np.testing.assert_array_equal(second.columns["advantages"], [0, 0, -1])
+
+
+def test_an_advantage_may_be_one_for_each_token():
+    first, second = to_samples(GROUPS[0], make_advantage(AdvantageConfig(type=f"{__name__}:Early")))
+    np.testing.assert_allclose(first.columns["advantages"], [0, 0, 1, 1 / 2, 1 / 3])
+    np.testing.assert_array_equal(second.columns["advantages"], [0, 0, 0])
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        ({"type": "ppo"}, r"orchestrator\.advantage\.type = 'ppo': not one of grpo, nor module:Class"),
+        ({"type": f"{__name__}:Own"}, r"advantage\.type .* can't be called with a group of answers"),
+        (
+            {"args": {"normalise": False}},
+            r"orchestrator\.advantage\.args = \{'normalise': False\}: .*normalise",
+        ),
+        ({"args": {"normalize": "no"}}, "normalize is true or false, not 'no'"),
+    ],
+)
+def test_an_advantage_that_can_not_be_made(config: dict, message: str):
+    with pytest.raises(UsageError, match=message):
+        make_advantage(AdvantageConfig(**config))
+
+
+@pytest.mark.parametrize(
+    ("value", "message"),
+    [
+        ([0.5], "returned 1 values for 2 answers"),
+        ([0.5, None], "for answer 1: not finite"),
+        ([0.5, float("nan")], "returned nan for answer 1: not finite"),
+        ([1e38, 0.5], "for answer 0: not finite"),
+        ([[0.5] * 3, [0.5] * 2], "has 1 tokens: one number is wanted, or one for each token"),
+        ([0.5, {"a": 1}], "for answer 1: no number, nor a list"),
+        (ZeroDivisionError("division by zero"), "raised ZeroDivisionError: division by zero"),
+        (None, "raised TypeError"),
+    ],
+)
+def test_what_is_no_advantage_is_never_learned(value: object, message: str):
+    with pytest.raises(AdvantageFailed, match=f"the advantage Returns, for problem 7, .*{message}"):
+        to_samples(GROUPS[0], Returns(value))
+
+
+def test_the_example_in_the_docs_is_an_advantage(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """RLOO, as the section says, with arguments of its own."""
+    section = (REPOSITORY / "docs" / "training.md").read_text().partition("## Advantages")[2]
+    example = section.partition("```python\n")[2].partition("```")[0]
+    (tmp_path / "my_rewards.py").write_text(example)
+    monkeypatch.syspath_prepend(tmp_path)
+    advantage = make_advantage(AdvantageConfig(type="my_rewards:LeaveOneOut", args={"cut_off": 0.5}))
+    answers = [rollout([1, 2], 1.0), rollout([3], 0.0), rollout([4, 5], 0.5, end="length")]
+    samples = to_samples(AnswerGroup(0, 7, 5, [50], answers), advantage)
+    wanted = [[0, 0.75, 0.75], [0, -0.75], [0, 0, 0]]
+    assert [sample.columns["advantages"].tolist() for sample in samples] == wanted
+    answers[2].reward = 2.0
+    (*_, cut) = to_samples(AnswerGroup(0, 7, 5, [50], answers), advantage)
+    assert cut.columns["advantages"].tolist() == [0, 0.75, 0.75]
+
+
+def test_normalize_advantages_is_another_name():
+    """Of what is an argument of grpo; no other advantage has it."""
+
+    def made(**settings: object) -> tuple[AdvantageConfig, bool | None]:
+        config = OrchestratorConfig(**settings)
+        assert OrchestratorConfig.model_validate_json(config.model_dump_json()) == config
+        return config.advantage, config.normalize_advantages
+
+    assert made(normalize_advantages=True) == made() == (AdvantageConfig(), None)
+    plain = AdvantageConfig(args={"normalize": False})
+    assert made(normalize_advantages=False) == made(advantage=plain) == (plain, None)
+    with pytest.raises(ValidationError, match="normalize_advantages is an argument of grpo"):
+        made(normalize_advantages=False, advantage={"type": f"{__name__}:Ranks"})
 
 
 # Batches
 
 
-def rollout(tokens: list[int], reward: float, *versions: tuple[str, int, int], end: str = "stop") -> Rollout:
-    """A whole answer; token t has logprob -t / 10."""
-    logprobs = [-token / 10 for token in tokens]
-    return Rollout(0, tokens, logprobs, list(versions), end, "", reward)
-
-
 GROUPS = [
-    Group(0, 7, 4, [50, 51], [rollout([1, 2, 3], 1.0, ("r:b:4", 0, 3)), rollout([4], 0.0, ("r:b:5", 0, 1))]),
-    Group(
+    AnswerGroup(
+        0, 7, 4, [50, 51], [rollout([1, 2, 3], 1.0, ("r:b:4", 0, 3)), rollout([4], 0.0, ("r:b:5", 0, 1))]
+    ),
+    AnswerGroup(
         1,
         3,
         3,
@@ -198,14 +319,14 @@ GROUPS = [
 
 def test_samples_are_what_the_server_saw_and_sampled():
     """Prompt and answer as token ids; what is learned, and its logprobs and advantages, is the answer."""
-    first, second = to_samples(GROUPS[0], normalize=False)
+    first, second = to_samples(GROUPS[0], Grpo(normalize=False))
     np.testing.assert_array_equal(first.token_ids, [50, 51, 1, 2, 3])
     np.testing.assert_array_equal(first.loss_mask, [False, False, True, True, True])
     np.testing.assert_allclose(first.columns["logprobs"], [0, 0, -0.1, -0.2, -0.3])
     np.testing.assert_allclose(first.columns["advantages"], [0, 0, 0.5, 0.5, 0.5])
     np.testing.assert_array_equal(second.token_ids, [50, 51, 4])
     np.testing.assert_allclose(second.columns["advantages"], [0, 0, -0.5])
-    for sample in to_samples(GROUPS[1], normalize=True):
+    for sample in to_samples(GROUPS[1], Grpo()):
         assert not sample.columns["advantages"].any()
         assert sample.loss_mask.sum() == 2
 
@@ -231,7 +352,7 @@ def test_what_is_told_of_a_batch():
 def test_a_group_is_as_old_as_its_oldest_token():
     """Whatever was served when it was issued."""
     assert [group.oldest_step for group in GROUPS] == [4, 3]
-    assert Group(0, 7, 9, [50], []).oldest_step == 9
+    assert AnswerGroup(0, 7, 9, [50], []).oldest_step == 9
 
 
 @dataclass

@@ -87,7 +87,7 @@ def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
         *("model", "max_steps", "output_dir", "ckpt", "workers", "spare_workers", "threads", "ray", "wandb"),
         *("dry_run", "weight_transport", "batch_timeout", "self_check", "seed"),
         *("data.name", "data.split", "inference_url", "max_in_flight", "reward_threads", "reward_timeout"),
-        *("server_timeout", "request_timeout", "version_timeout"),
+        *("server_timeout", "request_timeout", "version_timeout", "normalize_advantages"),
     }
     supervision = set(SFTConfig.model_fields) & set(RLConfig.model_fields) - {"seed"}
 
@@ -257,6 +257,29 @@ def test_another_environment_or_batch_takes_consent(tmp_path: Path, name: str, c
     recipe = plan_rl(rl(tmp_path, **changed, accept=(name,)), start)
     assert recipe["trainer"]["changes"] == recipe["orchestrator"]["changes"] != []
     assert recipe["prompts_again"] == (name != "prompts_per_step")
+
+
+def test_how_answers_are_compared_is_part_of_the_recipe(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Also of an older one, which had `normalize_advantages`."""
+    recipe = plan_rl(rl(tmp_path), FRESH)
+    settings = recipe["orchestrator"]["settings"]
+    assert (settings["advantage.type"], settings["advantage.args"]) == ("grpo", {})
+    assert "normalize_advantages" not in settings
+    plain = '--orchestrator.advantage.args: {} -> {"normalize": false}'
+    for older in (False, True):
+        if older:
+            del settings["advantage.type"], settings["advantage.args"]
+            settings["normalize_advantages"] = True
+        start = start_at(tmp_path / str(older), recipe)
+        for same in ({}, {"normalize_advantages": True}):
+            assert plan_rl(rl(tmp_path / str(older), **same), start)["orchestrator"]["changes"] == []
+        for changed in ({"normalize_advantages": False}, {"advantage": {"args": {"normalize": False}}}):
+            assert len(plan_rl(rl(tmp_path / str(older), **changed), start)["orchestrator"]["changes"]) == 1
+            assert plain in capsys.readouterr().out
+    settings["normalize_advantages"] = False
+    start = start_at(tmp_path / "plain", recipe)
+    same = plan_rl(rl(tmp_path / "plain", normalize_advantages=False), start)
+    assert same["orchestrator"]["changes"] == []
 
 
 def test_an_environment_is_known_by_its_problems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

@@ -12,7 +12,7 @@ from runs import CONFIGS, REPOSITORY
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.rollouts import Group
+from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sampling import PromptRefused, Sampler
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
@@ -77,10 +77,10 @@ def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -
     return Sampler(config, calls, MODEL, server, Ledger(folder / "ledger.sqlite", RUN, None, 0), {VERSION})
 
 
-def complete(one: Sampler, group: Group | None = None) -> Group:
+def complete(one: Sampler, group: AnswerGroup | None = None) -> AnswerGroup:
     """The prompt at place 0 with its answers, from the beginning or as far as it has come."""
 
-    async def run() -> Group:
+    async def run() -> AnswerGroup:
         try:
             return await one.complete(group or one.begin(0, 0))
         finally:
