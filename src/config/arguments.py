@@ -53,7 +53,7 @@ class Arguments:
                 target = target[key]
             _lay(target, layer.content, section, layer.file, sources)
         # What a flag leaves behind is what files have said, not what other flags say.
-        for path, value in sorted(self.flags, key=lambda flag: _arguments_of(root, flag[0]) is None):
+        for path, value in sorted(self.flags, key=lambda flag: not _chooses(root, flag[0])):
             _assign(tree, root, path, value)
             for known in [known for known in sources if known[: len(path)] == path]:
                 del sources[known]
@@ -318,6 +318,13 @@ def _arguments_of(root: Setting, path: tuple[str, ...]) -> str | None:
     return (
         getattr(section.models[0], "arguments_of", {}).get(path[-1]) if section and section.models else None
     )
+
+
+def _chooses(root: Setting, path: tuple[str, ...]) -> bool:
+    """Whether it depends on this setting which others there are beside it."""
+    section = root.find(path[:-1])
+    is_type = section is not None and len(section.models) > 1 and path[-1] == "type"
+    return is_type or _arguments_of(root, path) is not None
 
 
 def _leave_arguments(section: Setting, before: dict[str, Any], key: str, wanted: Any) -> None:

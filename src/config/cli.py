@@ -257,6 +257,8 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
     """What is wrong with one value."""
     kind, given, context = problem["type"], problem.get("input"), problem.get("ctx") or {}
     setting = root.find(path)
+    if kind == "extra_forbidden" and setting:
+        return hints.of_another_type(setting, root, problem["loc"][-2])
     if kind == "extra_forbidden":
         return hints.unknown_setting(path, root, shared_settings(root), given)
     if kind == "value_error":

@@ -5,7 +5,7 @@ import shutil
 import sys
 import textwrap
 from collections.abc import Iterable
-from typing import Any, Literal, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
 
@@ -105,6 +105,8 @@ def _values(leaf: Setting) -> str:
 
 
 def _type(annotation: Any) -> str:
+    if get_origin(annotation) is Union:
+        return "|".join(_type(choice) for choice in get_args(annotation))
     if get_origin(annotation) is Literal:
         return "|".join(str(choice) for choice in get_args(annotation))
     return TYPES.get(annotation, "VALUE")

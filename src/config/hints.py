@@ -6,6 +6,7 @@ does not have.
 
 import difflib
 from pathlib import Path
+from typing import get_args
 
 from cairn.config.settings import Setting
 
@@ -135,8 +136,8 @@ NOTES = {
     "optim.betas2": "both values: --optimizer.betas 0.9 0.95",
     "resume": "latest, auto, or the path of a step_N folder",
     "resume.dir": "the path of a step_N folder",
-    "loss.dppo_mask_low": "with loss.correction = mask; a ratio, not a difference",
-    "loss.dppo_mask_high": "with loss.correction = mask; a ratio, not a difference",
+    "loss.dppo_mask_low": "with loss.type = mask; a ratio, not a difference",
+    "loss.dppo_mask_high": "with loss.type = mask; a ratio, not a difference",
     "gpu_memory_utilization": "in bytes, such as 4G",
     "save_only_model": "false saves weights only",
     "greater_is_better": "min or max",
@@ -181,6 +182,19 @@ def unknown_setting(path: tuple[str, ...], root: Setting, hidden: set[tuple[str,
         if names:
             return f"{said}; [{section.name}] has {', '.join(names)}"
     return f"{said}; --help lists all"
+
+
+def of_another_type(setting: Setting, root: Setting, now: object) -> str:
+    """What to say of a setting that its section has only if it is of another type than `now`."""
+    section = root.find(setting.path[:-1])
+    key = setting.path[-1]
+    owners = [
+        choice
+        for model in (section.models if section else ())
+        if key in model.model_fields
+        for choice in get_args(model.model_fields["type"].annotation) or ("module:Class",)
+    ]
+    return f"it is a setting of type {' and '.join(owners)}, and type is {now}"
 
 
 def flag_without_dashes(word: str, follows: str, root: Setting) -> str:

@@ -87,13 +87,16 @@ def _section(
             names = _names(name, info)
             child = _setting((*path, names[0]), info, docs.get(name, ""), model)
             for accepted in names:
-                section.children.setdefault(accepted, child)
+                known = section.children.setdefault(accepted, child)
+            if known is not child:
+                _add_another_types(known, child)
     return section
 
 
 def _setting(path: tuple[str, ...], info: FieldInfo, doc: str, owner: type[BaseModel]) -> Setting:
     annotation, optional = _without_none(info.annotation)
     choices = get_args(annotation) if _is_union(annotation) else (annotation,)
+    choices = tuple(_without_none(choice)[0] for choice in choices)
     default = info.get_default(call_default_factory=True)
     if all(isinstance(choice, type) and issubclass(choice, BaseModel) for choice in choices):
         doc = doc or (choices[0].__doc__ or "").strip().partition("\n")[0]
@@ -106,6 +109,13 @@ def _setting(path: tuple[str, ...], info: FieldInfo, doc: str, owner: type[BaseM
     elif get_origin(annotation) is dict or annotation is dict:
         kind = "table"
     return Setting(path, kind, optional, annotation, default, doc, owner)
+
+
+def _add_another_types(setting: Setting, other: Setting) -> None:
+    """Have the setting of one type of a section stand for one of the same name that another type has."""
+    setting.annotation = Union[setting.annotation, other.annotation]  # noqa: UP007
+    if other.doc != setting.doc:
+        setting.doc = f"{setting.doc.rstrip('.')}; {other.doc}"
 
 
 def _without_none(annotation: Any) -> tuple[Any, bool]:

@@ -6,6 +6,7 @@ from pydantic import Field, model_validator
 from pydantic_config import BaseConfig
 
 from cairn.config.ckpt import CkptConfig
+from cairn.config.loss import ClipConfig, PolicyLossConfig
 from cairn.config.model import ModelConfig
 from cairn.config.supervision import SupervisionConfig
 
@@ -140,28 +141,13 @@ class SFTConfig(TrainerBase):
     data: SFTDataConfig = SFTDataConfig()
 
 
-class PolicyLossConfig(BaseConfig):
-    """Policy gradient with a ratio for each token: its probability now over that when it was sampled."""
-
-    correction: Literal["clip", "truncate", "mask"] = "clip"
-    """How the ratio is bounded: PPO clipping, truncation at ratio_max, or masking tokens out of bounds."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
-    """clip: lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
-    """clip: upper bound of the ratio is 1 + clip_high."""
-    ratio_min: float = Field(0.5, ge=0, le=1)
-    """mask: tokens with a smaller ratio are excluded."""
-    ratio_max: float = Field(2.0, ge=1)
-    """truncate: larger ratios are set to this; mask: tokens with a larger ratio are excluded."""
-
-
 class TrainerConfig(TrainerBase):
     """The trainer of an RL run: reads the orchestrator's batches, publishes policy versions."""
 
     task = "rl"
     output_dir: str = "outputs/rl"
     """Folder for everything that the run writes."""
-    loss: PolicyLossConfig = PolicyLossConfig()
+    loss: PolicyLossConfig = ClipConfig()
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: from files, or from the trainer's memory over NCCL (GPUs) or gloo."""
     batch_timeout: float = Field(1800, gt=0)

@@ -33,6 +33,8 @@ TRAINER: Settings = {
 }
 """The trainer's settings (a section stands for all that is in it). One that a promise depends on, such as
 that each record of an epoch is trained on once, has a name by which the user may accept another value."""
+EARLIER_NAMES = {"loss.correction": "loss.type"}
+"""What settings were called in recipes of earlier runs, and what they are called now."""
 ORCHESTRATOR: Settings = {
     "environment": "environment",
     "sampling": None,
@@ -113,6 +115,7 @@ def _covers(key: str, name: str) -> bool:
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Settings) -> list[Change]:
     """The settings that both recipes have, with different values."""
+    saved = {EARLIER_NAMES.get(name, name): value for name, value in saved.items()}
     return [
         Change(name, saved[name], now[name], next(allowed[key] for key in allowed if _covers(key, name)))
         for name in now

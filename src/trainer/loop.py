@@ -23,7 +23,7 @@ from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import Group
 from cairn.trainer.model import build_model, weights_in
 from cairn.trainer.optimizer import make_optimizer
-from cairn.trainer.packing import Work, make_work
+from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
 from cairn.trainer.state import Progress, TrainerState
 from cairn.trainer.step import train_step
@@ -79,9 +79,9 @@ class Training:
         self.task = make_task(config, context)
         closing.callback(self.task.close)
         if self.task.prefetch:
-            self._batches = Prefetch(self._next_work, self.state.progress.step + 1, config.max_steps)
+            self._batches = Prefetch(self._next_batch, self.state.progress.step + 1, config.max_steps)
         else:
-            self._batches = OnDemand(self._next_work)
+            self._batches = OnDemand(self._next_batch)
         closing.callback(self._batches.close)
         context = replace(context, recipe={**recipe, **self.task.recipe})
         self._checkpoints = make_checkpoints(context, parent, self.task.parts)
@@ -89,10 +89,9 @@ class Training:
         self._tracker = make_tracker(config, run, attempt, group.rank)
         closing.callback(self._tracker.close)
 
-    def _next_work(self, step: int) -> Work:
-        batch = self.task.next_batch(step)
-        return make_work(
-            batch,
+    def _next_batch(self, step: int) -> RankBatch:
+        return make_rank_batch(
+            self.task.next_batch(step),
             self.config,
             rank=self.group.rank,
             world_size=self.group.world_size,
@@ -108,14 +107,14 @@ class Training:
         for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
             heartbeat.doing(f"getting the batch of step {step}")
             waited_from = time.monotonic()
-            work = self._batches.get(step)
+            batch = self._batches.get(step)
             started = time.monotonic()
-            row = self._train_on(work, step)
+            row = self._train_on(batch, step)
             decision, asked_to_stop = self._decide(step)
             save = decision.save
             self.task.after_step(step, decision)
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
-            digest = {"batch/digest": work.digest}
+            digest = {"batch/digest": batch.digest}
             self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times})
             if step == self.attempt.start_step + 1:
                 self._checkpoints.prepare()
@@ -130,12 +129,12 @@ class Training:
         early = asked_to_stop and progress.step < config.max_steps
         return Outcome(progress.step, f"asked to stop at step {progress.step}" if early else None, save)
 
-    def _train_on(self, work: Work, step: int) -> dict[str, float]:
+    def _train_on(self, batch: RankBatch, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""
         heartbeat.holds_unsaved(True)
         meanwhile = partial(self._batches.make_ready, step + 1)
-        row = train_step(self.state, work, step, self.task.loss, self._before_update, meanwhile)
-        return row | work.metrics
+        row = train_step(self.state, batch, step, self.task.loss, self._before_update, meanwhile)
+        return row | batch.metrics
 
     def _before_update(self) -> None:
         """Whoever reads the weights off the training thread is done when this returns."""

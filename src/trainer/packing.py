@@ -23,13 +23,15 @@ class MicroBatch:
     input_ids, position_ids: int64 [R, T]; positions start at 0 with each sample, which is how the model
     knows where one ends; padding is a sample of its own. loss_mask: bool [R, T]. columns: those that the
     batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T].
-    index: its place among the step's micro-batches, on whichever rank it runs.
+    samples: how many there are, the padding of each row counted as one. index: its place among the step's
+    micro-batches, on whichever rank it runs.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     loss_mask: torch.Tensor
     columns: dict[str, torch.Tensor]
+    samples: int
     index: int
 
     def to(self, device: torch.device) -> "MicroBatch":
@@ -40,36 +42,45 @@ class MicroBatch:
 
         columns = {name: moved(values) for name, values in self.columns.items()}
         tokens = moved(self.input_ids), moved(self.position_ids), moved(self.loss_mask)
-        return MicroBatch(*tokens, columns, self.index)
+        return MicroBatch(*tokens, columns, self.samples, self.index)
 
 
-@dataclass
-class Work:
-    """A step's batch as one of the ranks goes through it.
+@dataclass(frozen=True)
+class BatchCounts:
+    """What a step's whole batch consists of.
 
-    micros: this rank's micro-batches. Of the whole batch: temperature of its sampler; numbers of samples, of
-    their tokens, of those that are learned, of samples that were cut, and of those of which nothing is
-    learned; its digest and its metrics.
+    samples; tokens, of them after cutting; learned: tokens that are learned; cut: samples that were longer
+    than a row; unlearned: samples of which nothing is learned.
     """
 
-    micros: list[MicroBatch]
-    temperature: float
     samples: int
     tokens: int
     learned: int
     cut: int
     unlearned: int
+
+
+@dataclass(frozen=True)
+class RankBatch:
+    """A step's batch as one of the ranks goes through it.
+
+    micros: this rank's micro-batches. Of the whole batch: its sampler's temperature, counts, digest, metrics.
+    """
+
+    micros: list[MicroBatch]
+    temperature: float
+    counts: BatchCounts
     digest: str
     metrics: dict[str, float]
 
 
-def make_work(
+def make_rank_batch(
     batch: Batch, config: TrainerBase, *, rank: int, world_size: int, arrange: Arrange | None = None
-) -> Work:
+) -> RankBatch:
     """Cut what is too long, pack (or arrange in rows otherwise), and count."""
     samples = [sample.cut(config.seq_len) for sample in batch.samples]
     learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
-    return Work(
+    return RankBatch(
         micros=make_micro_batches(
             samples,
             row_length=config.seq_len,
@@ -79,11 +90,13 @@ def make_work(
             arrange=arrange or pack,
         ),
         temperature=batch.sampling.temperature,
-        samples=len(samples),
-        tokens=sum(len(sample.token_ids) for sample in samples),
-        learned=sum(learned),
-        cut=sum(len(sample.token_ids) > config.seq_len for sample in batch.samples),
-        unlearned=learned.count(0),
+        counts=BatchCounts(
+            samples=len(samples),
+            tokens=sum(len(sample.token_ids) for sample in samples),
+            learned=sum(learned),
+            cut=sum(len(sample.token_ids) > config.seq_len for sample in batch.samples),
+            unlearned=learned.count(0),
+        ),
         digest=batch.digest(),
         metrics=batch.metrics,
     )
@@ -191,5 +204,6 @@ def fill_rows(rows: list[list[Sample]], index: int = 0, columns: Iterable[str] =
         torch.from_numpy(position_ids),
         torch.from_numpy(loss_mask),
         {name: torch.from_numpy(values) for name, values in of_tokens.items()},
-        index,
+        samples=int(np.count_nonzero(position_ids == 0)),
+        index=index,
     )

@@ -7,7 +7,7 @@ from cairn.run.batches import Batch
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
-from cairn.trainer.losses import PolicyLoss
+from cairn.trainer.losses import make_loss
 from cairn.trainer.probe import make_probe
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.task import Context, Decision, Earlier, Task
@@ -21,7 +21,7 @@ class RL(Task):
     def __init__(self, config: TrainerConfig, context: Context):
         """Publish the policy that training starts from; all ranks call it."""
         run, attempt, state = context.run, context.attempt, context.state
-        self.loss = PolicyLoss(config.loss)
+        self.loss = make_loss(config.loss)
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         self._batches = ShippedBatches(run, attempt, config.batch_timeout)
         self._replay = Replay(run, attempt)

@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Batch
 from cairn.run.recipe import template_arguments
-from cairn.trainer.losses import sft_loss
+from cairn.trainer.losses import Likelihood
 from cairn.trainer.records import BadRecord, examine, same_records
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.task import Context, Task
@@ -25,7 +25,7 @@ class SFT(Task):
             BadRecord: they are not the records that the run was started with.
             UsageError: nothing can be learned from the first of them.
         """
-        self.loss = sft_loss
+        self.loss = Likelihood()
         recipe = context.recipe
         self._data = SFTData(
             config.data,

@@ -1,5 +1,6 @@
 """One optimiser step: forward and backward passes over a rank's micro-batches, then the update."""
 
+import math
 from collections.abc import Callable
 
 import torch
@@ -7,12 +8,12 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cairn.run import heartbeat
-from cairn.run.errors import CairnError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import Group
-from cairn.trainer.losses import LossFunction, LossSums
+from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.optimizer import learning_rate
-from cairn.trainer.packing import Work
+from cairn.trainer.packing import BatchCounts, RankBatch
 from cairn.trainer.state import TrainerState
 
 
@@ -26,35 +27,36 @@ def _nothing() -> None:
 
 def train_step(
     state: TrainerState,
-    work: Work,
+    batch: RankBatch,
     step: int,
-    loss_function: LossFunction,
+    loss: Loss,
     before_update: Callable[[], None] = _nothing,
     meanwhile: Callable[[], None] = _nothing,
 ) -> dict[str, float]:
     """One optimiser step, in place; returns its metrics.
 
-    The loss is a mean over all learned tokens of the batch, on whichever rank they are. Weights and optimiser
-    state change only after `before_update` has returned. `meanwhile` is called before the last backward pass,
-    during which this thread needs neither Python nor, on a GPU, the processor.
+    The loss is summed over the whole batch, on whichever ranks it is, and divided by the loss's normaliser.
+    Weights and optimiser state change only after `before_update` has returned. `meanwhile` is called before
+    the last backward pass, during which this thread needs neither Python nor, on a GPU, the processor.
 
     Raises:
         TrainingDiverged: the gradient is not finite.
     """
     config, group, model = state.config, state.group, state.model
-    tokens = max(work.learned, 1)
+    counts = batch.counts
+    normaliser = _normaliser(loss, counts)
     all_sums = []
-    for micro in work.micros:
+    for micro in batch.micros:
         heartbeat.doing(f"step {step}, micro-batch {micro.index}")
         group.seed(derive(config.seed, "dropout", step, micro.index))
         if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(micro is work.micros[-1])
+            model.set_requires_gradient_sync(micro is batch.micros[-1])
         micro = micro.to(group.device)
-        sums = loss_function(state.scorer.logprobs(micro, work.temperature), micro)
-        if micro.index == work.micros[-1].index:
+        sums = loss(LossInputs.of(state.scorer.logprobs(micro, batch.temperature), micro))
+        if micro.index == batch.micros[-1].index:
             meanwhile()
         # FSDP2 averages gradients over ranks; the sum is wanted.
-        (sums.loss * (group.world_size / tokens)).backward()
+        (sums.loss * (group.world_size / normaliser)).backward()
         all_sums.append(sums)
 
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
@@ -72,19 +74,26 @@ def train_step(
 
     progress = state.progress
     progress.step = step
-    progress.total_tokens += work.tokens
-    progress.total_samples += work.samples
+    progress.total_tokens += counts.tokens
+    progress.total_samples += counts.samples
     return {
-        **_combine(all_sums, tokens, group),
+        **_combine(all_sums, normaliser, max(counts.learned, 1), group),
         "lr": rate,
         "grad_norm": norm.item(),
-        "learned_tokens": work.learned,
-        **({"cut_samples": work.cut} if work.cut else {}),
-        **({"unlearned_samples": work.unlearned} if work.unlearned else {}),
+        "learned_tokens": counts.learned,
+        **({"cut_samples": counts.cut} if counts.cut else {}),
+        **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
     }
 
 
-def _combine(all_sums: list[LossSums], tokens: int, group: Group) -> dict[str, float]:
+def _normaliser(loss: Loss, counts: BatchCounts) -> float:
+    normaliser = loss.normaliser(counts)
+    if not 0 < normaliser < math.inf:
+        raise UsageError(f"the normaliser of {type(loss).__name__} is {normaliser}, and must be above 0")
+    return normaliser
+
+
+def _combine(all_sums: list[LossSums], normaliser: float, tokens: int, group: Group) -> dict[str, float]:
     """Metrics of the whole step, summed in the order of micro-batches whatever rank they ran on."""
     means, maxima = list(all_sums[0].means), list(all_sums[0].maxima)
     rows = [
@@ -92,6 +101,7 @@ def _combine(all_sums: list[LossSums], tokens: int, group: Group) -> dict[str, f
         for s in all_sums
     ]
     table = group.gather_rows(torch.stack(rows)).transpose(0, 1).flatten(0, 1)  # [micro-batch, metric]
-    totals = table[:, : 1 + len(means)].cumsum(0)[-1] / tokens
+    totals = table[:, : 1 + len(means)].cumsum(0)[-1]
+    totals = torch.cat([totals[:1] / normaliser, totals[1:] / tokens])
     peaks = table[:, 1 + len(means) :].amax(0)
     return dict(zip(["loss", *means, *maxima], [*totals.tolist(), *peaks.tolist()], strict=True))

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 from cairn.run.batches import Batch
 from cairn.run.directory import Attempt, RunDirectory
-from cairn.trainer.losses import LossFunction
+from cairn.trainer.losses import Loss
 from cairn.trainer.state import TrainerState
 
 
@@ -70,7 +70,7 @@ class Task(ABC):
     """What other roles add to each checkpoint."""
     recipe: Mapping[str, Any] = {}
     """What the task adds to the recipe that checkpoints keep."""
-    loss: LossFunction
+    loss: Loss
     """What is minimised."""
 
     @abstractmethod

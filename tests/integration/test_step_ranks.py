@@ -18,13 +18,13 @@ from transformers.models.auto import AutoModelForCausalLM
 
 from cairn.checkpoint.names import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors
-from cairn.config.trainer import PolicyLossConfig, TrainerConfig
+from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import Group
-from cairn.trainer.losses import PolicyLoss
+from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import make_optimizer
-from cairn.trainer.packing import make_work
+from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import Progress, TrainerState
 from cairn.trainer.step import train_step
 
@@ -84,8 +84,8 @@ def one_step(group: Group, model_folder: Path, chunk_logits: int) -> tuple[dict,
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     state = TrainerState(config, group, model, optimizer, Progress())
     state.scorer.chunk_logits = chunk_logits
-    work = make_work(make_batch(), config, rank=group.rank, world_size=group.world_size)
-    row = train_step(state, work, 1, PolicyLoss(PolicyLossConfig()))
+    work = make_rank_batch(make_batch(), config, rank=group.rank, world_size=group.world_size)
+    row = train_step(state, work, 1, Clip())
     after = tensors_in_memory(model).items()
     return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
 

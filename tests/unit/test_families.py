@@ -26,10 +26,10 @@ from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import Group
-from cairn.trainer.losses import sft_loss
+from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model, companions, weights_in
 from cairn.trainer.optimizer import make_optimizer
-from cairn.trainer.packing import Work, make_work
+from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.state import Progress, TrainerState
 from cairn.trainer.step import train_step
 
@@ -82,9 +82,9 @@ def start(folder: Path, group: Group) -> TrainerState:
     )
 
 
-def make_rows(state: TrainerState, batch: Batch) -> Work:
+def make_rows(state: TrainerState, batch: Batch) -> RankBatch:
     """The batch in the rows that the model needs."""
-    return make_work(batch, state.config, rank=0, world_size=1, arrange=state.scorer.rows.arrange)
+    return make_rank_batch(batch, state.config, rank=0, world_size=1, arrange=state.scorer.rows.arrange)
 
 
 def loss_of(state: TrainerState, batch: Batch) -> float:
@@ -94,12 +94,12 @@ def loss_of(state: TrainerState, batch: Batch) -> float:
     with torch.no_grad():
         total = -sum(state.scorer.logprobs(micro, 1.0).sum().item() for micro in work.micros)
     state.model.train()
-    return total / work.learned
+    return total / work.counts.learned
 
 
 def step(state: TrainerState, number: int) -> float:
     """One optimiser step; returns the loss."""
-    return train_step(state, make_rows(state, make_batch(number)), number, sft_loss)["loss"]
+    return train_step(state, make_rows(state, make_batch(number)), number, Likelihood())["loss"]
 
 
 def save(state: TrainerState, published: Path, store: CheckpointStore) -> Path:

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 from cairn.config.trainer import SFTDataConfig, TrainerConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
-from cairn.trainer.packing import make_work
+from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.records import BadRecord, examine, load_records, same_records
 from cairn.trainer.sft_data import SFTData, encode
 
@@ -201,9 +201,10 @@ def test_data_that_teaches_nothing_is_refused_at_the_start(
     data().check_start()
     data(4).check_start()
     works = [
-        make_work(data(at).next_batch(1), TrainerConfig(seq_len=32), rank=0, world_size=1) for at in (0, 4)
+        make_rank_batch(data(at).next_batch(1), TrainerConfig(seq_len=32), rank=0, world_size=1)
+        for at in (0, 4)
     ]
-    assert [(work.learned, work.unlearned) for work in works] == [(0, 4), (3, 3)]
+    assert [(work.counts.learned, work.counts.unlearned) for work in works] == [(0, 4), (3, 3)]
 
 
 def test_a_record_that_teaches_nothing_is_named_in_the_log(

@@ -61,7 +61,7 @@ def make_micro(seed: int = 0) -> MicroBatch:
     mask = torch.rand(ROWS, WIDTH, generator=draw) < 0.35
     mask[positions == 0] = False
     mask[-1] = False
-    return MicroBatch(ids, positions, mask, {}, 0)
+    return MicroBatch(ids, positions, mask, {}, int((positions == 0).sum()), 0)
 
 
 def expected(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> torch.Tensor:

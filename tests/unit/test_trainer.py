@@ -20,7 +20,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import (
     OptimizerConfig,
-    PolicyLossConfig,
     SchedulerConfig,
     SFTConfig,
     SFTDataConfig,
@@ -29,12 +28,14 @@ from cairn.config.trainer import (
 from cairn.policy.source import read_source
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.errors import UsageError
 from cairn.trainer import sft_data
 from cairn.trainer.group import Group
-from cairn.trainer.losses import PolicyLoss, sft_loss
+from cairn.trainer.losses import Likelihood, Loss
+from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import learning_rate, make_optimizer
-from cairn.trainer.packing import MicroBatch, make_micro_batches, make_work, pack
+from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, make_rank_batch, pack
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
@@ -43,6 +44,7 @@ from cairn.trainer.step import TrainingDiverged, train_step
 
 group = one_rank
 
+LIKELIHOOD = Likelihood()
 MODEL = Path(__file__).parents[2] / "configs" / "reverse_text" / "model"
 
 # Packing
@@ -154,87 +156,6 @@ def test_every_token_is_there_once_with_all_that_belongs_to_it(
     assert sorted(seen) == list(range(len(lengths)))
 
 
-# Losses
-
-
-def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
-    """Logprobs [5, 12] under the current weights, and a micro-batch with those of the sampler."""
-    draw = torch.Generator().manual_seed(seed)
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=draw)
-
-    sampler, advantages = -normal(5, 13).abs(), normal(5, 13)
-    mask = torch.rand(5, 13, generator=draw) < 0.6
-    tokens = torch.zeros(5, 13, dtype=torch.int64)
-    logprobs = (sampler[:, 1:] + 0.4 * normal(5, 12)).requires_grad_()
-    return logprobs, MicroBatch(tokens, tokens, mask, {"logprobs": sampler, "advantages": advantages}, 0)
-
-
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.1, 0.3), (0.0, 0.0)])
-def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, float]):
-    """Token by token, with its gradient, and nothing from tokens that are not learned."""
-    logprobs, micro = random_micro(seed)
-    sums = PolicyLoss(PolicyLossConfig(clip_low=clip[0], clip_high=clip[1]))(logprobs, micro)
-    sums.loss.backward()
-    loss, clipped, ratios, gaps, kl = 0.0, 0, [], [], 0.0
-    gradient = torch.zeros(5, 12)
-    for row in range(5):
-        for place in range(12):
-            if not micro.loss_mask[row, place + 1]:
-                continue
-            gap = logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item()
-            advantage = micro.columns["advantages"][row, place + 1].item()
-            ratio = math.exp(gap)
-            limited = min(max(ratio, 1 - clip[0]), 1 + clip[1])
-            loss -= min(ratio * advantage, limited * advantage)
-            if ratio * advantage <= limited * advantage:
-                gradient[row, place] = -ratio * advantage
-            else:
-                clipped += 1
-            ratios.append(ratio)
-            gaps.append(abs(gap))
-            kl += ratio - 1 - gap
-    assert 0 < clipped < len(ratios)
-    assert sums.loss.item() == pytest.approx(loss, rel=1e-4)
-    torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
-    assert sums.means["ratio/mean"].item() == pytest.approx(sum(ratios), rel=1e-5)
-    assert sums.means["ratio/clipped"].item() == clipped
-    assert sums.means["mismatch/logprob"].item() == pytest.approx(sum(gaps), rel=1e-5)
-    assert sums.means["mismatch/kl"].item() == pytest.approx(kl, rel=1e-4)
-    assert sums.maxima["ratio/max"].item() == pytest.approx(max(ratios), rel=1e-5)
-    assert sums.maxima["mismatch/logprob_max"].item() == pytest.approx(max(gaps), rel=1e-5)
-
-
-@pytest.mark.parametrize("correction", ["truncate", "mask"])
-@pytest.mark.parametrize("seed", range(3))
-def test_tokens_of_older_policies_count_by_their_ratio(seed: int, correction: str):
-    """The gradient is that of plain policy gradient, weighted with a ratio that is bounded or left out."""
-    logprobs, micro = random_micro(seed)
-    config = PolicyLossConfig(correction=correction, ratio_min=0.8, ratio_max=1.3)
-    sums = PolicyLoss(config)(logprobs, micro)
-    sums.loss.backward()
-    gradient, bounded = torch.zeros(5, 12), 0
-    for row, place in micro.loss_mask[:, 1:].nonzero().tolist():
-        ratio = math.exp(logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item())
-        weight = min(ratio, 1.3) if correction == "truncate" else ratio if 0.8 <= ratio <= 1.3 else 0.0
-        bounded += weight != ratio
-        gradient[row, place] = -weight * micro.columns["advantages"][row, place + 1].item()
-    torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
-    assert sums.means["ratio/clipped"].item() == bounded
-    assert 0 < bounded < int(micro.loss_mask[:, 1:].sum())
-
-
-def test_the_sft_loss_is_the_likelihood_of_what_is_learned():
-    logprobs, micro = random_micro(0)
-    sums = sft_loss(logprobs, micro)
-    sums.loss.backward()
-    mask = micro.loss_mask[:, 1:]
-    assert sums.loss.item() == pytest.approx(-logprobs[mask].sum().item())
-    torch.testing.assert_close(logprobs.grad, -mask.float())
-
-
 # One step of a real model
 
 
@@ -266,7 +187,7 @@ def step(group: Group, model_folder: Path) -> Step:
 
     def run(
         samples: list[Sample],
-        loss: Callable = sft_loss,
+        loss: Loss = LIKELIHOOD,
         temperature: float = 1.0,
         meanwhile: Callable[[], None] = lambda: None,
         **changed: object,
@@ -279,7 +200,7 @@ def step(group: Group, model_folder: Path) -> Step:
         state = TrainerState(
             config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
         )
-        work = make_work(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
+        work = make_rank_batch(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
         row = train_step(state, work, 1, loss, meanwhile=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
         assert state.progress == Progress(1, tokens, len(samples))
@@ -385,13 +306,36 @@ def test_a_step_is_the_same_however_it_is_cut_and_packed(step: Step, model_folde
 def test_a_policy_step_is_the_same_however_it_is_cut_and_packed(step: Step, layout: dict):
     """All its metrics are, too."""
     samples = random_samples(2, [12, 9, 8, 12, 7, 3])
-    loss = PolicyLoss(PolicyLossConfig())
+    loss = Clip()
     row, found = step(samples, loss, **layout)
     plain_row, plain = step(samples, loss, seq_len=12, micro_batch_size=1)
     assert row == pytest.approx(plain_row, rel=1e-3)
     assert 0 < row["ratio/clipped"] < 1
     for name, weight in found.items():
         torch.testing.assert_close(weight, plain[name], atol=2e-5, rtol=0)
+
+
+class OfSamples(Likelihood):
+    """A mean over samples instead of tokens; over fewer than there are, if told so."""
+
+    def __init__(self, fewer: int = 0):
+        self.fewer = fewer
+
+    def normaliser(self, counts: BatchCounts) -> float:
+        return counts.samples - self.fewer
+
+
+def test_the_normaliser_is_the_losss_own(step: Step):
+    """It scales the loss and its gradient; of nothing else does it change anything."""
+    samples = random_samples(9, [12, 9, 8])
+    row, _ = step(samples)
+    other, _ = step(samples, OfSamples())
+    scale = row["learned_tokens"] / len(samples)
+    assert other["loss"] == pytest.approx(scale * row["loss"], rel=1e-6)
+    assert other["grad_norm"] == pytest.approx(scale * row["grad_norm"], rel=1e-4)
+    assert other["learned_tokens"] == row["learned_tokens"]
+    with pytest.raises(UsageError, match="the normaliser of OfSamples is 0, and must be above 0"):
+        step(samples, OfSamples(fewer=3))
 
 
 def test_gradients_are_those_of_transformers(step: Step, model_folder: Path):
@@ -421,9 +365,9 @@ def test_the_temperature_of_sampling_is_that_of_the_loss(step: Step, model_folde
     with torch.no_grad():
         logprobs = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     sample.columns["logprobs"][1:] = logprobs.numpy()
-    row, _ = step([sample], PolicyLoss(PolicyLossConfig()), 0.7)
+    row, _ = step([sample], Clip(), 0.7)
     assert row["mismatch/logprob_max"] < 1e-5
-    row, _ = step([sample], PolicyLoss(PolicyLossConfig()))
+    row, _ = step([sample], Clip())
     assert row["mismatch/logprob_max"] > 0.1
 
 
@@ -441,7 +385,7 @@ def test_a_gradient_that_is_not_finite_ends_training(step: Step):
     samples = random_samples(7, [12])
     samples[0].columns["advantages"][:] = np.nan
     with pytest.raises(TrainingDiverged, match="step 1: the gradient's norm is nan"):
-        step(samples, PolicyLoss(PolicyLossConfig()))
+        step(samples, Clip())
 
 
 def test_weight_decay_is_for_matrices_only():

@@ -1,0 +1,112 @@
+"""Configuration of the loss of RL: its type, and the settings that this type has."""
+
+from typing import Annotated, Any, Literal
+
+from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic_config import BaseConfig
+
+from cairn.config.hints import one_of
+
+EARLIER_NAME = "correction"
+"""What `type` was called when all types had the same settings."""
+NAMES = AliasChoices("type", EARLIER_NAME)
+
+
+class LossConfig(BaseConfig):
+    """What all types of losses have."""
+
+    type: str
+
+    def arguments(self) -> dict[str, Any]:
+        """What the loss's class is made with: the settings of its type."""
+        return self.model_dump(exclude={"type"})
+
+
+class ClipConfig(LossConfig):
+    """Policy gradient with a ratio for each token: its probability now over that when it was sampled."""
+
+    type: Literal["clip"] = Field("clip", validation_alias=NAMES)
+    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    clip_low: float = Field(0.2, ge=0, lt=1)
+    """clip: lower bound of the ratio is 1 - clip_low."""
+    clip_high: float = Field(0.2, ge=0)
+    """clip: upper bound of the ratio is 1 + clip_high."""
+
+
+class TruncateConfig(LossConfig):
+    """Truncated importance sampling."""
+
+    type: Literal["truncate"] = Field("truncate", validation_alias=NAMES)
+    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    ratio_max: float = Field(2.0, ge=1)
+    """truncate: larger ratios are set to this."""
+
+
+class MaskConfig(LossConfig):
+    """Importance sampling that leaves tokens out whose ratio is out of bounds."""
+
+    type: Literal["mask"] = Field("mask", validation_alias=NAMES)
+    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    ratio_min: float = Field(0.5, ge=0, le=1)
+    """mask: tokens with a smaller ratio are excluded."""
+    ratio_max: float = Field(2.0, ge=1)
+    """mask: tokens with a larger ratio are excluded."""
+
+
+class CustomLossConfig(LossConfig):
+    """A loss of your own."""
+
+    type: str = Field(validation_alias=NAMES)
+    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    args: dict[str, Any] = {}
+    """module:Class: arguments of the class."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_a_class(cls, value: str) -> str:
+        if not all(value.partition(":")):
+            raise ValueError(
+                f"{value!r} is none of {', '.join(BUILT_IN)}, nor module:Class{one_of(value, list(BUILT_IN))}"
+            )
+        return value
+
+    def arguments(self) -> dict[str, Any]:
+        """What the class is made with."""
+        return self.args
+
+
+BUILT_IN: dict[str, type[LossConfig]] = {
+    "clip": ClipConfig,
+    "truncate": TruncateConfig,
+    "mask": MaskConfig,
+}
+
+
+def _with_type(data: Any) -> Any:
+    """In today's form: files of earlier runs call the type otherwise, and have the settings of all types."""
+    if not isinstance(data, dict):
+        return data
+    data = dict(data)
+    if EARLIER_NAME in data:
+        data["type"] = data.pop(EARLIER_NAME)
+    everything = {name for config in BUILT_IN.values() for name in config.model_fields}
+    kind = data.get("type", "clip")
+    if data.keys() | {"type"} == everything and kind in BUILT_IN:
+        data = {name: value for name, value in data.items() if name in BUILT_IN[kind].model_fields}
+    return data
+
+
+def _tag(data: Any) -> str:
+    kind = data.get("type", "clip") if isinstance(data, dict) else data.type
+    return kind if isinstance(kind, str) and kind in BUILT_IN else "module:Class"
+
+
+PolicyLossConfig = Annotated[
+    Annotated[ClipConfig, Tag("clip")]
+    | Annotated[TruncateConfig, Tag("truncate")]
+    | Annotated[MaskConfig, Tag("mask")]
+    | Annotated[CustomLossConfig, Tag("module:Class")],
+    Discriminator(_tag),
+    BeforeValidator(_with_type),
+]
+"""The configuration of one type of loss; `type` says which."""

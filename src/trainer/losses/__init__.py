@@ -1,0 +1,29 @@
+"""What is minimised: one file a loss, chosen by the `type` that the configuration gives.
+
+A loss of your own extends `Loss` and is named as module:Class; see "The loss" in docs/training.md.
+"""
+
+from cairn.config.loss import LossConfig
+from cairn.run.extensions import BadExtension, load, make
+from cairn.trainer.losses.clip import Clip
+from cairn.trainer.losses.likelihood import Likelihood
+from cairn.trainer.losses.loss import Loss, LossInputs, LossSums
+from cairn.trainer.losses.mask import Mask
+from cairn.trainer.losses.truncate import Truncate
+
+__all__ = ["LOSSES", "Likelihood", "Loss", "LossInputs", "LossSums", "make_loss"]
+
+LOSSES: dict[str, type[Loss]] = {"clip": Clip, "truncate": Truncate, "mask": Mask}
+"""The losses of RL, by type. Each is made with the settings that the configuration has for its type."""
+
+
+def make_loss(config: LossConfig) -> Loss:
+    """The loss that a configuration asks for.
+
+    Raises:
+        BadExtension: a class of the user's can't be found, can't be made, or is no loss.
+    """
+    loss = make(load(config.type, LOSSES, "loss.type"), config.arguments(), "loss.args")
+    if not isinstance(loss, Loss):
+        raise BadExtension(f"loss.type = {config.type!r}: it does not extend cairn.trainer.losses.Loss")
+    return loss

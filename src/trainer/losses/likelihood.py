@@ -1,0 +1,11 @@
+"""The loss of SFT: negative log-likelihood."""
+
+from cairn.trainer.losses.loss import Loss, LossInputs, LossSums
+
+
+class Likelihood(Loss):
+    """-log p of each learned token."""
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        """The micro-batch's sum."""
+        return LossSums(-(inputs.logprobs * inputs.mask).sum())

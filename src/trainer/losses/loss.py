@@ -1,0 +1,103 @@
+"""What a loss is given, and what it returns."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import torch
+
+from cairn.run.errors import UsageError
+from cairn.trainer.packing import BatchCounts, MicroBatch
+
+
+@dataclass(frozen=True)
+class LossInputs:
+    """A micro-batch as a loss sees it: R rows of N tokens, without the first token of each row.
+
+    Several samples may share a row. A token that is not learned, such as one of a prompt or of padding, is
+    False in `mask`, and the loss must not depend on its values.
+
+    logprobs: float32 [R, N], of each token under the weights that are trained, with gradient.
+    mask: bool [R, N], which tokens are learned.
+    columns: what else the batch says of each token, by name, [R, N]; see `cairn.run.batches.COLUMNS`.
+    """
+
+    logprobs: torch.Tensor
+    mask: torch.Tensor
+    columns: Mapping[str, torch.Tensor]
+    micro: MicroBatch = field(repr=False)
+
+    @classmethod
+    def of(cls, logprobs: torch.Tensor, micro: MicroBatch) -> "LossInputs":
+        """Of logprobs of tokens 1 to T - 1 (float32 [R, T - 1]) and the micro-batch of T tokens a row."""
+        columns = {name: values[:, 1:] for name, values in micro.columns.items()}
+        return cls(logprobs, micro.loss_mask[:, 1:], columns, micro)
+
+    def column(self, name: str) -> torch.Tensor:
+        """A column of the batch, [R, N].
+
+        Raises:
+            UsageError: the batch has no such column.
+        """
+        if name not in self.columns:
+            there = ", ".join(self.columns) or "none"
+            raise UsageError(f"the loss needs the column {name!r}, and this run's batches have {there}")
+        return self.columns[name]
+
+    @property
+    def sampler_logprobs(self) -> torch.Tensor:
+        """Logprobs of the tokens under the policies that sampled them, float32 [R, N]."""
+        return self.column("logprobs")
+
+    @property
+    def advantages(self) -> torch.Tensor:
+        """Advantages of the tokens, float32 [R, N]."""
+        return self.column("advantages")
+
+    @cached_property
+    def sample_of(self) -> torch.Tensor:
+        """Which sample of the micro-batch each token belongs to: int64 [R, N], counted from 0, row by row.
+
+        The padding of a row counts as a sample.
+        """
+        starts = (self.micro.position_ids == 0).flatten().cumsum(0)
+        return (starts - 1).view_as(self.micro.position_ids)[:, 1:]
+
+    def sum_by_sample(self, values: torch.Tensor) -> torch.Tensor:
+        """Sums of `values` [R, N] over the learned tokens of each sample: [samples].
+
+        `sums[inputs.sample_of]` hands a sample's sum back to its tokens.
+        """
+        learned = torch.where(self.mask, values, 0).flatten()
+        return learned.new_zeros(self.micro.samples).index_add(0, self.sample_of.flatten(), learned)
+
+
+@dataclass
+class LossSums:
+    """Sums over a micro-batch's learned tokens; `maxima` holds largest values instead.
+
+    loss: scalar, with gradient; the step's loss is the sum over all micro-batches, divided by the loss's
+    normaliser. The others are for metrics.jsonl, scalars without gradient, under the same names for every
+    micro-batch: `means` are divided by the number of the step's learned tokens.
+    """
+
+    loss: torch.Tensor
+    means: dict[str, torch.Tensor] = field(default_factory=dict)
+    maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+
+
+class Loss(ABC):
+    """What a step minimises. Its constructor gets the settings of the loss's type as keyword arguments."""
+
+    @abstractmethod
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        """The sums over one micro-batch; how samples are spread over micro-batches must not matter."""
+
+    def normaliser(self, counts: BatchCounts) -> float:
+        """What the step's sum is divided by, above 0; unless overridden, the number of learned tokens.
+
+        Args:
+            counts: of the whole step, over all ranks.
+        """
+        return max(counts.learned, 1)

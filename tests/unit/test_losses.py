@@ -1,0 +1,269 @@
+"""Losses: those that are built in against their formulas, and losses of the user's own."""
+
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import get_args
+
+import numpy as np
+import pytest
+import torch
+from pydantic import TypeAdapter, ValidationError
+
+from cairn.config.loss import (
+    ClipConfig,
+    CustomLossConfig,
+    LossConfig,
+    MaskConfig,
+    PolicyLossConfig,
+    TruncateConfig,
+)
+from cairn.config.trainer import TrainerConfig
+from cairn.run.batches import COLUMNS, Column, RLBatch, Sample, Sampling, read_batch, write_batch
+from cairn.run.errors import UsageError
+from cairn.run.extensions import BadExtension
+from cairn.run.messages import BatchHeader, ShippedBatch
+from cairn.run.recipe import TRAINER, Change, changed_settings, settings_of
+from cairn.trainer.losses import LOSSES, Likelihood, Loss, LossInputs, LossSums, make_loss
+from cairn.trainer.packing import BatchCounts, MicroBatch, fill_rows, make_rank_batch
+
+DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+
+
+def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
+    """Logprobs [5, 12] under the current weights, and a micro-batch with those of the sampler."""
+    draw = torch.Generator().manual_seed(seed)
+
+    def normal(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, generator=draw)
+
+    sampler, advantages = -normal(5, 13).abs(), normal(5, 13)
+    mask = torch.rand(5, 13, generator=draw) < 0.6
+    tokens = torch.zeros(5, 13, dtype=torch.int64)
+    logprobs = (sampler[:, 1:] + 0.4 * normal(5, 12)).requires_grad_()
+    return logprobs, MicroBatch(tokens, tokens, mask, {"logprobs": sampler, "advantages": advantages}, 65, 0)
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("clip", [(0.2, 0.2), (0.1, 0.3), (0.0, 0.0)])
+def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, float]):
+    """Token by token, with its gradient, and nothing from tokens that are not learned."""
+    logprobs, micro = random_micro(seed)
+    loss = make_loss(ClipConfig(clip_low=clip[0], clip_high=clip[1]))
+    sums = loss(LossInputs.of(logprobs, micro))
+    sums.loss.backward()
+    total, clipped, ratios, gaps, kl = 0.0, 0, [], [], 0.0
+    gradient = torch.zeros(5, 12)
+    for row in range(5):
+        for place in range(12):
+            if not micro.loss_mask[row, place + 1]:
+                continue
+            gap = logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item()
+            advantage = micro.columns["advantages"][row, place + 1].item()
+            ratio = math.exp(gap)
+            limited = min(max(ratio, 1 - clip[0]), 1 + clip[1])
+            total -= min(ratio * advantage, limited * advantage)
+            if ratio * advantage <= limited * advantage:
+                gradient[row, place] = -ratio * advantage
+            else:
+                clipped += 1
+            ratios.append(ratio)
+            gaps.append(abs(gap))
+            kl += ratio - 1 - gap
+    assert 0 < clipped < len(ratios)
+    assert sums.loss.item() == pytest.approx(total, rel=1e-4)
+    torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
+    assert sums.means["ratio/mean"].item() == pytest.approx(sum(ratios), rel=1e-5)
+    assert sums.means["ratio/clipped"].item() == clipped
+    assert sums.means["mismatch/logprob"].item() == pytest.approx(sum(gaps), rel=1e-5)
+    assert sums.means["mismatch/kl"].item() == pytest.approx(kl, rel=1e-4)
+    assert sums.maxima["ratio/max"].item() == pytest.approx(max(ratios), rel=1e-5)
+    assert sums.maxima["mismatch/logprob_max"].item() == pytest.approx(max(gaps), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize("seed", range(3))
+def test_tokens_of_older_policies_count_by_their_ratio(seed: int, kind: str):
+    """The gradient is that of plain policy gradient, weighted with a ratio that is bounded or left out."""
+    logprobs, micro = random_micro(seed)
+    config = TruncateConfig(ratio_max=1.3) if kind == "truncate" else MaskConfig(ratio_min=0.8, ratio_max=1.3)
+    sums = make_loss(config)(LossInputs.of(logprobs, micro))
+    sums.loss.backward()
+    gradient, bounded = torch.zeros(5, 12), 0
+    for row, place in micro.loss_mask[:, 1:].nonzero().tolist():
+        ratio = math.exp(logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item())
+        weight = min(ratio, 1.3) if kind == "truncate" else ratio if 0.8 <= ratio <= 1.3 else 0.0
+        bounded += weight != ratio
+        gradient[row, place] = -weight * micro.columns["advantages"][row, place + 1].item()
+    torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
+    assert sums.means["ratio/clipped"].item() == bounded
+    assert 0 < bounded < int(micro.loss_mask[:, 1:].sum())
+
+
+def test_the_sft_loss_is_the_likelihood_of_what_is_learned():
+    logprobs, micro = random_micro(0)
+    sums = Likelihood()(LossInputs.of(logprobs, micro))
+    sums.loss.backward()
+    mask = micro.loss_mask[:, 1:]
+    assert sums.loss.item() == pytest.approx(-logprobs[mask].sum().item())
+    torch.testing.assert_close(logprobs.grad, -mask.float())
+
+
+# Which loss
+
+PARSE = TypeAdapter(PolicyLossConfig).validate_python
+
+
+def test_every_built_in_loss_has_its_settings():
+    """And each is made with the defaults that the configuration has."""
+    union = get_args(get_args(PolicyLossConfig)[0])
+    configs = {tag.tag: get_args(member)[0] for member in union for tag in member.__metadata__}
+    assert configs.keys() - {"module:Class"} == LOSSES.keys()
+    for name, loss in LOSSES.items():
+        assert type(make_loss(PARSE({"type": name}))) is loss
+        assert vars(make_loss(configs[name]())) == vars(loss())
+
+
+@pytest.mark.parametrize(
+    ("section", "expected"),
+    [
+        ({}, ClipConfig()),
+        ({"correction": "truncate"}, TruncateConfig()),
+        ({"correction": "mask", "ratio_max": 3.0}, MaskConfig(ratio_max=3.0)),
+        (  # as config.json of an earlier run has it
+            {"correction": "truncate", "clip_low": 0.2, "clip_high": 0.2, "ratio_min": 0.5, "ratio_max": 1.5},
+            TruncateConfig(ratio_max=1.5),
+        ),
+        ({"type": "a:B", "args": {"x": 1}}, CustomLossConfig(type="a:B", args={"x": 1})),
+    ],
+)
+def test_sections_of_today_and_of_earlier_runs(section: dict, expected: LossConfig):
+    config = TrainerConfig(loss=dict(section)).loss
+    assert config == expected
+    assert TrainerConfig.model_validate(TrainerConfig(loss=config).model_dump()).loss == expected
+
+
+@pytest.mark.parametrize("section", [{"type": "clip", "ratio_max": 2.0}, {"type": "other"}, {"type": ":B"}])
+def test_sections_that_are_refused(section: dict):
+    with pytest.raises(ValidationError):
+        PARSE(section)
+
+
+# Losses of the user's own
+
+
+@pytest.fixture
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+    """The module `my_losses` of docs/training.md, and one with what is no loss."""
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", DOCS.read_text(), re.DOTALL)
+    (tmp_path / "my_losses.py").write_text(code)
+    (tmp_path / "my_mistakes.py").write_text("class Mean:\n    pass\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    yield code
+    for module in ("my_losses", "my_mistakes"):
+        sys.modules.pop(module, None)
+
+
+def random_samples(seed: int, lengths: list[int]) -> list[Sample]:
+    draw = np.random.default_rng(seed)
+    return [
+        Sample.of_answer(
+            [1] * (n // 3),
+            draw.integers(1, 50, n - n // 3).tolist(),
+            logprobs=(-draw.random(n - n // 3)).tolist(),
+            advantages=draw.normal(),
+        )
+        for n in lengths
+    ]
+
+
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize("rows", [[[0], [1], [2], [3]], [[0, 1], [2, 3]], [[3, 2, 0, 1]]])
+def test_the_documented_loss_sees_samples_however_they_are_packed(rows: list[list[int]]):
+    """Value and gradient are those of a loop over answers; it is divided by their number."""
+    loss = make_loss(PARSE({"type": "my_losses:SequenceRatio", "args": {"clip": 0.02}}))
+    samples = random_samples(0, [9, 6, 12, 5])
+    change = [torch.randn(12, generator=torch.Generator().manual_seed(i)) * 0.2 for i in range(4)]
+    micro = fill_rows([[samples[i] for i in row] for row in rows], 0, COLUMNS)
+    now = torch.zeros(micro.input_ids.shape)
+    for r, row in enumerate(rows):
+        start = 0
+        for i in row:
+            n = len(samples[i].token_ids)
+            now[r, start : start + n] = torch.from_numpy(samples[i].columns["logprobs"]) + change[i][:n]
+            start += n
+    logprobs = now[:, 1:].clone().requires_grad_()
+    sums = loss(LossInputs.of(logprobs, micro))
+    sums.loss.backward()
+
+    expected, moved = 0.0, 0
+    for i, sample in enumerate(samples):
+        learned = sample.loss_mask.nonzero()[0]
+        ratio = math.exp(change[i][learned].double().mean().item())
+        advantage = float(sample.columns["advantages"][-1])
+        bounded = min(max(ratio, 0.98), 1.02)
+        expected -= min(ratio * advantage, bounded * advantage)
+        moved += len(learned) * (ratio * advantage <= bounded * advantage)
+    assert sums.loss.item() == pytest.approx(expected, rel=1e-4)
+    assert int((logprobs.grad != 0).sum()) == moved
+    assert 0 < moved < sum(int(sample.loss_mask.sum()) for sample in samples)
+    assert loss.normaliser(BatchCounts(samples=4, tokens=32, learned=20, cut=0, unlearned=1)) == 3
+
+
+@pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "my_losses:Missing"}, "loss.type = 'my_losses:Missing': .*Missing"),
+        ({"type": "my_losses:SequenceRatio", "args": {"clap": 1}}, "loss.args = .*clap"),
+        ({"type": "my_mistakes:Mean"}, "does not extend cairn.trainer.losses.Loss"),
+    ],
+)
+def test_a_loss_that_can_not_be_made(section: dict, message: str):
+    with pytest.raises(BadExtension, match=message):
+        make_loss(PARSE(section))
+
+
+class ToReference(Loss):
+    """The squared distance from a reference model's logprobs."""
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        return LossSums((inputs.logprobs - inputs.column("reference"))[inputs.mask].square().sum())
+
+
+def test_a_new_column_arrives_in_a_loss(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Through a batch's file and packing; one entry in the table is all that it takes."""
+    monkeypatch.setitem(COLUMNS, "reference", Column(np.float32, default=-1.0))
+    answers = [[5, 6, 7], [8, 9]]
+    samples = [
+        Sample.of_answer([1, 2], answer, logprobs=0.0, advantages=1.0, reference=[-float(t) for t in answer])
+        for answer in answers
+    ]
+    header = BatchHeader("r", "b", "r:1", 1, "r:b:0", [1], ShippedBatch(1, [[0, 0]], 2, 9, "digest", 0))
+    batch = RLBatch(samples, sampling=Sampling(1.0), header=header)
+    write_batch(tmp_path / "batch", batch)
+    found = read_batch(tmp_path / "batch")
+    assert found.digest() == batch.digest()
+    work = make_rank_batch(found, TrainerConfig(seq_len=4), rank=0, world_size=1)
+    total = 0.0
+    for micro in work.micros:
+        sums = ToReference()(LossInputs.of(torch.zeros(micro.input_ids[:, 1:].shape), micro))
+        total += sums.loss.item()
+        assert set(micro.columns["reference"][micro.input_ids <= 2].tolist()) == {-1.0}
+    assert total == 5**2 + 6**2 + 8**2 + 9**2  # the first sample is cut after four tokens
+
+
+def test_a_column_that_batches_lack_is_an_error():
+    micro = fill_rows([[Sample.of_answer([1], [2, 3], logprobs=0.0)]], 0, ["logprobs"])
+    inputs = LossInputs.of(torch.zeros(1, 2), micro)
+    with pytest.raises(UsageError, match=r"needs the column 'advantages', and .* have logprobs"):
+        make_loss(ClipConfig())(inputs)
+
+
+def test_recipes_of_earlier_runs_tell_the_type_by_another_name():
+    earlier = {"loss.correction": "clip", "loss.clip_low": 0.2, "loss.ratio_max": 2.0}
+    for kind, changes in (("clip", []), ("truncate", [Change("loss.type", "clip", "truncate")])):
+        now = settings_of(TrainerConfig(loss={"type": kind}).model_dump(), TRAINER)
+        assert changed_settings(earlier, now, {"loss": None}) == changes
