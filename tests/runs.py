@@ -8,7 +8,6 @@ import contextlib
 import functools
 import json
 import os
-import re
 import signal
 import socket
 import subprocess
@@ -31,7 +30,6 @@ T = TypeVar("T")
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/reverse_text"
-RAY_AGENT = re.compile(r"ray::\w+Agent")
 DEADLINE = 240.0
 """Seconds that anything may take before a test gives up on it."""
 
@@ -146,15 +144,10 @@ class Command:
         self.family()
         return [process[0] for process in self.survivors() if "ray::Worker" in _name(process)]
 
-    def assert_nothing_survives(self, *, killed: bool = False, deadline: float = 30.0) -> None:
-        """All descendants are gone, or will be soon.
-
-        Once its driver was killed, two agents of Ray live on for a minute; only then are they overlooked.
-        """
+    def assert_nothing_survives(self, deadline: float = 30.0) -> None:
+        """All descendants are gone, or will be soon."""
         end = time.monotonic() + deadline
-        while alive := [
-            name for name in map(_name, self.survivors()) if not (killed and RAY_AGENT.fullmatch(name))
-        ]:
+        while alive := [_name(process) for process in self.survivors()]:
             assert time.monotonic() < end, alive
             time.sleep(0.1)
 

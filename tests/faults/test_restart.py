@@ -83,6 +83,7 @@ def assert_same_run(stormy: Path, calm: Path) -> None:
         assert_same_bits(tensors(step_folder(stormy, step)), tensors(step_folder(calm, step)))
 
 
+@pytest.mark.smoke
 def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
     shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):
@@ -206,6 +207,7 @@ def test_reinforcement_learning_survives_the_server_that_it_started(
     assert {role for role in before if before[role]["pid"] != after[role]["pid"]} == {"inference"}
 
 
+@pytest.mark.smoke
 def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Path, tmp_path: Path):
     """The driver is killed, then a worker; what they did since then is done again, to the bit.
 

@@ -145,6 +145,11 @@ def test_every_prompt_of_the_epoch_is_seen_once(halves: Halves):
     assert halves.asked != sorted(halves.asked)
 
 
+def test_every_role_ends_well(halves: Halves):
+    """As roles.json says."""
+    assert states(read(halves.run / "roles.json")) == dict.fromkeys(ROLES, "done")
+
+
 def test_metrics_hold_every_step_once(halves: Halves):
     """And count on from the first half."""
     found = whole_rows(halves.run, 20)
@@ -217,90 +222,60 @@ def test_reward_rises_over_two_halves(halves: Halves):
 
 
 @dataclass(frozen=True)
-class Interrupted:
-    """A run whose orchestrator was asked to stop, and that then went on to 20 by itself."""
+class Stopped:
+    """A run of 20 steps whose orchestrator was asked to stop, whose launcher was killed when it went on, and
+    that two commands, one a role, then took to its end."""
 
     run: Path
     finished: Finished
     stopped_at: int
-    roles_then: dict
-    rows_then: list[dict]
+    roles_at_stop: dict
+    rows_at_stop: list[dict]
+    steps_at_stop: list[int]
+    newest: int
+    """The newest checkpoint when the launcher had been killed."""
+    rows_at_kill: list[dict]
+    headers_at_kill: dict[int, BatchHeader]
+    roles_at_kill: dict
 
 
 @pytest.fixture(scope="module")
-def interrupted(
-    shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest.TempPathFactory
-) -> Interrupted:
+def stopped(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Stopped:
     """Seed 1."""
-    run = tmp_path_factory.mktemp("interrupted") / "run"
-    arguments = (
-        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 20),
-        *("--seed", 1, "--orchestrator.inference-url", server.url),
-    )
-    with shell.start(*arguments, "--ckpt") as command:
+    run = tmp_path_factory.mktemp("stopped") / "run"
+    shared = ("--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 20, "--seed", 1)
+    rl = ("rl", *FILES, *shared, "--orchestrator.inference-url", server.url, "--ckpt.interval", 3)
+    with shell.start(*rl) as command:
         command.wait_until(lambda: len(rows(run)) >= 4)
         os.kill(read(run / "roles.json")["roles"]["orchestrator"]["pid"], signal.SIGTERM)
         finished = command.finish()
         command.assert_nothing_survives()
-    result = Interrupted(run, finished, len(rows(run)), read(run / "roles.json"), rows(run))
-    shell.succeed(*arguments, "--ckpt.resume", "auto")
-    return result
-
-
-def test_an_interrupt_saves_both_parts_at_the_next_step_boundary(interrupted: Interrupted):
-    """SIGTERM to the orchestrator alone: exit code 75, a whole checkpoint of the last step, how to go on."""
-    assert interrupted.finished.code == 75, interrupted.finished.output
-    folder = step_folder(interrupted.run, interrupted.stopped_at)
-    assert f"stopped at step {interrupted.stopped_at}, saved in {folder}" in interrupted.finished.output
-    assert "--ckpt.resume auto" in interrupted.finished.output
-    assert interrupted.stopped_at < 20
-    assert steps(interrupted.run) == [interrupted.stopped_at, 20]
-    assert states(interrupted.roles_then) == dict.fromkeys(ROLES, "stopped")
-
-
-def test_an_interrupted_run_goes_on(interrupted: Interrupted):
-    """Each step stands once in the metrics, those before the stop as they were, and the reward rises."""
-    found = whole_rows(interrupted.run, 20)
-    assert found[: interrupted.stopped_at] == interrupted.rows_then
-    assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
-    assert states(read(interrupted.run / "roles.json")) == dict.fromkeys(ROLES, "done")
-    assert rise(interrupted.run) > 0.1, [row["reward/mean"] for row in found]
-
-
-@dataclass(frozen=True)
-class Killed:
-    """A run whose launcher was killed, and that two commands, one a role, then took to step 20."""
-
-    run: Path
-    newest: int
-    rows_then: list[dict]
-    headers_then: dict[int, BatchHeader]
-    roles_then: dict
-
-
-@pytest.fixture(scope="module")
-def killed(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest.TempPathFactory) -> Killed:
-    """Seed 2."""
-    run = tmp_path_factory.mktemp("killed") / "run"
-    shared = ("--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 20, "--seed", 2)
-    url = ("--orchestrator.inference-url", server.url)
-    with shell.start("rl", *FILES, *shared, *url, "--ckpt.interval", 3) as command:
-        command.wait_until(lambda: len(rows(run)) >= 5 and steps(run))
+    at_stop = {
+        "rows_at_stop": rows(run),
+        "roles_at_stop": read(run / "roles.json"),
+        "steps_at_stop": steps(run),
+    }
+    stopped_at = len(rows(run))
+    with shell.start(*rl, "--ckpt.resume", "auto") as command:
+        command.wait_until(lambda: len(rows(run)) >= stopped_at + 2)
         command.family()
-        roles_then = read(run / "roles.json")
+        roles = read(run / "roles.json")
         command.process.kill()
         command.process.wait()
-        command.assert_nothing_survives(killed=True)
+        command.assert_nothing_survives()
     there = {step: batch_path(run / "batches", step) for step in range(1, 21)}
-    result = Killed(
+    result = Stopped(
         run=run,
+        finished=finished,
+        stopped_at=stopped_at,
+        **at_stop,
         newest=steps(run)[-1],
-        rows_then=rows(run),
-        headers_then={step: read_batch(path).header for step, path in there.items() if path.exists()},
-        roles_then=roles_then,
+        rows_at_kill=rows(run),
+        headers_at_kill={step: read_batch(path).header for step, path in there.items() if path.exists()},
+        roles_at_kill=roles,
     )
     assert httpx.get(f"{server.url}/health", trust_env=False).status_code == 200
-    of_trainer = ("@", f"{CONFIGS}/train.toml", "--ckpt.resume", "auto")
+    of_trainer = ("@", f"{CONFIGS}/train.toml", "--ckpt.interval", 3, "--ckpt.resume", "auto")
     of_orchestrator = ("@", f"{CONFIGS}/orch.toml", "--inference-url", server.url)
     with (
         shell.start("trainer", *of_trainer, *shared) as trainer,
@@ -311,40 +286,56 @@ def killed(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest
     return result
 
 
-def test_no_role_outlives_a_killed_launcher(killed: Killed):
+def test_an_interrupt_saves_both_parts_at_the_next_step_boundary(stopped: Stopped):
+    """SIGTERM to the orchestrator alone: exit code 75, a whole checkpoint of the last step, how to go on."""
+    assert stopped.finished.code == 75, stopped.finished.output
+    folder = step_folder(stopped.run, stopped.stopped_at)
+    assert f"stopped at step {stopped.stopped_at}, saved in {folder}" in stopped.finished.output
+    assert "--ckpt.resume auto" in stopped.finished.output
+    assert stopped.stopped_at < 20
+    assert stopped.steps_at_stop == sorted({*range(3, stopped.stopped_at, 3), stopped.stopped_at})
+    assert states(stopped.roles_at_stop) == dict.fromkeys(ROLES, "stopped")
+
+
+def test_an_interrupted_run_goes_on(stopped: Stopped):
+    """Each step stands once in the metrics, those before the stop as they were, and the reward rises."""
+    found = whole_rows(stopped.run, 20)
+    assert found[: stopped.stopped_at] == stopped.rows_at_stop
+    assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
+    assert rise(stopped.run) > 0.1, [row["reward/mean"] for row in found]
+
+
+def test_no_role_outlives_a_killed_launcher(stopped: Stopped):
     """SIGKILL of `rl`: its roles die with it (see the fixture), and the server, which is not its, lives."""
-    assert states(killed.roles_then) == dict.fromkeys(ROLES, "running")
-    for role in killed.roles_then["roles"].values():
+    assert states(stopped.roles_at_kill) == dict.fromkeys(ROLES, "running")
+    for role in stopped.roles_at_kill["roles"].values():
         assert not Path(f"/proc/{role['pid']}").exists()
 
 
-def test_batches_are_kept_until_a_checkpoint_makes_them_needless(killed: Killed, halves: Halves):
+def test_batches_are_kept_until_a_checkpoint_makes_them_needless(stopped: Stopped, halves: Halves):
     """Each names the policy that it was sampled from, which is the newest there was."""
-    assert set(range(killed.newest + 1, len(killed.rows_then) + 1)) <= killed.headers_then.keys()
-    assert not list((killed.run / "batches").iterdir())
+    assert set(range(stopped.newest + 1, len(stopped.rows_at_kill) + 1)) <= stopped.headers_at_kill.keys()
+    assert not list((stopped.run / "batches").iterdir())
     assert not list((halves.run / "batches").iterdir())
-    attempt = RunDirectory(killed.run).attempt()
-    for step, header in killed.headers_then.items():
+    attempt = RunDirectory(stopped.run).attempt()
+    for step, header in stopped.headers_at_kill.items():
         assert (header.run_id, header.step) == (attempt.run_id, step)
         assert header.version == attempt.version(step - 1)
         assert len(set(header.problems)) == PROMPTS
 
 
-def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(killed: Killed):
-    """`trainer` and `orchestrator` repeat what the kill undid to the bit, and the reward rises."""
-    found = whole_rows(killed.run, 20)
-    assert RunDirectory(killed.run).attempt().start_step == killed.newest
-    assert len(killed.rows_then) >= 5
-    assert untimed(found[: len(killed.rows_then)]) == untimed(killed.rows_then)
-    assert rise(killed.run) > 0.1, [row["reward/mean"] for row in found]
-    assert steps(killed.run)[-1] == 20
+def test_roles_started_one_by_one_go_on_from_the_newest_checkpoint(stopped: Stopped):
+    """`trainer` and `orchestrator` repeat what the kill undid, to the bit."""
+    found = whole_rows(stopped.run, 20)
+    assert RunDirectory(stopped.run).attempt().start_step == stopped.newest
+    assert len(stopped.rows_at_kill) >= stopped.stopped_at + 2
+    assert untimed(found[: len(stopped.rows_at_kill)]) == untimed(stopped.rows_at_kill)
+    assert steps(stopped.run)[-1] == 20
 
 
-def test_an_audit_finds_every_prompt_trained_once(
-    shell: Shell, halves: Halves, interrupted: Interrupted, killed: Killed
-):
+def test_an_audit_finds_every_prompt_trained_once(shell: Shell, halves: Halves, stopped: Stopped):
     """Over whatever happened to these runs: 20 batches, none repeated, none missing, none waiting."""
-    for run in (halves.run, interrupted.run, killed.run):
+    for run in (halves.run, stopped.run):
         report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
         assert report["ok"]
         assert (report["first_step"], report["last_step"]) == (1, 20)
@@ -356,9 +347,8 @@ def test_an_audit_finds_every_prompt_trained_once(
 # Generating while training
 
 
-@pytest.mark.parametrize("transport", ["files", "network"])
 def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
-    shell: Shell, server: Server, trained: Path, tmp_path: Path, transport: str
+    shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):
     """One step of staleness, answers asked for in pieces of four tokens, the orchestrator killed between."""
     run = tmp_path / "run"
@@ -366,7 +356,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 14),
         *("--seed", 5, "--orchestrator.inference-url", server.url, "--ckpt.interval", 6),
         *("--orchestrator.max-off-policy-steps", 1, "--orchestrator.sampling.chunk-tokens", 4),
-        *("--trainer.loss.correction", "truncate", "--trainer.weight-transport", transport),
+        *("--trainer.loss.correction", "truncate", "--trainer.weight-transport", "network"),
     )
     with shell.start(*arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 4)

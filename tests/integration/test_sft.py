@@ -309,4 +309,4 @@ def test_no_process_outlives_a_killed_launcher(shell: Shell, sft: tuple, tmp_pat
         assert trainer["pid"] in {pid for pid, _ in command.family()}
         command.process.kill()
         command.process.wait()
-        command.assert_nothing_survives(killed=True)
+        command.assert_nothing_survives()

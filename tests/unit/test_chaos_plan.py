@@ -2,7 +2,6 @@
 
 import json
 import random
-import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -15,13 +14,11 @@ import pytest
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import POINTS
-
-sys.path.append(str(Path(__file__).parents[2] / "scripts"))
-from chaos_disasters import Disasters, mount_small_disk, tear, unmount
-from chaos_plan import SMALL_FILES, Disaster, Setting, draw
-from chaos_processes import Family
-from chaos_proxy import GENERATE, Proxy
-from chaos_run import ChaosRun, Result, Task
+from cairn.tools.chaos.disasters import Disasters, mount_small_disk, tear, unmount
+from cairn.tools.chaos.plan import SMALL_FILES, Disaster, Setting, draw
+from cairn.tools.chaos.processes import Family
+from cairn.tools.chaos.proxy import GENERATE, Proxy
+from cairn.tools.chaos.run import ChaosRun, Result, Task
 
 SFT = Setting(last_step=10, interval=3, rl=False, own_disk=True)
 PAIR = replace(SFT, ranks=2, own_disk=False)
@@ -93,7 +90,7 @@ def test_a_stop_reaches_whom_it_should(run: "ChaosRun", signal: str, target: str
     sleep = "import subprocess, time; p = subprocess.Popen(['sleep', '60']{}); p.wait(); time.sleep(60)"
     own = sleep.format(", start_new_session=True")
     group = f"import subprocess; subprocess.Popen(['sleep', '60']); exec({own!r})"
-    run.process = run.family.start(run.log, ["python", "-c", group])
+    run.start_command(["python", "-c", group])
     try:
         end = time.monotonic() + 20
         while len(run.family.named("sleep 60")) < 2 and time.monotonic() < end:

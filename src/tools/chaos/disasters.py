@@ -11,17 +11,15 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from chaos_plan import SMALL_FILES, Disaster
-from chaos_processes import Process, send
-from chaos_proxy import MOODS
-
 from cairn.checkpoint.manifest import FILE_NAME, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.inference.client import InferenceClient
-from cairn.run.files import read_json
+from cairn.tools.chaos.plan import SMALL_FILES, Disaster
+from cairn.tools.chaos.processes import Process, send
+from cairn.tools.chaos.proxy import MOODS, Proxy
 
 if TYPE_CHECKING:
-    from chaos_run import ChaosRun
+    from cairn.tools.chaos.run import ChaosRun, Server
 
 ROLE_PATIENCE = 5.0
 """Seconds that a disaster waits for its victim to be there."""
@@ -83,8 +81,9 @@ class Disasters:
 
     def _kill(self, disaster: Disaster) -> bool:
         if disaster.target == "server":
-            self.run.task.server.kill()
-            self.run.task.server.launch()
+            server = self._server()
+            server.kill()
+            server.launch()
             return True
         victims = self._wait_for_victims(disaster.target)
         self.run.down = self.run.down or (bool(victims) and disaster.target == "launcher")
@@ -140,15 +139,13 @@ class Disasters:
     def _victims(self, target: str) -> list[Process]:
         """The processes of a role, as far as they are of this run's family."""
         if target == "server":
-            return self.run.task.server.family.processes()
+            return self._server().family.processes()
         if target == "writer":
             return self.run.family.named("cairn.checkpoint.writer")[:1]
-        pid = self.run.process.pid
+        pid: int | None = self.run.process.pid
         if target != "launcher":
-            with contextlib.suppress(ValueError, AttributeError):
-                roles = (read_json(self.run.run.roles) or {}).get("roles", {})
-                entry = roles.get(RANKS.get(target, target), {})
-                pid = entry.get("pid") if entry.get("state") == "running" else None
+            entry = (self.run.run.current_roles() or {}).get(RANKS.get(target, target))
+            pid = entry.pid if entry and entry.state == "running" else None
         return [process for process in self.run.family.processes() if process.pid == pid]
 
     def _after(self, seconds: float, job: Callable[[], None]) -> None:
@@ -156,8 +153,18 @@ class Disasters:
 
     # The server
 
-    def _set_mood(self, disaster: Disaster) -> bool:
+    def _server(self) -> "Server":
+        server = self.run.task.server
+        assert server, "plans for runs without a server of the harness have no such disaster"
+        return server
+
+    def _proxy(self) -> Proxy:
         proxy = self.run.task.proxy
+        assert proxy, "plans for runs without a proxy have no such disaster"
+        return proxy
+
+    def _set_mood(self, disaster: Disaster) -> bool:
+        proxy = self._proxy()
         proxy.mood = disaster.kind
 
         def recover() -> None:
@@ -169,11 +176,13 @@ class Disasters:
     def _push_wrong_weights(self, disaster: Disaster) -> bool:
         """Another run's weights, behind this one's back."""
         task = self.run.task
-        model = CheckpointStore(Path(task.calm.folder) / "run" / "checkpoints")
-        model = model.folder(task.setting.last_step) / "model"
+        target = self._proxy().target
+        assert task.calm, "the undisturbed run comes first"
+        store = CheckpointStore(task.calm.folder / "run" / "checkpoints")
+        model = store.folder(task.setting.last_step) / "model"
 
         async def push() -> None:
-            async with InferenceClient(task.proxy.target, task.token) as client:
+            async with InferenceClient(target, task.token) as client:
                 await client.update_weights(model, "somebody:else:0")
 
         with contextlib.suppress(Exception):  # the server may be dead just now
@@ -239,15 +248,16 @@ class Disasters:
         """Change a byte of the newest checkpoint, unless it is the only one."""
         watch = self.run.watch
         store = watch.store
-        if len(store.steps()) < 2:
+        latest = store.latest()
+        if latest is None or len(store.steps()) < 2:
             return
-        folder = store.folder(store.latest())
+        folder = store.folder(latest)
         files = [name for name, entry in load_manifest(folder).files.items() if entry.size]
         path = folder / self.run.chance.choice([FILE_NAME, *sorted(files)])
         content = bytearray(path.read_bytes())
         content[self.run.chance.randrange(len(content))] ^= 0xFF
         path.write_bytes(content)
-        watch.damaged.add(store.latest())
+        watch.damaged.add(latest)
         watch.fell_back = True
 
 

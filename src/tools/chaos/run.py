@@ -5,25 +5,23 @@ import json
 import random
 import shutil
 import subprocess
-import sys
 import tempfile
 import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from chaos_disasters import Disasters, mount_small_disk, unmount
-from chaos_plan import Disaster, Setting
-from chaos_processes import Family, Process
-from chaos_proxy import Proxy
-
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.view import RunView
 from cairn.tools.audit import audit
+from cairn.tools.chaos.disasters import Disasters, mount_small_disk, unmount
+from cairn.tools.chaos.plan import Disaster, Setting
+from cairn.tools.chaos.processes import Family
+from cairn.tools.chaos.proxy import Proxy
 
 DEADLINE = 600.0
 """Seconds that a run may take before it counts as hanging."""
@@ -36,8 +34,6 @@ STARTS = 8
 EXIT_USAGE, EXIT_STOPPED = 2, 75
 MEASURED = ("time/", "run/", "servers/", "weights/")
 """Metrics that tell of times and of what had to be done again: these differ from run to run."""
-RAY_AGENT = ("Agent", "dashboard", "runtime_env")
-"""Processes of Ray that outlive a killed driver for a minute."""
 
 
 class Server:
@@ -48,20 +44,25 @@ class Server:
         self.log = folder / "server.log"
         self.command = command
         self.family = Family({TOKEN_VARIABLE: token})
-        self._process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
 
-    def launch(self) -> None:
+    def launch(self) -> subprocess.Popen[bytes]:
         """Start it, if it is not there; returns at once. It ends with the thread that calls this."""
         if self._process is None or self._process.poll() is not None:
             self._process = self.family.start(self.log, self.command)
+        return self._process
 
     def start(self) -> None:
-        """Start it, if it is not there; returns when it is healthy."""
-        self.launch()
+        """Start it, if it is not there; returns when it is healthy.
+
+        Raises:
+            CairnError: it does not start.
+        """
+        process = self.launch()
         end = time.monotonic() + DEADLINE
         while not asyncio.run(self._healthy()):
-            if self._process.poll() is not None or time.monotonic() > end:
-                sys.exit(f"error: the inference server does not start; see {self.log}")
+            if process.poll() is not None or time.monotonic() > end:
+                raise CairnError(f"the inference server does not start; see {self.log}")
             time.sleep(0.2)
 
     async def _healthy(self) -> bool:
@@ -174,9 +175,9 @@ class ChaosRun:
         for fault in self.faults:
             (self.once / fault.target).touch()
         self.family = Family(self._environment())
-        self.process: subprocess.Popen | None = None
+        self._process: subprocess.Popen[bytes] | None = None
         self.starts = 0
-        self.disasters = Disasters(self)
+        self.disasters = Disasters(self)  # pyright: ignore[reportArgumentType]  # the link .ci/types shows it twice
         self.down = False
         """The whole command was killed."""
         self.asked_to_stop = False
@@ -184,6 +185,16 @@ class ChaosRun:
         """Something was wrong with the disk or the server, of which the command may have died."""
         self._disturbed = False  # by more than a request to stop
         self._struck_at = self._started_at = 0.0
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """The command, as it was started last."""
+        assert self._process, "it has not been started"
+        return self._process
+
+    def start_command(self, command: list[str]) -> None:
+        """Start what the disasters will strike."""
+        self._process = self.family.start(self.log, command)
 
     def _environment(self) -> dict[str, str]:
         environment = {"CAIRN_FAULT_ONCE": str(self.once)}
@@ -215,7 +226,7 @@ class ChaosRun:
         command = [*self.task.command, "--output-dir", str(self.path), *resume]
         if self.task.proxy:
             command += ["--orchestrator.inference-url", self.task.proxy.url]
-        self.process = self.family.start(self.log, command)
+        self.start_command(command)
         self.starts += 1
         self._started_at = time.monotonic()
         self.down = self.asked_to_stop = self._disturbed = False
@@ -272,12 +283,13 @@ class ChaosRun:
     def _end_everything(self) -> None:
         self.disasters.end_all()
         self.family.kill()
-        self.process.wait()
+        if self._process:
+            self._process.wait()
 
     def _check_processes(self) -> None:
         """Nothing of the run is left."""
         end = time.monotonic() + PATIENCE
-        while left := [p for p in self.family.processes() if not _is_ray_agent(p)]:
+        while left := self.family.processes():
             if time.monotonic() > end:
                 self.result.violations.append(f"processes are left: {[p.command for p in left]}")
                 return
@@ -295,9 +307,9 @@ class ChaosRun:
         result, setting = self.result, self.task.setting
         result.missed += [*self.pending, *self.faults]
         result.rows = RunView(self.path).run.metrics.rows()
-        times = [self.watch.seen_at.get(step) for step in (1, setting.last_step)]
-        if None not in times:
-            result.seconds = times[1] - times[0]
+        seen = self.watch.seen_at
+        if {1, setting.last_step} <= seen.keys():
+            result.seconds = seen[setting.last_step] - seen[1]
         self._check_audit()
         self._check_checkpoints()
         self._check_against_calm()
@@ -322,10 +334,11 @@ class ChaosRun:
             except CheckpointError as error:
                 if step not in self.watch.damaged:
                     self.result.violations.append(f"verify: {error}")
-        if store.latest() != self.task.setting.last_step:
-            self.result.violations.append(f"the newest checkpoint is step {store.latest()}")
+        latest = store.latest()
+        if latest != self.task.setting.last_step:
+            self.result.violations.append(f"the newest checkpoint is step {latest}")
         else:
-            files = load_manifest(store.folder(store.latest())).files
+            files = load_manifest(store.folder(self.task.setting.last_step)).files
             self.result.tensors = {
                 name: entry.model_dump() for name, entry in files.items() if name.endswith(".safetensors")
             }
@@ -371,10 +384,6 @@ class ChaosRun:
             shown = json.loads(twice[0])
             what = f"{len(twice)} generations were made twice although only the trainer died"
             self.result.violations.append(f"{what}, such as {shown}")
-
-
-def _is_ray_agent(process: Process) -> bool:
-    return any(name in process.command for name in RAY_AGENT) and "ray" in process.command
 
 
 def _unmeasured(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:

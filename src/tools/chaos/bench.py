@@ -1,0 +1,140 @@
+"""What is disturbed: a command, its settings, and the server and proxy that it works with."""
+
+import functools
+import json
+import secrets
+import shlex
+import socket
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cairn.inference.client import Unauthorized, token_for
+from cairn.run.errors import UsageError
+from cairn.tools.chaos.disasters import mount_small_disk, unmount
+from cairn.tools.chaos.plan import Setting
+from cairn.tools.chaos.proxy import Proxy
+from cairn.tools.chaos.run import Server, Task, scratch
+
+CONFIGS = "configs/reverse_text"
+SHORT = ["--max-steps", "10", "--ckpt.interval", "3", "--ckpt.keep-last", "2"]
+SFT = ["sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--data.batch-size", "192"]
+RL = ["rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml", *SHORT]
+RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
+NETWORK = ["--trainer.weight-transport", "network"]
+PAIR = [*SFT, "--workers", "2"]
+TURNS = ("sft", "rl", "network", "pair", "rl", "alone")
+"""Which of these take turns where no command is given. pair: two ranks; alone: with a server of its own."""
+
+
+@dataclass
+class Bench:
+    """What one job works with: a server and a proxy of its own, so that runs do not meet."""
+
+    folder: Path
+    command: list[str]
+    tasks: dict[str, Task]
+
+    def task(self, run: int) -> Task:
+        """What run number `run` is to be."""
+        return self._task("given" if self.command else TURNS[run % len(TURNS)])
+
+    def _task(self, kind: str) -> Task:
+        if kind not in self.tasks:
+            self.tasks[kind] = self._make(kind)
+        return self.tasks[kind]
+
+    def _make(self, kind: str) -> Task:
+        if kind in ("sft", "pair"):
+            return make_task(SFT if kind == "sft" else PAIR)
+        if kind == "alone":
+            return make_task([*RL_ALONE, "--inference.port", str(free_port())])
+        if kind == "given":
+            return make_task(self.command)
+        if kind == "network":
+            usual = self._task("rl")  # whose server and proxy serve here too
+            return replace(usual, command=[*usual.command, *NETWORK], calm=None)
+        token, url = secrets.token_urlsafe(16), f"http://127.0.0.1:{free_port()}"
+        command = ["inference", "@", f"{CONFIGS}/infer.toml", "--port", url.rpartition(":")[2]]
+        server = Server(self.folder, command, url, token)
+        return make_task([*RL, "--orchestrator.inference-url", url], server, token)
+
+    def close(self) -> None:
+        """End its server."""
+        for task in [task for kind, task in self.tasks.items() if kind != "network"]:
+            if task.server:
+                task.server.kill()
+            if task.proxy:
+                task.proxy.close()
+
+
+def make_task(command: list[str], server: Server | None = None, token: str = "") -> Task:
+    """A task from a command line; what depends on its configuration is taken from a dry run.
+
+    Raises:
+        UsageError: the command is none that can be disturbed.
+    """
+    config = dry_run(command)
+    interval = (config.get("ckpt") or {}).get("interval")
+    if not interval or interval >= config["max_steps"]:
+        raise UsageError("the command needs --ckpt.interval N, less than --max-steps: runs go on from there")
+    if config["ckpt"].get("resume") or config["ckpt"].get("resume_step"):
+        raise UsageError("the command must not say --ckpt.resume: the harness does, after a disaster")
+    if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
+        raise UsageError("the command must save all state, in its own folder: no --ckpt.dir, no weights only")
+    rl = command[0] == "rl"
+    ranks = (config["trainer"] if rl else config)["workers"]
+    setting = Setting(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
+    task = Task(command, setting, token, server=server)
+    if not rl:
+        return task
+    orchestrator = config["orchestrator"]
+    if orchestrator.get("max_off_policy_steps"):
+        raise UsageError("the command needs --orchestrator.max-off-policy-steps 0 to be the same to the bit")
+    urls = orchestrator["inference_url"]
+    if len(urls) > 1:
+        raise UsageError("the command may have one inference server at most")
+    groups = orchestrator["prompts_per_step"]
+    task.setting = replace(task.setting, groups=groups, server=None if urls else "inference")
+    if urls:
+        task.proxy = Proxy(urls[0])
+        task.setting = replace(task.setting, proxied=True, server="server" if server else None)
+        try:
+            task.token = token or token_for(urls[0])
+        except Unauthorized as error:
+            raise UsageError(str(error)) from None
+    return task
+
+
+def dry_run(command: list[str]) -> dict[str, Any]:
+    """The configuration that the command would run.
+
+    Raises:
+        UsageError: there is none.
+    """
+    executable = Path(sys.executable).parent / command[0]
+    if command[0] not in ("sft", "rl") or not executable.exists():
+        raise UsageError(f"{command[0]}: the command has to be sft or rl, with its flags")
+    done = subprocess.run([str(executable), *command[1:], "--dry-run"], capture_output=True, text=True)
+    if done.returncode:
+        raise UsageError(f"{shlex.join(command)}: {done.stderr.strip()}")
+    return json.loads(done.stdout)
+
+
+@functools.cache
+def may_mount() -> bool:
+    """Whether runs can be given disks that are soon full."""
+    folder = scratch("chaos_disk_")
+    try:
+        return mount_small_disk(folder)
+    finally:
+        unmount(folder)
+        folder.rmdir()
+
+
+def free_port() -> int:
+    """A port that nobody listens on."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+        return listening.getsockname()[1]

@@ -1,0 +1,151 @@
+"""A number of runs, each through the disasters that its seed draws, and what became of them."""
+
+import contextlib
+import queue
+import random
+import shlex
+import statistics
+import time
+from collections import Counter
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.seeds import derive
+from cairn.tools.chaos.bench import Bench
+from cairn.tools.chaos.plan import Disaster, draw
+from cairn.tools.chaos.run import ChaosRun, Result, Task, remove, scratch
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a campaign is asked for; see scripts/chaos.py."""
+
+    seed: int
+    runs: int
+    first: int = 0
+    jobs: int = 1
+    folder: str | None = None
+    command: tuple[str, ...] = ()
+    """Empty: short runs of configs/reverse_text take turns."""
+
+
+class Campaign:
+    """All runs of one invocation.
+
+    Raises:
+        UsageError: the command is none that can be disturbed, or the folder is not empty.
+        CairnError: the command fails even undisturbed.
+    """
+
+    def __init__(self, options: Options):
+        self.options = options
+        self.folder = Path(options.folder).absolute() if options.folder else scratch("chaos_")
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if any(self.folder.iterdir()):
+            raise UsageError(f"--folder {options.folder}: has to be empty, or not to be there yet")
+        self.violations: list[dict[str, Any]] = []
+        self.goodputs: list[float] = []
+        self.kills: Counter[str] = Counter()
+        self.missed = 0
+        self.recomputed: list[int] = []
+        self._benches: queue.Queue[Bench] = queue.Queue()
+        for job in range(options.jobs):
+            (self.folder / f"job_{job}").mkdir(exist_ok=True)
+            self._benches.put(Bench(self.folder / f"job_{job}", list(options.command), {}))
+
+    def run(self) -> dict[str, Any]:
+        """All runs; returns the summary."""
+        started = time.monotonic()
+        options = self.options
+        runs = range(options.first, options.first + options.runs)
+        try:
+            with ThreadPoolExecutor(options.jobs) as pool:
+                list(pool.map(self._one, runs))
+        finally:
+            while not self._benches.empty():
+                bench = self._benches.get()
+                bench.close()
+                remove(bench.folder)
+            with contextlib.suppress(OSError):  # where a run is kept
+                self.folder.rmdir()
+        return {
+            "runs": options.runs,
+            "seed": options.seed,
+            "violations": self.violations,
+            "goodput": round(statistics.fmean(self.goodputs), 3) if self.goodputs else None,
+            "kills": dict(sorted(self.kills.items())),
+            "missed": self.missed,
+            "recomputed": {
+                "mean": statistics.fmean(self.recomputed or [0]),
+                "max": max(self.recomputed or [0]),
+            },
+            "seconds": round(time.monotonic() - started, 1),
+        }
+
+    def _one(self, run: int) -> None:
+        bench = self._benches.get()
+        try:
+            task = bench.task(run)
+            calm = task.calm or self._calm(bench, task)
+            chance = random.Random(derive(self.options.seed, "chaos", run))
+            plan = draw(chance, task.setting)
+            result = ChaosRun(task, plan, self.folder / f"run_{run}", chance).go()
+        finally:
+            self._benches.put(bench)
+        for disaster in result.struck:
+            self.kills[f"{disaster.kind} {disaster.target.partition(':')[0]}".strip()] += 1
+        self.missed += len(result.missed)
+        self.recomputed += result.recomputed
+        goodput = calm.seconds / result.seconds if calm.seconds and result.seconds else None
+        if goodput:
+            self.goodputs.append(goodput)
+        self._report(run, task, plan, result, goodput)
+
+    def _calm(self, bench: Bench, task: Task) -> Result:
+        folder = bench.folder / f"calm_{len(list(bench.folder.glob('calm_*')))}"
+        result = ChaosRun(task, [], folder, random.Random(0)).go()
+        if result.violations:
+            found = "\n".join(result.violations)
+            raise CairnError(f"the command fails even undisturbed:\n{found}")
+        print(f"undisturbed: {shlex.join(task.command)}: {result.seconds:.1f} s", flush=True)
+        task.calm = result
+        return result
+
+    def _report(
+        self, run: int, task: Task, plan: list[Disaster], result: Result, goodput: float | None
+    ) -> None:
+        verdict = "VIOLATED" if result.violations else "kept its promises"
+        score = f", goodput {goodput:.2f}" if goodput else ""
+        lines = [f"run {run} ({task.command[0]}) {verdict}{score}"]
+        for disaster in plan:
+            lines.append(f"  {disaster}" + (" (missed)" if disaster in result.missed else ""))
+        lines += [f"  VIOLATION: {violation}" for violation in result.violations]
+        if result.violations:
+            own = [f"-- {shlex.join(self.options.command)}"] if self.options.command else []
+            again = [
+                "scripts/chaos.py",
+                "--seed",
+                str(self.options.seed),
+                "--first",
+                str(run),
+                "--runs 1",
+                *own,
+            ]
+            lines += [f"  kept in {result.folder}; to repeat it: {' '.join(again)}"]
+            self.violations += [
+                {
+                    "seed": self.options.seed,
+                    "run": run,
+                    "what": violation,
+                    "plan": [asdict(disaster) for disaster in plan],
+                    "command": task.command,
+                    "folder": str(result.folder),
+                }
+                for violation in result.violations
+            ]
+        else:
+            remove(result.folder)
+        print("\n".join(lines), flush=True)
