@@ -181,6 +181,34 @@ def test_a_worker_dies_whose_newest_checkpoint_is_damaged(
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
 
 
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_run_whose_checkpoint_the_trainer_finds_damaged(
+    shell: Shell, server: Server, rl: tuple[object, ...], calm: Path, tmp_path: Path, workers: int
+):
+    """Both roles go back to the step before; a step that the user names is an error, and nothing is lost."""
+    run = tmp_path / "run"
+    url = ("--orchestrator.inference-url", server.url, "--trainer.workers", workers, "--output-dir", run)
+    shell.succeed(*rl, *url, "--max-steps", 8)
+    weights, ledger = (
+        step_folder(run, 8) / name for name in ("model/model.safetensors", "orchestrator/ledger.sqlite")
+    )
+    for file in (ledger, weights):
+        flip(file, file.stat().st_size - 1)
+        finished = shell.run(*rl, *url, "--ckpt.resume-step", 8)
+        assert finished.code == 2, finished.output
+        assert f"error: can't resume: {file}: changed between bytes" in finished.output
+        assert (steps(run), len(rows(run))) == ([4, 8], 8)
+        if file == ledger:
+            flip(file, file.stat().st_size - 1)
+    output = shell.succeed(*rl, *url, "--ckpt.resume", "auto")
+    assert f"passing over a damaged checkpoint: {weights}: changed between bytes" in output
+    assert f"the newest good checkpoint is {step_folder(run, 4)}" in output
+    if workers == 1:
+        assert_same_run(run, calm)
+    assert steps(run) == [4, 8, 12]
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+
+
 def test_reinforcement_learning_survives_the_server_that_it_started(
     shell: Shell, rl: tuple[object, ...], calm: Path, tmp_path: Path
 ):

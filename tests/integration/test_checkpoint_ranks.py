@@ -164,6 +164,11 @@ def save(root: Path) -> None:
     saver.close()
 
 
+def bytes_read() -> int:
+    """What this process has read from files so far, from the page cache or not."""
+    return int(Path("/proc/self/io").read_text().split()[1])
+
+
 def load(source: int) -> Callable[[Path], None]:
     """Loads both steps that `source` ranks saved."""
 
@@ -171,9 +176,12 @@ def load(source: int) -> Callable[[Path], None]:
         tensors = build()
         for step in (1, 2):
             fill(tensors, 99)
-            manifest = load_step(
-                root / f"world_{source}" / f"step_{step}", tensors, rank=dist.get_rank(), gather=gather
-            )
+            folder = root / f"world_{source}" / f"step_{step}"
+            before = bytes_read()
+            manifest = load_step(folder, tensors, rank=dist.get_rank(), gather=gather)
+            together = sum(gather(bytes_read() - before))
+            size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
+            assert 0 <= together - size < 300_000 * dist.get_world_size(), "each byte is read by one rank"
             assert (manifest.step, manifest.world_size) == (step, source)
             assert_filled(tensors, step)
 
@@ -188,7 +196,7 @@ def load_damaged(root: Path) -> None:
     folder = root / "world_2" / "step_2"
     tensors = build()
     for path in sorted(folder.rglob("*.safetensors")):
-        for offset in (4096, path.stat().st_size // 2, path.stat().st_size - 1):
+        for offset in (0, 30, 4096, path.stat().st_size // 2, path.stat().st_size - 1):
             dist.barrier()
             if dist.get_rank() == 0:
                 flip(path, offset)

@@ -1,0 +1,96 @@
+"""Damage that only those find who load a checkpoint: the run goes on from the one before, or says why not."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from runs import (
+    CONFIGS,
+    Shell,
+    assert_same_bits,
+    flip,
+    read,
+    rows,
+    step_folder,
+    steps,
+    tensors,
+    untimed,
+    whole_rows,
+)
+
+pytestmark = pytest.mark.timeout(900)
+
+SFT = ("sft", "@", f"{CONFIGS}/sft.toml", "--seq-len", 32, "--micro-batch-size", 2, "--data.batch-size", 8)
+EVERY = ("--ckpt.interval", 4)
+
+
+@pytest.fixture(scope="module")
+def straight(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """An undisturbed run of 12 steps. Leave it as it is."""
+    run = tmp_path_factory.mktemp("straight") / "run"
+    shell.succeed(*SFT, *EVERY, "--max-steps", 12, "--output-dir", run)
+    return run
+
+
+@pytest.fixture
+def stopped(straight: Path, tmp_path: Path) -> Path:
+    """That run, as it was when step 8 was its newest."""
+    run = Path(shutil.copytree(straight, tmp_path / "run"))
+    shutil.rmtree(step_folder(run, 12))
+    lines = (run / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (run / "metrics.jsonl").write_text("".join(lines[:8]))
+    return run
+
+
+def test_the_rank_that_loads_it_finds_it(shell: Shell, straight: Path, stopped: Path):
+    """One bit of the optimiser's state; what comes out is what would have come out from the step before."""
+    file = step_folder(stopped, 8) / "trainer" / "optimizer.safetensors"
+    flip(file, file.stat().st_size - 5)
+    output = shell.succeed(
+        *SFT, *EVERY, "--max-steps", 12, "--output-dir", stopped, "--ckpt.resume", "latest"
+    )
+    assert "the checkpoint of step 8 can't be gone on from: it is damaged" in output
+    assert f"passing over a damaged checkpoint: {file}: changed between bytes 0 and" in output
+    assert f"the newest good checkpoint is {step_folder(stopped, 4)}" in output
+    assert steps(stopped) == [4, 8, 12]
+    assert untimed(whole_rows(stopped, 12)) == untimed(whole_rows(straight, 12))
+    for step in steps(stopped):
+        assert_same_bits(tensors(step_folder(stopped, step)), tensors(step_folder(straight, step)))
+    attempt = read(stopped / "roles.json")["number"]
+    assert (stopped / "checkpoints" / "abandoned" / f"before_attempt_{attempt}" / "step_8").is_dir()
+    assert not (stopped / "damaged.json").exists()
+    assert '"ok": true' in shell.succeed("ckpt", "audit", stopped, "--json")
+
+
+@pytest.mark.parametrize("place", ["a name in the header", "the last byte"])
+def test_all_ranks_go_back_together(shell: Shell, stopped: Path, place: str):
+    """Whether each of them stumbles over it, or one of two has read it."""
+    file = step_folder(stopped, 8) / "model" / "model.safetensors"
+    text = file.read_bytes()
+    flip(file, text.index(b"model.norm") + 3 if place == "a name in the header" else len(text) - 1)
+    two = ("--workers", 2, "--max-steps", 12, "--output-dir", stopped, "--ckpt.resume", "auto")
+    output = shell.succeed(*SFT, *EVERY, *two)
+    assert f"passing over a damaged checkpoint: {file}: changed between bytes 0 and" in output
+    assert f"the newest good checkpoint is {step_folder(stopped, 4)}" in output
+    assert steps(stopped) == [4, 8, 12]
+    whole_rows(stopped, 12)
+    assert '"ok": true' in shell.succeed("ckpt", "audit", stopped, "--json")
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_a_step_that_was_asked_for_is_an_error(shell: Shell, stopped: Path, workers: int):
+    """Exit code 2, as where it is found before anything is started; all that the run has stays."""
+    file = step_folder(stopped, 8) / "model" / "model.safetensors"
+    flip(file, file.stat().st_size // 2)
+    before = untimed(rows(stopped))
+    end = ("--workers", workers, "--max-steps", 12, "--output-dir", stopped)
+    finished = shell.run(*SFT, *EVERY, *end, "--ckpt.resume-step", 8)
+    assert finished.code == 2, finished.output
+    assert f"error: can't resume: {file}: changed between bytes 0 and" in finished.output
+    assert "--ckpt.resume latest takes the newest good step" in finished.output
+    assert sorted(os.listdir(stopped / "checkpoints")) == ["step_4", "step_8"]
+    assert untimed(rows(stopped)) == before
+    flip(file, file.stat().st_size // 2)
+    shell.succeed(*SFT, *EVERY, *end, "--ckpt.resume-step", 8)
+    whole_rows(stopped, 12)
