@@ -29,8 +29,7 @@ from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.advantages import make_advantage
-from cairn.orchestrator.calls import EnvironmentFailed, check_environment
-from cairn.orchestrator.environments import BadEnvironment
+from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
 from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.orchestrator.rollouts import AttemptOver
 from cairn.policy.errors import ServerUnavailable

@@ -9,8 +9,7 @@ from typing import Any
 
 from cairn.checkpoint.step import OrchestratorRecord, StepFolder
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.calls import EnvironmentCalls
-from cairn.orchestrator.environments import Environment
+from cairn.orchestrator.environments import Environment, SingleTurn
 from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, settings_of
 from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
@@ -22,7 +21,7 @@ SECONDS = 1.0
 compared in what was seen of both, however fast the machine was."""
 
 
-async def environment_of(calls: EnvironmentCalls) -> dict[str, Any]:
+async def environment_of(environment: SingleTurn) -> dict[str, Any]:
     """Names an environment by its problems.
 
     Returns:
@@ -32,19 +31,19 @@ async def environment_of(calls: EnvironmentCalls) -> dict[str, Any]:
     Raises:
         EnvironmentFailed: it does not say what a problem is.
     """
-    count = len(calls.environment)
+    count = environment.problems
     digest, digests = hashlib.blake2b(digest_size=16), {}
     end = time.monotonic() + SECONDS
     for i in range(min(count, PROBLEMS)):
         problem = i if count <= PROBLEMS else derive(0, "environment identity", i) % count
-        messages = await calls.messages(problem)
+        messages = await environment.messages(problem)
         digest.update(json.dumps(messages, sort_keys=True, default=str).encode())
         if (i + 1) & i == 0 or i + 1 == count:
             digests[str(i + 1)] = digest.hexdigest()
         if time.monotonic() > end:
             break
-    own = getattr(calls.environment, "identity", None)
-    return {"problems": count, "messages": digests, **({"own": str(own)} if own is not None else {})}
+    own = {} if environment.identity is None else {"own": environment.identity}
+    return {"problems": count, "messages": digests, **own}
 
 
 def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
@@ -66,8 +65,8 @@ def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) ->
     """
 
     async def identify() -> dict[str, Any]:
-        with EnvironmentCalls(environment, config) as calls:
-            return await environment_of(calls)
+        with SingleTurn(environment, config) as asked:
+            return await environment_of(asked)
 
     settings = settings_of(config.model_dump(), ORCHESTRATOR)
     return {"settings": settings, "environment": run_async(identify())}

@@ -20,9 +20,8 @@ from cairn.checkpoint.step import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.advantages import make_advantage, to_samples
-from cairn.orchestrator.calls import EnvironmentCalls
 from cairn.orchestrator.disagreement import explained
-from cairn.orchestrator.environments import make_environment
+from cairn.orchestrator.environments import SingleTurn, make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerFailed, LedgerRun, to_ranges
 from cairn.orchestrator.metrics import batch_metrics
 from cairn.orchestrator.prompts import Prompts
@@ -83,9 +82,8 @@ class Orchestrator:
         self.servers = servers
         self.run_directory = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         self.store = CheckpointStore(self.run_directory.checkpoints)
-        self.environment = make_environment(config.environment)
         self.advantage = make_advantage(config.advantage)
-        self._calls = EnvironmentCalls(self.environment, config)
+        self.environment = SingleTurn(make_environment(config.environment), config)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         self.policy_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         self.ledger = Ledger(
@@ -103,7 +101,9 @@ class Orchestrator:
         """Names of the policies that tokens may come from now."""
         self.policy_step: int | None = None
         """Of the policy that the servers have, once they have one."""
-        self.sampler = Sampler(config, self._calls, self.policy_folder, servers, self.ledger, self.versions)
+        self.sampler = Sampler(
+            config, self.environment, self.policy_folder, servers, self.ledger, self.versions
+        )
         self.sampler.template_arguments = template_arguments(self.recipe)
         self.progress = self._resume(resume_from)
         """After each step whose batch is shipped, from the newest that the trainer has announced on."""
@@ -124,7 +124,7 @@ class Orchestrator:
             branch=attempt.branch,
             format=FORMAT,
             seed=config.seed,
-            problems=len(self.environment),
+            problems=self.environment.problems,
             prompts_per_step=config.prompts_per_step,
             samples_per_prompt=config.samples_per_prompt,
             max_off_policy_steps=config.max_off_policy_steps,
@@ -187,7 +187,7 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
             self._disk.shutdown()
-            self._calls.close()
+            self.environment.close()
             self.ledger.close()
 
     async def _on_disk(self, write: Callable[..., None], *arguments: object) -> None:
@@ -322,7 +322,7 @@ class Orchestrator:
         progress = self.progress.get(step)
         if progress is None or self.store.has_part(step, "orchestrator", self.attempt.id):
             return  # written by a process that died since
-        problems = len(self.environment)
+        problems = self.environment.problems
         epoch, position = divmod(progress.total_problems, problems)
         record = OrchestratorRecord(
             progress=asdict(progress),
@@ -410,7 +410,7 @@ class Orchestrator:
         metrics = {
             **batch_metrics(groups, step),
             "groups/dropped": self._dropped,
-            "epoch": progress.total_problems / len(self.environment),
+            "epoch": progress.total_problems / self.environment.problems,
             "total_problems": progress.total_problems,
             **self.servers.take_metrics(),
         }

@@ -9,7 +9,7 @@ import jinja2
 from transformers import AutoTokenizer, GenerationConfig
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.calls import EnvironmentCalls
+from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.orchestrator.servers import PolicyServers
@@ -34,7 +34,7 @@ class Sampler:
     def __init__(
         self,
         config: OrchestratorConfig,
-        calls: EnvironmentCalls,
+        environment: SingleTurn,
         model: Path,
         servers: PolicyServers,
         ledger: Ledger,
@@ -47,7 +47,7 @@ class Sampler:
             versions: the policy versions that tokens may come from; the owner may change it at any time.
         """
         self.config = config
-        self.calls = calls
+        self.environment = environment
         self.servers = servers
         self.ledger = ledger
         self.versions = versions
@@ -60,7 +60,7 @@ class Sampler:
 
     def begin(self, place: int, policy_step: int) -> AnswerGroup:
         """The group of the prompt at `place` in the prompt order, with nothing in it yet; in the ledger."""
-        problems = len(self.calls.environment)
+        problems = self.environment.problems
         epoch, index = divmod(place, problems)
         if epoch != self._epoch:
             self._order = permutation(problems, self.config.seed, "prompt order", epoch)
@@ -78,7 +78,7 @@ class Sampler:
             Exception: what the servers' client raises where they fail for good.
         """
         if not group.prompt_ids:
-            group.prompt_ids = self._prompt(group.problem, await self.calls.messages(group.problem))
+            group.prompt_ids = self._prompt(group.problem, await self.environment.messages(group.problem))
             self.ledger.set_prompt(group)
         if not group.rollouts:
             n, seed = self.config.samples_per_prompt, self._seed(group, 0)
@@ -108,7 +108,7 @@ class Sampler:
 
         async def reward(rollout: Rollout) -> None:
             rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
-            rollout.reward = await self.calls.reward(group.problem, rollout.text)
+            rollout.reward = await self.environment.reward(group.problem, rollout.text)
 
         await asyncio.gather(*map(reward, rollouts.values()))
         if rollouts:

@@ -19,8 +19,13 @@ import pytest
 import torch
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed, check_environment
-from cairn.orchestrator.environments import BadEnvironment, make_environment
+from cairn.orchestrator.environments import (
+    BadEnvironment,
+    EnvironmentFailed,
+    SingleTurn,
+    check_environment,
+    make_environment,
+)
 
 USER = [{"role": "user", "content": "hill"}]
 
@@ -35,12 +40,12 @@ class Given:
         return 3
 
 
-def ask(environment: Given, job: Callable[[EnvironmentCalls], Coroutine], **settings: Any) -> Any:
+def ask(environment: Given, job: Callable[[SingleTurn], Coroutine], **settings: Any) -> Any:
     """What `job` comes to with calls of this environment."""
     config = OrchestratorConfig(environment=EnvironmentConfig(name="hills:Given"), **settings)
 
     async def run() -> Any:
-        with EnvironmentCalls(environment, config) as calls:
+        with SingleTurn(environment, config) as calls:
             return await job(calls)
 
     return asyncio.run(run())
@@ -172,7 +177,7 @@ def test_a_slow_reward_holds_up_nothing_else(threads: int):
         at_work.discard(problem)
         return problem
 
-    async def job(calls: EnvironmentCalls) -> tuple[list[float], int]:
+    async def job(calls: SingleTurn) -> tuple[list[float], int]:
         turns = 0
         rewards = asyncio.gather(*(calls.reward(problem, "") for problem in range(6)))
         while not rewards.done():
@@ -198,7 +203,7 @@ def test_coroutines_run_together_on_one_loop_that_is_not_the_orchestrators():
             await asyncio.sleep(0.001)
         return 1.0
 
-    async def job(calls: EnvironmentCalls) -> set:
+    async def job(calls: SingleTurn) -> set:
         await asyncio.gather(*(calls.reward(problem, "") for problem in range(8)))
         return loops - {asyncio.get_running_loop()}
 
@@ -230,7 +235,7 @@ def test_a_deadline_names_the_problem(method: str, asynchronous: bool):
     finally:
         done.set()
 
-    async def waits_its_turn(calls: EnvironmentCalls) -> list[float]:
+    async def waits_its_turn(calls: SingleTurn) -> list[float]:
         return await asyncio.gather(*(calls.reward(problem, "") for problem in range(5)))
 
     slow = Given(lambda *_: time.sleep(0.1) or 1.0)
@@ -240,11 +245,11 @@ def test_a_deadline_names_the_problem(method: str, asynchronous: bool):
 HANGS = """
 import asyncio, time
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed
+from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
 class Hangs:
     def reward(self, problem, answer): time.sleep(3600)
 async def main():
-    with EnvironmentCalls(Hangs(), OrchestratorConfig(reward_timeout=0.1)) as calls:
+    with SingleTurn(Hangs(), OrchestratorConfig(reward_timeout=0.1)) as calls:
         await calls.reward(0, "")
 try:
     asyncio.run(main())

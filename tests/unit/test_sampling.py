@@ -10,7 +10,7 @@ import pytest
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
-from cairn.orchestrator.calls import EnvironmentCalls, EnvironmentFailed
+from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sampling import PromptRefused, Sampler
@@ -73,8 +73,8 @@ def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -
         samples_per_prompt=2,
         sampling=SamplingConfig(**{"chunk_tokens": 4, "max_tokens": 20, **sampling}),
     )
-    calls = EnvironmentCalls(environment, config)
-    return Sampler(config, calls, MODEL, server, Ledger(folder / "ledger.sqlite", RUN, None, 0), {VERSION})
+    asked = SingleTurn(environment, config)
+    return Sampler(config, asked, MODEL, server, Ledger(folder / "ledger.sqlite", RUN, None, 0), {VERSION})
 
 
 def complete(one: Sampler, group: AnswerGroup | None = None) -> AnswerGroup:
@@ -84,7 +84,7 @@ def complete(one: Sampler, group: AnswerGroup | None = None) -> AnswerGroup:
         try:
             return await one.complete(group or one.begin(0, 0))
         finally:
-            one.calls.close()
+            one.environment.close()
 
     return asyncio.run(run())
 

@@ -1,0 +1,141 @@
+"""Calls of the user's methods: off the event loop, and within a deadline."""
+
+import asyncio
+import functools
+import inspect
+import logging
+import queue
+import threading
+from collections.abc import Awaitable, Callable
+from concurrent.futures import Future
+from typing import Any
+
+from cairn.orchestrator.environments.protocol import EnvironmentFailed
+
+logger = logging.getLogger(__name__)
+
+SHOWN = 300
+"""Characters of an answer that are shown in a message."""
+
+
+class Calls:
+    """Calls a user's methods without holding up the event loop.
+
+    They run on `threads` threads, so that as many run at once: one by default, for code that can't be called
+    from several threads. What is awaitable of their results is awaited on an event loop in one more thread,
+    all of it at once. With 0 threads they run on the caller's thread, and hold up everything.
+
+    Args:
+        whose: begins every message, such as "environment 'reverse_text'".
+        timeout: seconds that a call may take.
+    """
+
+    def __init__(self, whose: str, threads: int, timeout: float):
+        self.whose = whose
+        self.timeout = timeout
+        self._count = threads
+        self._free = asyncio.Semaphore(max(1, threads))
+        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._started = 0
+        self._loop: asyncio.AbstractEventLoop | None = None
+
+    def close(self) -> None:
+        """End the threads when their calls have returned; one that never does keeps no process alive."""
+        for _ in range(self._started):
+            self._jobs.put(None)
+        if self._loop is not None:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+
+    async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
+        """What `method` returns, awaited if need be.
+
+        Raises:
+            EnvironmentFailed: it raised, or took longer than `timeout`.
+        """
+        try:
+            async with self._free:  # so that the deadline runs from when it begins
+                async with asyncio.timeout(self.timeout):
+                    found = await self._in_thread(lambda: method(*arguments))
+            if inspect.isawaitable(found):
+                async with asyncio.timeout(self.timeout):
+                    found = await self._on_own_loop(found)
+            return found
+        except TimeoutError:  # ours: the environment's own is a `_Raised`
+            raise EnvironmentFailed(
+                f"{self.whose}: {what} has not returned within {self.timeout:g} s "
+                f"(--orchestrator.reward-timeout allows more){about}"
+            ) from None
+        except _Raised as raised:
+            raise self._raised(what, raised.error, about) from raised.error
+
+    def _raised(self, what: str, error: BaseException, about: str) -> EnvironmentFailed:
+        logger.error("%s: %s raised", self.whose, what, exc_info=error)
+        return EnvironmentFailed(f"{self.whose}: {what} raised {type(error).__name__}: {error}{about}")
+
+    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+        if self._count == 0:
+            return _outcome(call)
+        if self._started < self._count:
+            self._started += 1
+            threading.Thread(target=self._work, name=f"environment {self._started}", daemon=True).start()
+        future: Future = Future()
+        self._jobs.put((call, future))
+        return await asyncio.wrap_future(future)
+
+    def _work(self) -> None:
+        while (job := self._jobs.get()) is not None:
+            call, future = job
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(_outcome(call))
+                except _Raised as raised:
+                    future.set_exception(raised)
+            del job, call, future  # or the last answer stays in memory
+
+    async def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
+        async def outcome() -> Any:
+            try:
+                return await awaitable
+            except asyncio.CancelledError as error:
+                if (task := asyncio.current_task()) and task.cancelling():
+                    raise  # we cancelled it
+                raise _Raised(error) from error
+            except (Exception, SystemExit, KeyboardInterrupt) as error:
+                raise _Raised(error) from error
+
+        if self._loop is None:
+            self._loop = asyncio.new_event_loop()
+            run = functools.partial(_run_loop, self._loop)
+            threading.Thread(target=run, name="environment loop", daemon=True).start()
+        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(outcome(), self._loop))
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    """Run it until it is stopped, and end what is left on it."""
+    loop.run_forever()
+    tasks = asyncio.all_tasks(loop)
+    for task in tasks:
+        task.cancel()
+    if tasks:
+        loop.run_until_complete(asyncio.wait(tasks))
+    loop.close()
+
+
+class _Raised(Exception):
+    """Carries what an environment raised, be it SystemExit or StopIteration, past those who act on it."""
+
+    def __init__(self, error: BaseException):
+        self.error = error
+
+
+def _outcome(call: Callable[[], Any]) -> Any:
+    try:
+        return call()
+    except BaseException as error:
+        raise _Raised(error) from error
+
+
+def shortened(value: object) -> str:
+    """Its repr, without the middle if it is long."""
+    text = repr(value)
+    return text if len(text) <= SHOWN else f"{text[: SHOWN * 2 // 3]} ... {text[-SHOWN // 3 :]}"
