@@ -18,7 +18,8 @@ from cairn.tools.chaos.disasters import Disasters, mount_small_disk, tear, unmou
 from cairn.tools.chaos.plan import SMALL_FILES, Disaster, Setting, draw
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import GENERATE, Proxy
-from cairn.tools.chaos.run import ChaosRun, Result, Task
+from cairn.tools.chaos.run import ChaosRun
+from cairn.tools.chaos.task import Result, Task
 
 SFT = Setting(last_step=10, interval=3, rl=False, own_disk=True)
 PAIR = replace(SFT, ranks=2, own_disk=False)

@@ -16,7 +16,8 @@ from cairn.run.errors import UsageError
 from cairn.tools.chaos.disasters import mount_small_disk, unmount
 from cairn.tools.chaos.plan import Setting
 from cairn.tools.chaos.proxy import Proxy
-from cairn.tools.chaos.run import Server, Task, scratch
+from cairn.tools.chaos.run import scratch
+from cairn.tools.chaos.task import Server, Task
 
 CONFIGS = "configs/reverse_text"
 SHORT = ["--max-steps", "10", "--ckpt.interval", "3", "--ckpt.keep-last", "2"]

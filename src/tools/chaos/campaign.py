@@ -16,7 +16,8 @@ from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
 from cairn.tools.chaos.bench import Bench
 from cairn.tools.chaos.plan import Disaster, draw
-from cairn.tools.chaos.run import ChaosRun, Result, Task, remove, scratch
+from cairn.tools.chaos.run import ChaosRun, remove, scratch
+from cairn.tools.chaos.task import Result, Task
 
 
 @dataclass(frozen=True)

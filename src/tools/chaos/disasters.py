@@ -9,17 +9,16 @@ import subprocess
 import time
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from cairn.checkpoint.manifest import FILE_NAME, load_manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.inference.client import InferenceClient
+from cairn.run.directory import RunDirectory
 from cairn.tools.chaos.plan import SMALL_FILES, Disaster
-from cairn.tools.chaos.processes import Process, send
+from cairn.tools.chaos.processes import Family, Process, send
 from cairn.tools.chaos.proxy import MOODS, Proxy
-
-if TYPE_CHECKING:
-    from cairn.tools.chaos.run import ChaosRun, Server
+from cairn.tools.chaos.task import Server, Task, Watch
 
 ROLE_PATIENCE = 5.0
 """Seconds that a disaster waits for its victim to be there."""
@@ -29,10 +28,31 @@ RANKS = {"worker": "trainer_rank0", "worker1": "trainer_rank1"}
 """Names in roles.json of the processes that plans name otherwise."""
 
 
+class Victim(Protocol):
+    """What a disaster reaches of the run that it strikes."""
+
+    task: Task
+    family: Family
+    watch: Watch
+    run: RunDirectory
+    path: Path
+    chance: random.Random
+    down: bool
+    """The whole command was killed."""
+    asked_to_stop: bool
+    excused: bool
+    """Something was wrong with the disk or the server, of which the command may have died."""
+
+    @property
+    def process(self) -> "subprocess.Popen[bytes]":
+        """The command, as it was started last."""
+        ...
+
+
 class Disasters:
     """Strikes one run. What ends a disaster again waits in `later`, with the time at which it is due."""
 
-    def __init__(self, run: "ChaosRun"):
+    def __init__(self, run: Victim):
         self.run = run
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.repairs: list[Callable[[], None]] = []
@@ -153,7 +173,7 @@ class Disasters:
 
     # The server
 
-    def _server(self) -> "Server":
+    def _server(self) -> Server:
         server = self.run.task.server
         assert server, "plans for runs without a server of the harness have no such disaster"
         return server
