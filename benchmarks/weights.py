@@ -24,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import common
@@ -38,6 +39,7 @@ from cairn.inference.server import Server
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import sync
 from cairn.trainer.group import Group
+from cairn.trainer.model import weights
 from cairn.trainer.publisher import VersionPublisher
 
 WARM_UP = 3
@@ -92,7 +94,9 @@ async def measure(arguments: argparse.Namespace, size: str, group: Group, folder
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     if group.device.type == "cuda" and arguments.transport == "network":
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the servers: NCCL does not join processes of one GPU
-    publisher = VersionPublisher(run, attempt, group, model, 0, network=arguments.transport == "network")
+    publisher = VersionPublisher(
+        run, attempt, group, partial(weights, model), 0, network=arguments.transport == "network"
+    )
     with contextlib.ExitStack() as stack:
         configs = [InferenceConfig(port=common.free_port(), kv_cache_memory="64M", threads=arguments.threads,
                                    max_model_len=256) for _ in range(arguments.servers)]  # fmt: skip

@@ -134,7 +134,7 @@ class TrainerCheckpoints:
         self._others = others if ckpt.training_state else ()
         self._parts = ["trainer", *self._others] if ckpt.training_state else ["model"]
         group = state.group
-        self._companions = companions(state.model, context.model_folder) if group.rank == 0 else {}
+        self._companions = companions(state.policy.module, context.model_folder) if group.rank == 0 else {}
         self._saved_at = time.monotonic()
 
         def committed(step: int) -> None:
@@ -186,7 +186,7 @@ class TrainerCheckpoints:
                 progress=asdict(state.progress),
                 seed=state.config.seed,
                 rows=state.scorer.rows.name,
-                optimizer=type(state.optimizer).__name__,
+                optimizer=type(state.policy.optimizer).__name__,
                 scheduler=state.config.scheduler.model_dump(),
                 recipe=dict(self.recipe),
             )

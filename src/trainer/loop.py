@@ -21,15 +21,16 @@ from cairn.run.directory import Attempt, Outcome, RunDirectory
 from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import Group
-from cairn.trainer.model import build_model, weights_in
+from cairn.trainer.model import build_model
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
-from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.state import POLICY, Progress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context, Decision, Earlier
 from cairn.trainer.tasks import make_task
 from cairn.trainer.tracking import make_tracker
+from cairn.trainer.trained import Trained
 
 logger = logging.getLogger(__name__)
 
@@ -63,14 +64,14 @@ class Training:
         self.run_directory = run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
-        model = build_model(model_folder, config, group.mesh)
-        optimizer = make_optimizer(model.parameters(), config.optimizer)
-        self.state = TrainerState(config, group, model, optimizer, Progress())
+        module = build_model(model_folder, config, group.mesh)
+        policy = Trained(module, make_optimizer(module.parameters(), config.optimizer))
+        self.state = TrainerState(config, group, {POLICY: policy}, Progress())
         parent = None
         if resume_from:
             parent = self.state.load(resume_from)
         else:
-            read_tensors(model_folder, weights_in(model, model_folder), "model")
+            read_tensors(model_folder, policy.loaded(model_folder), "model")
         heartbeat.doing("checking the model")
         self.state.check_model()
 

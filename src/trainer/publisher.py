@@ -3,24 +3,21 @@
 import contextlib
 import os
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
-from transformers import PreTrainedModel
-
-from cairn.checkpoint.tensors import write_tensors
+from cairn.checkpoint.tensors import Stored, write_tensors
 from cairn.policy.sender import WeightSender
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import Probe, write_probe
 from cairn.trainer.group import Group
-from cairn.trainer.model import weights
 
 
 class VersionPublisher:
     """Puts each policy version where the orchestrator finds it: its weights, or where servers get them.
 
     Args:
-        model: whose weights these are; with `network`, servers get them from its memory.
+        served: the tensors that servers get; with `network`, from this process's memory.
         step: how many optimiser steps made them what they are now.
         network: whether they do.
         make_probe: scores what servers are checked by; None: they are not. All ranks call it together.
@@ -31,7 +28,7 @@ class VersionPublisher:
         run: RunDirectory,
         attempt: Attempt,
         group: Group,
-        model: PreTrainedModel,
+        served: Callable[[], Mapping[str, Stored]],
         step: int,
         *,
         network: bool = False,
@@ -40,7 +37,7 @@ class VersionPublisher:
         self.run = run
         self.attempt = attempt
         self.group = group
-        self.model = model
+        self._served = served
         self._make_probe = make_probe
         if make_probe and step == attempt.start_step:  # servers take this policy from elsewhere
             probe = make_probe()
@@ -49,9 +46,7 @@ class VersionPublisher:
                 write_probe(run.version_folder(step), probe)
         self._sender: WeightSender | None = None
         if network:
-            self._sender = WeightSender(
-                weights(model), rank=group.rank, host=group.address, device=group.device
-            )
+            self._sender = WeightSender(served(), rank=group.rank, host=group.address, device=group.device)
             self._ranks = group.gather_objects(self._sender.here)
             self.publish_again(step)
 
@@ -96,8 +91,8 @@ class VersionPublisher:
                 self._sender.source(step, self._ranks).write(unfinished)
         else:
             (unfinished / WEIGHT_SOURCE).unlink(missing_ok=True)
-            tensors = weights(self.model)
-            write_tensors(unfinished, tensors, "model", rank=self.group.rank, barrier=self.group.barrier)
+            rank, barrier = self.group.rank, self.group.barrier
+            write_tensors(unfinished, self._served(), "model", rank=rank, barrier=barrier)
         if self.group.rank == 0:
             if probe:
                 write_probe(unfinished, probe)

@@ -29,7 +29,7 @@ class RL(Task):
             run,
             attempt,
             state.group,
-            state.model,
+            state.policy.served,
             state.progress.step,
             network=config.weight_transport == "network",
             make_probe=partial(make_probe, state.scorer, state.group.device, config)

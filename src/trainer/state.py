@@ -1,22 +1,22 @@
 """What a trainer changes while it runs, and how it takes that up again from a checkpoint."""
 
-from collections.abc import Collection
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 
-import torch
-from transformers import PreTrainedModel
-
 from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
-from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.step import TRAINER_STATE, StepFolder
+from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.group import Group
-from cairn.trainer.model import weights, weights_in
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import find_rows
+from cairn.trainer.trained import Trained
+
+POLICY = "policy"
+"""The name of the model that learns the task."""
 
 
 @dataclass
@@ -38,16 +38,21 @@ class TrainerState:
 
     config: TrainerBase
     group: Group
-    model: PreTrainedModel
-    optimizer: torch.optim.Optimizer
+    models: dict[str, Trained]
+    """By name. The policy is the one that learns the task; it is there in every run."""
     progress: Progress
     rows: str | None = None
     """How samples lay in rows in the loaded checkpoint's run."""
 
+    @property
+    def policy(self) -> Trained:
+        """The model that is served and published."""
+        return self.models[POLICY]
+
     @cached_property
     def scorer(self) -> Scorer:
         """What turns micro-batches into logprobs; all ranks must ask for it first at the same place."""
-        return Scorer(self.model, self.group.device)
+        return Scorer(self.policy.module, self.group.device)
 
     def check_model(self) -> None:
         """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.
@@ -75,48 +80,27 @@ class TrainerState:
         if saved is None or not saved.progress:
             raise Damaged(f"{folder / TRAINER_STATE}: does not say how far the run had come")
         self.rows = saved.rows
-        optimizer = type(self.optimizer).__name__
+        optimizer = type(self.policy.optimizer).__name__
         if saved.optimizer not in (None, optimizer):
             raise CheckpointError(
                 f"{folder} has the state of {saved.optimizer}, and this run uses {optimizer}"
             )
         self.progress = Progress(**saved.progress)
-        self._create_optimizer_state(step.tensors(OPTIMIZER))
         group = self.group
-        try:
-            tensors = {**self.tensors(), MODEL: weights_in(self.model, step.model)}
-        except FileNotFoundError as error:
-            raise Damaged(f"{error.filename}: {error.strerror}") from None
+        tensors: dict[str, Mapping[str, Stored]] = {}
+        for model in self.models.values():
+            model.create_optimizer_state(step.tensors(model.optimizer_stem))
+            tensors |= model.tensors()
+            weights_folder = (folder / model.weights_stem).parent
+            try:
+                tensors[model.weights_stem] = model.loaded(weights_folder)
+            except FileNotFoundError as error:
+                raise Damaged(f"{error.filename}: {error.strerror}") from None
         manifest = load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
         return Origin(run_id=manifest.run_id, step=manifest.step)
 
-    def _create_optimizer_state(self, saved: Collection[str]) -> None:
-        """Have the optimiser make the state whose names are in `saved`; loading then overwrites it.
-
-        It does so in a step that changes nothing, for the parameters that had state when it was saved: one
-        that never got a gradient has none.
-        """
-        rates = [group["lr"] for group in self.optimizer.param_groups]
-        owners = {name.rpartition(".")[0] for name in saved}
-        for group in self.optimizer.param_groups:
-            group["lr"] = 0.0
-        for name, parameter in self.model.named_parameters():
-            if name in owners:
-                parameter.grad = torch.zeros_like(parameter)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
-            group["lr"] = rate
-
     def tensors(self, *, weights_only: bool = False) -> Tensors:
-        """Weights by name, and optimiser state as `<weight's name>.<what>`, such as `.exp_avg`."""
+        """What a checkpoint holds, by file stem and name: of all models, or the policy's weights alone."""
         if weights_only:
-            return {MODEL: weights(self.model)}
-        optimizer = {
-            f"{name}.{key}": value
-            for name, parameter in self.model.named_parameters()
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor)
-        }
-        both = {MODEL: weights(self.model), OPTIMIZER: optimizer}
-        return {stem: tensors for stem, tensors in both.items() if tensors}
+            return {self.policy.weights_stem: self.policy.saved()}
+        return {stem: named for model in self.models.values() for stem, named in model.tensors().items()}

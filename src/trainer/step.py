@@ -42,15 +42,15 @@ def train_step(
     Raises:
         TrainingDiverged: the gradient is not finite.
     """
-    config, group, model = state.config, state.group, state.model
+    config, group, policy = state.config, state.group, state.policy
     counts = batch.counts
     normaliser = _normaliser(loss, counts)
     all_sums = []
     for micro in batch.micros:
         heartbeat.doing(f"step {step}, micro-batch {micro.index}")
         group.seed(derive(config.seed, "dropout", step, micro.index))
-        if isinstance(model, FSDPModule):
-            model.set_requires_gradient_sync(micro is batch.micros[-1])
+        if isinstance(policy.module, FSDPModule):
+            policy.module.set_requires_gradient_sync(micro is batch.micros[-1])
         micro = micro.to(group.device)
         sums = loss(LossInputs.of(state.scorer.logprobs(micro, batch.temperature), micro))
         if micro.index == batch.micros[-1].index:
@@ -59,18 +59,18 @@ def train_step(
         (sums.loss * (group.world_size / normaliser)).backward()
         all_sums.append(sums)
 
-    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.optimizer.max_grad_norm)
+    norm = torch.nn.utils.clip_grad_norm_(policy.trained().values(), config.optimizer.max_grad_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
     if not torch.isfinite(norm):
         raise TrainingDiverged(
             f"step {step}: the gradient's norm is {norm.item()}; lower optimizer.lr, or look at the batch"
         )
     rate = learning_rate(step, config.optimizer, config.scheduler, config.scheduler.steps or config.max_steps)
-    for parameters in state.optimizer.param_groups:
+    for parameters in policy.optimizer.param_groups:
         parameters["lr"] = rate
     before_update()
-    state.optimizer.step()
-    state.optimizer.zero_grad(set_to_none=True)
+    policy.optimizer.step()
+    policy.optimizer.zero_grad(set_to_none=True)
 
     progress = state.progress
     progress.step = step

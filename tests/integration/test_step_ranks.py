@@ -25,8 +25,9 @@ from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.state import POLICY, Progress, TrainerState
 from cairn.trainer.step import train_step
+from cairn.trainer.trained import Trained
 
 SIZE = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},
@@ -82,7 +83,7 @@ def one_step(group: Group, model_folder: Path, chunk_logits: int) -> tuple[dict,
     assert isinstance(model, FSDPModule) == (group.world_size > 1)
     read_tensors(model_folder, weights(model), "model")
     optimizer = make_optimizer(model.parameters(), config.optimizer)
-    state = TrainerState(config, group, model, optimizer, Progress())
+    state = TrainerState(config, group, {POLICY: Trained(model, optimizer)}, Progress())
     state.scorer.chunk_logits = chunk_logits
     work = make_rank_batch(make_batch(), config, rank=group.rank, world_size=group.world_size)
     row = train_step(state, work, 1, Clip())

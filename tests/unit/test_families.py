@@ -30,8 +30,9 @@ from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model, companions, weights_in
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.state import POLICY, Progress, TrainerState
 from cairn.trainer.step import train_step
+from cairn.trainer.trained import Trained
 
 group = one_rank
 
@@ -77,9 +78,8 @@ def start(folder: Path, group: Group) -> TrainerState:
     """A trainer's state before its first step, the weights still undefined."""
     config = SFTConfig(**CONFIG)
     model = build_model(folder, config, group.mesh)
-    return TrainerState(
-        config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
-    )
+    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    return TrainerState(config, group, {POLICY: policy}, Progress())
 
 
 def make_rows(state: TrainerState, batch: Batch) -> RankBatch:
@@ -90,10 +90,10 @@ def make_rows(state: TrainerState, batch: Batch) -> RankBatch:
 def loss_of(state: TrainerState, batch: Batch) -> float:
     """Of the batch without dropout."""
     work = make_rows(state, batch)
-    state.model.eval()
+    state.policy.module.eval()
     with torch.no_grad():
         total = -sum(state.scorer.logprobs(micro, 1.0).sum().item() for micro in work.micros)
-    state.model.train()
+    state.policy.module.train()
     return total / work.counts.learned
 
 
@@ -106,7 +106,7 @@ def save(state: TrainerState, published: Path, store: CheckpointStore) -> Path:
     """A checkpoint of the state, as the trainer's own saver writes it but without its processes."""
     number = state.progress.step
     store.begin(number, ["model", "trainer"])
-    files = {f"model/{name}": content for name, content in companions(state.model, published).items()}
+    files = {f"model/{name}": content for name, content in companions(state.policy.module, published).items()}
     about = {"progress": asdict(state.progress), "rows": state.scorer.rows.name}
     files["trainer/state.json"] = json.dumps(about).encode()
     with tempfile.TemporaryDirectory() as scratch:
@@ -149,7 +149,7 @@ def open_in_transformers(family: str, folder: Path) -> PreTrainedModel:
 
 def disk_of(state: TrainerState) -> str:
     """How the files' tensors differ from those in memory."""
-    layout = layout_of(state.model)
+    layout = layout_of(state.policy.module)
     if len(layout.places) > len(layout.shapes):
         return "cut apart"
     renamed = any(name != place.name for name, place in layout.places.items())
@@ -160,7 +160,7 @@ def examine(family: str, folder: Path, group: Group) -> Verdict:
     """Train a step, save, resume, train another, and open the checkpoint; whatever is wrong raises."""
     published = make(family, folder / "published")
     state = start(published, group)
-    read_tensors(published, weights_in(state.model, published), "model")
+    read_tensors(published, weights_in(state.policy.module, published), "model")
     state.check_model()
     # Samples that share a micro-batch are scored as transformers scores each alone.
     expected = reference_loss(open_in_transformers(family, published), make_batch(1))
@@ -182,18 +182,18 @@ def examine(family: str, folder: Path, group: Group) -> Verdict:
 
     opened = open_in_transformers(family, saved / "model")
     with torch.no_grad():
-        for name, tensor in tensors_in_memory(resumed.model).items():  # back to what was saved
+        for name, tensor in tensors_in_memory(resumed.policy.module).items():  # back to what was saved
             tensor.copy_(tensors_in_memory(opened)[name])
         ids = torch.arange(6, 6 + 20)[None] % VOCABULARY
-        resumed.model.eval()
-        ours, theirs = (model(input_ids=ids).logits for model in (resumed.model, opened))
+        resumed.policy.module.eval()
+        ours, theirs = (model(input_ids=ids).logits for model in (resumed.policy.module, opened))
     assert (ours - theirs).abs().max() < CLOSE
     return Verdict(state.scorer.rows.name, disk_of(state), "same bits", "same logits")
 
 
 def assert_same(a: TrainerState, b: TrainerState) -> None:
     """Weights, buffers and the optimiser's state, bit for bit."""
-    mine, other = tensors_in_memory(a.model), tensors_in_memory(b.model)
+    mine, other = tensors_in_memory(a.policy.module), tensors_in_memory(b.policy.module)
     assert mine.keys() == other.keys()
     assert [name for name, tensor in mine.items() if not torch.equal(tensor, other[name])] == []
     mine, other = (state.tensors().get("trainer/optimizer", {}) for state in (a, b))

@@ -33,7 +33,8 @@ from cairn.config.trainer import SFTConfig
 from cairn.run import faults
 from cairn.run.files import write_json
 from cairn.trainer.group import Group
-from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.state import POLICY, Progress, TrainerState
+from cairn.trainer.trained import Trained
 
 FILES = {"model/config.json": b"{}\n", "trainer/state.json": b"{}\n"}
 LONG = 5_000_003
@@ -676,7 +677,8 @@ def toy(optimizer: str, seed: int, group: Group, kind: str) -> TrainerState:
     if kind == "unused":
         model.vision = torch.nn.Linear(3, 2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    return TrainerState(SFTConfig(), group, model, OPTIMIZERS[optimizer](trained), Progress())
+    policy = Trained(model, OPTIMIZERS[optimizer](trained))
+    return TrainerState(SFTConfig(), group, {POLICY: policy}, Progress())
 
 
 def train(state: TrainerState, steps: int) -> None:
@@ -684,9 +686,10 @@ def train(state: TrainerState, steps: int) -> None:
         state.progress.step += 1
         torch.manual_seed(state.progress.step)
         ids = torch.randint(0, 31, (2, 7))
-        state.model(input_ids=ids, labels=ids).loss.backward()
-        state.optimizer.step()
-        state.optimizer.zero_grad()
+        for model in state.models.values():
+            model.module(input_ids=ids, labels=ids).loss.backward()
+            model.optimizer.step()
+            model.optimizer.zero_grad()
 
 
 @pytest.mark.parametrize("kind", ["tied", "frozen", "unused"])
@@ -700,7 +703,9 @@ def test_training_goes_on_as_if_it_had_never_stopped(saver, store, group, optimi
     assert ("lm_head.weight" in names) == (kind != "tied")
     assert "model.embed_tokens.weight" in names
     assert ("trainer/optimizer" in tensors) == (optimizer != "sgd")
-    trained = {name for name, parameter in straight.model.named_parameters() if parameter.requires_grad}
+    trained = {
+        name for name, parameter in straight.policy.module.named_parameters() if parameter.requires_grad
+    }
     for name in tensors.get("trainer/optimizer", {}):
         assert name.rpartition(".")[0] in trained
     progress = {"step": 2, "total_tokens": 0, "total_samples": 0}
@@ -715,6 +720,38 @@ def test_training_goes_on_as_if_it_had_never_stopped(saver, store, group, optimi
     origin = resumed.load(folder)
     assert (origin.run_id, origin.step, resumed.progress.step) == ("0badcafe", 2, 2)
     train(resumed, 2)
+    assert bits(resumed.tensors()) == bits(straight.tensors())
+
+
+def test_several_models_are_saved_each_under_its_own_stems(saver, store, group):
+    """A critic, say, beside the policy: each with its weights and its optimiser, bit by bit."""
+
+    def pair(seed: int) -> TrainerState:
+        state, other = (
+            toy("adamw", seed, group, "tied"),
+            toy("adamw, amsgrad", seed + 10, group, "untied").policy,
+        )
+        stems = {"weights_stem": "trainer/critic/model", "optimizer_stem": "trainer/critic/optimizer"}
+        state.models["critic"] = Trained(other.module, other.optimizer, **stems)
+        return state
+
+    straight = pair(1)
+    train(straight, 2)
+    save(saver, 2, straight.tensors())
+    folder = store.folder(2)
+    write_json(folder / "trainer" / "state.json", {"progress": {"step": 2}})
+    files = {path.relative_to(folder).as_posix() for path in folder.rglob("*.safetensors")}
+    assert files == {
+        "model/model.safetensors",
+        "trainer/optimizer.safetensors",
+        "trainer/critic/model.safetensors",
+        "trainer/critic/optimizer.safetensors",
+    }
+    assert list(straight.tensors(weights_only=True)) == ["model/model"]
+    resumed = pair(2)
+    resumed.load(folder)
+    train(straight, 1)
+    train(resumed, 1)
     assert bits(resumed.tensors()) == bits(straight.tensors())
 
 
@@ -733,7 +770,7 @@ def test_the_state_of_another_optimizer_is_refused(saver, store, group):
     before = toy("adamw", 1, group, "untied")
     train(before, 1)
     save(saver, 1, before.tensors())
-    saved = {"progress": {"step": 1}, "optimizer": type(before.optimizer).__name__}
+    saved = {"progress": {"step": 1}, "optimizer": type(before.policy.optimizer).__name__}
     write_json(store.folder(1) / "trainer" / "state.json", saved)
     with pytest.raises(CheckpointError, match="state of AdamW, and this run uses SGD"):
         toy("sgd, momentum", 1, group, "untied").load(store.folder(1))

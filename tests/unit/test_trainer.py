@@ -4,6 +4,7 @@ import itertools
 import json
 import math
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -39,8 +40,9 @@ from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, m
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
-from cairn.trainer.state import Progress, TrainerState
+from cairn.trainer.state import POLICY, Progress, TrainerState
 from cairn.trainer.step import TrainingDiverged, train_step
+from cairn.trainer.trained import Trained
 
 group = one_rank
 
@@ -197,9 +199,8 @@ def step(group: Group, model_folder: Path) -> Step:
         )
         model = build_model(model_folder, config, group.mesh)
         read_tensors(model_folder, weights(model), "model")
-        state = TrainerState(
-            config, group, model, make_optimizer(model.parameters(), config.optimizer), Progress()
-        )
+        policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+        state = TrainerState(config, group, {POLICY: policy}, Progress())
         work = make_rank_batch(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
         row = train_step(state, work, 1, loss, meanwhile=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
@@ -214,7 +215,7 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
-    publisher = VersionPublisher(run, attempt, group, model, 0)
+    publisher = VersionPublisher(run, attempt, group, partial(weights, model), 0)
     inodes = []
     for step in range(1, 5):
         with torch.no_grad():
@@ -236,11 +237,11 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
-    publishers = [VersionPublisher(run, attempt, group, model, 0, network=True)]
+    publishers = [VersionPublisher(run, attempt, group, partial(weights, model), 0, network=True)]
     folders = [run.version_folder(step) for step in range(3)]
     publishers[0].publish(1, save=False, last=False)
     first = read_source(folders[1])
-    publishers.append(VersionPublisher(run, attempt, group, model, 1, network=True))
+    publishers.append(VersionPublisher(run, attempt, group, partial(weights, model), 1, network=True))
     second = read_source(folders[1])
     assert [source.step for source in (first, second)] == [1, 1]
     assert first.ranks[0].port != second.ranks[0].port

@@ -1,0 +1,89 @@
+"""A model that is trained, with its optimiser, and where both lie in a checkpoint."""
+
+from collections.abc import Collection, Mapping
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.step import MODEL, OPTIMIZER
+from cairn.checkpoint.tensors import Stored
+from cairn.trainer.model import weights, weights_in
+
+
+class Trained:
+    """A model of which all weights are trained.
+
+    Which tensors are loaded, trained, saved and served are four questions, and a subclass may answer each in
+    its own way: an adapter, for one, is trained beside weights that are loaded and never saved.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        weights_stem: str = MODEL,
+        optimizer_stem: str = OPTIMIZER,
+    ):
+        """Take an optimiser of `trained()`.
+
+        Args:
+            weights_stem: of the files of weights within a step; it ends in model.
+            optimizer_stem: of the files of optimiser state.
+        """
+        self.module = module
+        self.optimizer = optimizer
+        self.weights_stem = weights_stem
+        self.optimizer_stem = optimizer_stem
+
+    def loaded(self, folder: Path) -> Mapping[str, Stored]:
+        """What is read from the weights in a folder, by the names that they have there.
+
+        Raises:
+            FileNotFoundError: there are no files.
+            Damaged: a file is damaged.
+        """
+        return weights_in(self.module, folder)
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimiser changes, by the model's own names."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def saved(self) -> Mapping[str, Stored]:
+        """What checkpoints hold, by the hub's names."""
+        return weights(self.module)
+
+    def served(self) -> Mapping[str, Stored]:
+        """What servers get, by the hub's names."""
+        return weights(self.module)
+
+    def tensors(self) -> Tensors:
+        """All that a checkpoint holds of it: weights, and state as `<parameter's name>.<what>`."""
+        state = {
+            f"{name}.{key}": value
+            for name, parameter in self.trained().items()
+            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
+            if isinstance(value, torch.Tensor)
+        }
+        both = {self.weights_stem: self.saved(), self.optimizer_stem: state}
+        return {stem: tensors for stem, tensors in both.items() if tensors}
+
+    def create_optimizer_state(self, saved: Collection[str]) -> None:
+        """Have the optimiser make the state whose names are in `saved`, for loading to overwrite.
+
+        It does so in a step that changes nothing, for the parameters that had state when it was saved: one
+        that never got a gradient has none.
+        """
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        owners = {name.rpartition(".")[0] for name in saved}
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for name, parameter in self.module.named_parameters():
+            if name in owners:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate
