@@ -5,19 +5,14 @@ folder holds what `save_pretrained` writes: the hub's tensor names and layout, a
 tokenizer.
 """
 
-import functools
-import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedModel
-
-TOKENIZER = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"
-VOCABULARY = 102
-"""Tokens of that tokenizer."""
+from tiny import VOCABULARY, random_model, write
+from transformers import AutoConfig, PreTrainedConfig, PreTrainedModel
 
 SPECIAL = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 2, "eos_token_id": 1}
 SIZE = {
@@ -346,9 +341,7 @@ def make_config(family: str) -> PreTrainedConfig:
 def make_model(family: str, seed: int = 0) -> PreTrainedModel:
     """The model, float32, with random weights, also where models begin with zeros or ones (biases, norms)."""
     generator = torch.Generator().manual_seed(seed)
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(seed)
-        model = AutoModelForCausalLM.from_config(make_config(family), dtype=torch.float32)
+    model = random_model(make_config(family), seed)
     with torch.no_grad():
         for name, parameter in model.named_parameters():
             if parameter.ndim == 1 and not name.endswith(("A_log", "dt_bias", "dt_proj.bias")):
@@ -361,12 +354,4 @@ def make_model(family: str, seed: int = 0) -> PreTrainedModel:
 
 def make(family: str, folder: Path, seed: int = 0) -> Path:
     """Write the model as a Hugging Face directory into `folder`, in the hub's layout; returns the folder."""
-    make_model(family, seed).save_pretrained(folder)
-    _tokenizer().save_pretrained(folder)
-    shutil.copyfile(TOKENIZER / "generation_config.json", folder / "generation_config.json")
-    return folder
-
-
-@functools.cache
-def _tokenizer() -> Any:
-    return AutoTokenizer.from_pretrained(TOKENIZER)
+    return write(make_model(family, seed), folder)

@@ -8,6 +8,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
+from filelock import FileLock
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
@@ -323,9 +325,19 @@ def running_server(shell: Shell) -> Iterator[tuple[str, Command]]:
 
 @pytest.fixture(scope="session")
 def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of sft.toml as it is, with checkpoints at 100 and 200. Leave it as it is."""
-    run = tmp_path_factory.mktemp("trained") / "run"
-    shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)
+    """A run of sft.toml as it is, with checkpoints at 100 and 200. Leave it as it is.
+
+    Whichever of pytest's processes needs it first makes it for all of them.
+    """
+    folder = tmp_path_factory.getbasetemp()
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        folder = folder.parent
+    run, done = folder / "trained" / "run", folder / "trained" / "done"
+    with FileLock(folder / "trained.lock"):
+        if not done.exists():
+            shutil.rmtree(run, ignore_errors=True)
+            shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)
+            done.touch()
     return run
 
 

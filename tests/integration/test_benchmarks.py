@@ -38,32 +38,28 @@ def test_sft():
         assert values["rounds"] == [rates[name]]
         tokens = values["tokens_per_s"] * values["step_ms"] / 1000
         assert tokens == pytest.approx(64 * 11.5, rel=0.1), f"{name}: useful tokens of 64 records"
-        if name != "cairn":
-            assert found["ratios"][f"cairn / {name}"] == pytest.approx(rates["cairn"] / rates[name])
 
 
 def test_startup():
     found = report("startup")
     assert list(found["systems"]) == with_trl("cairn", "trl", "bare")
     times = {name: values["first_step_s"] for name, values in found["systems"].items()}
-    assert min(times.values()) > 0
-    for name in with_trl("trl", "bare"):
-        assert found["ratios"][f"cairn / {name}"] == pytest.approx(times["cairn"] / times[name])
+    assert times["bare"] == min(times.values()), "it does a part of what the others do"
+    assert found["ratios"].keys() == {f"cairn / {name}" for name in with_trl("trl", "bare")}
 
 
 def test_rl():
     tiny = report("rl")["tasks"]["tiny"]
     exact, overlapped = tiny["systems"]["cairn_k0"], tiny["systems"]["cairn_k1"]
     assert exact["staleness"] == 0 <= overlapped["staleness"] <= 1
-    assert tiny["bound"]["step_s"] == max(tiny["bound"]["generate_s"], tiny["bound"]["train_s"])
-    assert tiny["ratios"]["cairn_k0 / cairn_k1"] == pytest.approx(exact["step_s"] / overlapped["step_s"])
+    assert 0 < tiny["bound"]["step_s"] < exact["step_s"], "in it, generating and training take turns"
+    assert {"cairn_k0 / cairn_k1", "cairn_k1 / bound"} <= tiny["ratios"].keys()
 
 
 def test_weights():
     (run,) = report("weights")["runs"]
-    assert run["bytes"] == 4 * run["parameters"]
     assert all(len(times) == run["repeats"] for times in run["all"].values())
-    assert run["ratio"] == pytest.approx((run["publish_s"] - run["empty_s"]) / run["memcpy_s"])
+    assert 0 < run["empty_s"] < run["publish_s"], "an empty update moves no weights"
 
 
 def test_checkpoint(tmp_path: Path):

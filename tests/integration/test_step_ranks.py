@@ -11,10 +11,10 @@ import torch.distributed as dist
 import torch.multiprocessing
 from runs import free_port
 from safetensors.torch import load_file, save_file
+from tiny import random_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
-from transformers.models.auto import AutoModelForCausalLM
 
 from cairn.checkpoint.names import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors
@@ -96,8 +96,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what one rank and two ranks found."""
     folder = tmp_path_factory.mktemp("step")
     for name, config in MODELS.items():
-        torch.manual_seed(0)
-        AutoModelForCausalLM.from_config(config, dtype=torch.float32).save_pretrained(folder / name)
+        random_model(config).save_pretrained(folder / name)
     contexts = [
         torch.multiprocessing.start_processes(
             run_rank, (world, free_port(), folder), nprocs=world, join=False, start_method="spawn"

@@ -1,13 +1,16 @@
 """Whatever is wrong with a command line is said in one message, before anything is started or written."""
 
+import ast
 import json
 import os
 import shutil
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+import tomllib
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 from urllib.parse import urlsplit
 
 import pytest
@@ -677,13 +680,30 @@ def test_rl_in_one_file_is_rl_in_two(call: Callable[..., Finished]):
 
 
 def test_every_example_is_used_by_a_test():
-    """Of configs/reverse_text: each file by name here or in test_sft, test_rl or runs."""
+    """Of configs/reverse_text: a TOML file by a string in a test's code, data and model by a TOML file."""
     tests = [*Path(__file__).parent.glob("test_*.py"), REPOSITORY / "tests" / "runs.py"]
-    used = "".join(path.read_text() for path in tests)
-    for path in (REPOSITORY / CONFIGS).iterdir():
-        assert f"/{path.name}" in used or path.name in read_text_of_used_configs(), path
+    used = {string for path in tests for string in strings_of(path)}
+    named = set()
+    for path in (REPOSITORY / CONFIGS).glob("*.toml"):
+        assert any(string.endswith(f"/{path.name}") for string in used), path
+        named |= {Path(value).name for value in values_of(tomllib.loads(path.read_text()))}
+    others = {path.name for path in (REPOSITORY / CONFIGS).iterdir() if path.suffix != ".toml"}
+    assert others <= named
 
 
-def read_text_of_used_configs() -> str:
-    """What the config files name: data and model."""
-    return "".join(path.read_text() for path in (REPOSITORY / CONFIGS).glob("*.toml"))
+def strings_of(path: Path) -> Iterator[str]:
+    """The strings in a file's code, of which docstrings and comments are none."""
+    tree = ast.parse(path.read_text())
+    alone = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in alone:
+            yield node.value
+
+
+def values_of(content: Any) -> Iterator[str]:
+    """The strings of a configuration."""
+    for value in content.values() if isinstance(content, dict) else content:
+        if isinstance(value, dict | list):
+            yield from values_of(value)
+        elif isinstance(value, str):
+            yield value

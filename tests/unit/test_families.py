@@ -14,10 +14,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SERVED, VOCABULARY, make
+from families import FAMILIES, SERVED, make
 from one_rank import joined, one_rank
 from runs import ABOUT
 from safetensors.torch import load_file
+from tiny import VOCABULARY
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from cairn.checkpoint.names import layout_of, tensors_in_memory

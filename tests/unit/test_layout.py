@@ -9,10 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 from fake_ranks import FakeRank, as_rank, rows_of
+from families import make_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Partial, Replicate
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.dtypes import DTYPE_NAMES
@@ -106,21 +107,11 @@ def test_files_are_bounded_and_start_on_a_page(kinds, limit):
 
 def test_transformers_reads_a_split_model(tmp_path: Path):
     """A directory of many files with an index is a Hugging Face model, and one whole file is, too."""
-    config = LlamaConfig(
-        vocab_size=61,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        tie_word_embeddings=False,
-    )
-    torch.manual_seed(0)
-    model = LlamaForCausalLM(config)
+    model = make_model("llama")
     for limit, count in ((2000, None), (1 << 30, 1)):
         folder = tmp_path / str(limit)
         folder.mkdir()
-        config.save_pretrained(folder)
+        model.config.save_pretrained(folder)
         write_tensors(folder, model.state_dict(), "model", max_file_bytes=limit)
         files = sorted(folder.glob("*.safetensors"))
         assert len(files) == count if count else len(files) > 5

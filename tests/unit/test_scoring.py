@@ -5,6 +5,7 @@ from contextlib import contextmanager
 
 import pytest
 import torch
+from tiny import random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -17,7 +18,6 @@ from transformers import (
     PreTrainedModel,
     Qwen3Config,
 )
-from transformers.models.auto import AutoModelForCausalLM
 
 from cairn.trainer.packing import MicroBatch
 from cairn.trainer.scoring import Scorer, token_logprobs
@@ -46,8 +46,7 @@ MODELS = {
 
 
 def make_model(config: PreTrainedConfig) -> PreTrainedModel:
-    torch.manual_seed(0)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model = random_model(config)
     if (bias := model.get_output_embeddings().bias) is not None:
         torch.nn.init.normal_(bias)
     return model

@@ -16,6 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_rank import one_rank
 from safetensors.torch import load_file
+from tiny import random_model
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.checkpoint.tensors import read_tensors
@@ -175,8 +176,7 @@ def model_folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPa
         },
         **{"initializer_range": 0.2, "tie_word_embeddings": request.param},
     )
-    torch.manual_seed(0)
-    Qwen3ForCausalLM(config).save_pretrained(folder)
+    random_model(config).save_pretrained(folder)
     return folder
 
 

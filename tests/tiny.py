@@ -1,0 +1,51 @@
+"""The one place where tests make tiny models and find the example's tokenizer."""
+
+import functools
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+EXAMPLE = Path(__file__).parents[1] / "configs" / "reverse_text" / "model"
+"""The example task's model: a configuration without weights, and a tokenizer of one token a character."""
+VOCABULARY = 102
+"""Tokens of that tokenizer."""
+
+
+def random_model(config: PreTrainedConfig, seed: int = 0) -> PreTrainedModel:
+    """A float32 model with random weights."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+
+
+def write(model: PreTrainedModel, folder: Path) -> Path:
+    """Write it with the example's tokenizer as a Hugging Face directory; returns the folder."""
+    model.save_pretrained(folder)
+    tokenizer().save_pretrained(folder)
+    shutil.copyfile(EXAMPLE / "generation_config.json", folder / "generation_config.json")
+    return folder
+
+
+def write_example(folder: Path, seed: int = 0, *, tied: bool = True) -> Path:
+    """The example's Qwen3 of 0.6M parameters with random weights; returns the folder.
+
+    Its weights are spread so wide that the logits tell one seed from another.
+    """
+    changed = {"tie_word_embeddings": tied, "initializer_range": 0.1, "max_position_embeddings": 1024}
+    config = AutoConfig.from_pretrained(EXAMPLE, **changed)
+    return write(random_model(config, seed), folder)
+
+
+@functools.cache
+def tokenizer() -> PreTrainedTokenizerBase:
+    """The example's."""
+    return AutoTokenizer.from_pretrained(EXAMPLE)
