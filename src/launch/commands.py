@@ -30,8 +30,8 @@ from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
+from cairn.orchestrator.following import AttemptOver
 from cairn.orchestrator.identity import orchestrator_recipe
-from cairn.orchestrator.rollouts import AttemptOver
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

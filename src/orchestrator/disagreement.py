@@ -52,7 +52,7 @@ def explained(model: Path) -> Iterator[None]:
 
 
 def _blame(model: Path) -> str:
-    config: dict[str, Any] = read_json(model / "config.json") or {}
+    config: dict[str, Any] = read_json(model / "config.json", dict[str, Any]) or {}
     settings = {**config, **(config.get("text_config") or {})}
     found = [
         f"{what} ({', '.join(name for name in names if settings.get(name))}): {remedy}."

@@ -6,10 +6,6 @@ from cairn.policy.generation import Generation
 from cairn.run.messages import PolicyName
 
 
-class AttemptOver(Exception):
-    """The run was started anew; whoever served the earlier attempt has to join the new one."""
-
-
 @dataclass
 class Rollout:
     """One answer to a problem, as far as it has come.

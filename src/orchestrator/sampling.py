@@ -2,13 +2,10 @@
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
-import jinja2
-from transformers import AutoTokenizer, GenerationConfig
-
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.chat import ChatFormat, NoPrompt
 from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
@@ -35,7 +32,7 @@ class Sampler:
         self,
         config: OrchestratorConfig,
         environment: SingleTurn,
-        model: Path,
+        chat: ChatFormat,
         servers: PolicyServers,
         ledger: Ledger,
         versions: Collection[str],
@@ -43,18 +40,14 @@ class Sampler:
         """Prepare to sample.
 
         Args:
-            model: the Hugging Face directory whose tokenizer and end tokens count.
             versions: the policy versions that tokens may come from; the owner may change it at any time.
         """
         self.config = config
         self.environment = environment
+        self.chat = chat
         self.servers = servers
         self.ledger = ledger
         self.versions = versions
-        self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.stop_token_ids = _stop_tokens(model, self.tokenizer.eos_token_id)
-        self.template_arguments: Mapping[str, Any] = {}
-        """What the chat template gets beside the messages."""
         self._epoch = -1
         self._order: list[int] = []
 
@@ -107,7 +100,7 @@ class Sampler:
         rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
 
         async def reward(rollout: Rollout) -> None:
-            rollout.text = self.tokenizer.decode(rollout.token_ids, skip_special_tokens=True)
+            rollout.text = self.chat.text(rollout.token_ids)
             rollout.reward = await self.environment.reward(group.problem, rollout.text)
 
         await asyncio.gather(*map(reward, rollouts.values()))
@@ -116,20 +109,11 @@ class Sampler:
 
     def _prompt(self, problem: int, messages: list[Mapping[str, Any]]) -> list[int]:
         """The conversation as the model's chat template renders it."""
-        about = f"environment {self.config.environment.name!r}, problem {problem}"
         try:
-            prompt_ids = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **self.template_arguments,
-            )["input_ids"]
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise PromptRefused(f"{about}: the chat template does not take its messages: {error}") from error
-        if not prompt_ids:
-            raise PromptRefused(f"{about}: the chat template makes nothing of its messages")
-        return prompt_ids
+            return self.chat.prompt(messages)
+        except NoPrompt as error:
+            about = f"environment {self.config.environment.name!r}, problem {problem}"
+            raise PromptRefused(f"{about}: {error}") from error
 
     def _longest(self, group: AnswerGroup) -> int:
         """How many tokens an answer may have: what the servers' context leaves of `sampling.max_tokens`.
@@ -163,7 +147,7 @@ class Sampler:
             n=len(numbers),
             temperature=self.config.sampling.temperature,
             seed=seed,
-            stop_token_ids=self.stop_token_ids,
+            stop_token_ids=self.chat.stop_token_ids,
         )
         pieces = await self.servers.generate(
             group.prompt_ids + so_far, params, affinity=group.place, versions=self.versions
@@ -171,12 +155,3 @@ class Sampler:
         for i, piece in zip(numbers, pieces, strict=True):
             group.rollouts[i].extend(piece, asked=asked, longest=longest)
         self.ledger.record(group.place, {i: group.rollouts[i] for i in numbers})
-
-
-def _stop_tokens(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    """The tokens that end an answer: the tokenizer's end-of-text token and the model's own list."""
-    ids = {eos_token_id} if eos_token_id is not None else set()
-    if (folder / "generation_config.json").exists():
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    return tuple(sorted(ids))

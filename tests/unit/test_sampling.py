@@ -10,6 +10,7 @@ import pytest
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup
@@ -74,7 +75,8 @@ def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -
         sampling=SamplingConfig(**{"chunk_tokens": 4, "max_tokens": 20, **sampling}),
     )
     asked = SingleTurn(environment, config)
-    return Sampler(config, asked, MODEL, server, Ledger(folder / "ledger.sqlite", RUN, None, 0), {VERSION})
+    ledger = Ledger(folder / "ledger.sqlite", RUN, None, 0)
+    return Sampler(config, asked, ChatFormat(MODEL), server, ledger, {VERSION})
 
 
 def complete(one: Sampler, group: AnswerGroup | None = None) -> AnswerGroup:
@@ -147,11 +149,11 @@ def test_a_prompt_that_is_too_long_is_named(tmp_path: Path, context: int):
 
 def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path):
     one = sampler(tmp_path, Server(100), Hills())
-    one.tokenizer.chat_template = "{{ raise_exception('no system turns, please') }}"
+    one.chat.tokenizer.chat_template = "{{ raise_exception('no system turns, please') }}"
     with pytest.raises(PromptRefused, match=r"hills:Hills', problem \d: .* no system turns, please"):
         complete(one)
     one = sampler(tmp_path / "empty", Server(100), Hills())
-    one.tokenizer.chat_template = "{# nothing #}"
+    one.chat.tokenizer.chat_template = "{# nothing #}"
     with pytest.raises(PromptRefused, match=r"problem \d: the chat template makes nothing of its messages"):
         complete(one)
 

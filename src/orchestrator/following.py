@@ -1,0 +1,177 @@
+"""Following the trainer: each policy that it announces goes to the servers, and is saved where it says so."""
+
+import asyncio
+import contextlib
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeVar
+
+from cairn.orchestrator.disagreement import explained
+from cairn.orchestrator.saving import save_part
+from cairn.orchestrator.state import OrchestratorState
+from cairn.policy.errors import WeightsGone
+from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.faults import fault_point
+from cairn.run.messages import Announcement, Probe, read_probe
+from cairn.run.waiting import POLL_SECONDS, DeadlinePassed, Patience
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+LAST_PUSH = 30
+"""Seconds for the servers to take the final policy."""
+
+
+class AttemptOver(Exception):
+    """The run was started anew; whoever served the earlier attempt has to join the new one."""
+
+
+class TrainerFollower:
+    """Saves and serves each policy that the trainer announces."""
+
+    def __init__(self, state: OrchestratorState, first_policy: Path):
+        """Prepare to follow.
+
+        Args:
+            first_policy: the Hugging Face directory of the policy that the attempt starts from.
+        """
+        self.state = state
+        self.first_policy = first_policy
+
+    async def run(self) -> int:
+        """Follow the trainer until it says that the run ends; returns the last step.
+
+        Raises:
+            DeadlinePassed: it did not announce a policy in time.
+            AttemptOver: another attempt of the run has begun.
+        """
+        state = self.state
+        announced = state.run.announced_versions(state.attempt)
+        step = announced[0] - 1 if announced else state.attempt.start_step
+        if not announced:
+            await self._serve_first(step)
+        while True:
+            newest = following = await self._announcement(step + 1)
+            while following is not None:  # whoever lags behind serves the newest only, but leaves out no save
+                newest = following
+                if newest.save:
+                    await save_part(state, newest.version)
+                following = self._announced(newest.version + 1)
+            step = newest.version
+            state.shipped.forget_before(step)
+            state.ledger.fold(state.store.latest() or 0)
+            serve = self._serve_announced(step)
+            if newest.last:  # nobody is going to sample from it: whether a server takes it does not matter
+                with contextlib.suppress(Exception):
+                    await asyncio.wait_for(serve, LAST_PUSH)
+                return step
+            await serve
+
+    async def _announcement(self, step: int) -> Announcement:
+        """The trainer's announcement of policy version `step`; its deadline runs while it has the batch."""
+        timeout = self.state.config.version_timeout
+        return await self._wait(
+            lambda: self._announced(step),
+            runs=lambda: self.state.shipped.newest.step >= step,
+            problem=f"waited {timeout:g} s for the trainer's policy version {step}; "
+            "--orchestrator.version-timeout allows more",
+        )
+
+    def _announced(self, step: int) -> Announcement | None:
+        """The announcement of version `step`; it can be there before its batch is noted as shipped."""
+        if step > self.state.shipped.newest.step:
+            return None
+        return self.state.run.announced_version(self.state.attempt, step)
+
+    async def _first_probe(self, step: int) -> Probe:
+        """What the trainer gives the probe with the policy that it starts from."""
+        timeout, folder = self.state.config.version_timeout, self.state.run.version_folder(step)
+        return await self._wait(
+            lambda: read_probe(folder),
+            runs=lambda: True,
+            problem=f"waited {timeout:g} s for the trainer to score the probe of policy {step}; "
+            "--orchestrator.version-timeout allows more, --no-self-check does without",
+        )
+
+    async def _wait(self, look: Callable[[], T | None], *, runs: Callable[[], bool], problem: str) -> T:
+        """What `look` returns once it is something.
+
+        Args:
+            runs: whether the trainer's deadline runs at the moment.
+
+        Raises:
+            DeadlinePassed: it has passed; the message is `problem`.
+            AttemptOver: another attempt of the run has begun.
+        """
+        patience, checked = None, time.monotonic()
+        while (found := look()) is None:
+            if not runs():
+                patience = None
+            elif patience is None:
+                patience = Patience(self.state.config.version_timeout)
+            elif patience.over:
+                raise DeadlinePassed(problem)
+            if time.monotonic() - checked > 1:
+                checked = time.monotonic()
+                check_attempt(self.state.run, self.state.attempt)
+            await asyncio.sleep(POLL_SECONDS)
+        return found
+
+    async def _serve_first(self, step: int) -> None:
+        """Serve the policy that the attempt starts from; with the self-check, servers have to prove it.
+
+        Of a checkpoint, the trainer's probe says that it has read and checked all of it: no server is given
+        damaged weights. (Without the self-check the launcher has checked it before.) Of a new run's model,
+        answers come before the probe does, and count once the servers have reproduced it.
+        """
+        if not self.state.config.self_check:
+            await self._serve(self.first_policy, step)
+            return
+        with explained(self.first_policy):
+            if self.state.attempt.resume_from:
+                await self._serve(self.first_policy, step, probe=await self._first_probe(step))
+            else:
+                await self._serve(self.first_policy, step, probe_follows=True)
+                await self.state.servers.prove(await self._first_probe(step))
+
+    async def _serve_announced(self, step: int) -> None:
+        """Serve a policy that the trainer has published."""
+        folder = self.state.run.version_folder(step)
+        probe = read_probe(folder) if self.state.config.self_check else None
+        first = step == self.state.attempt.start_step + 1
+        with explained(self.first_policy) if first else contextlib.nullcontext():
+            await self._serve(folder, step, probe=probe)
+
+    async def _serve(
+        self, folder: Path, step: int, *, probe: Probe | None = None, probe_follows: bool = False
+    ) -> None:
+        """Put the policy after `step` steps into every server; prompts may go there from then on."""
+        fault_point("orchestrator.before_push")
+        state = self.state
+        version = state.attempt.version(step)
+        if state.config.max_off_policy_steps == 0:
+            state.policy.versions.clear()
+        state.policy.versions.add(version)
+        try:
+            await state.servers.serve(str(folder), version, probe=probe, probe_follows=probe_follows)
+        except WeightsGone:
+            logger.info("version %s is gone: the trainer is about to announce a newer one", version)
+            return
+        state.run.forget_versions(step)
+        state.policy.step = step
+        state.policy.changed.set()
+        logger.info("version %s is served", version)
+
+
+def check_attempt(run: RunDirectory, attempt: Attempt) -> None:
+    """See that no other attempt of the run has begun.
+
+    Raises:
+        AttemptOver: one has.
+    """
+    current = run.attempt()
+    if current and current.id != attempt.id:
+        raise AttemptOver(f"attempt {attempt.id} is over, {current.id} has begun")

@@ -1,0 +1,37 @@
+"""The orchestrator's part of a checkpoint: how far it has come, and the ledger."""
+
+from dataclasses import asdict
+
+from cairn.checkpoint.step import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord
+from cairn.orchestrator.state import OrchestratorState
+from cairn.run.faults import fault_point
+
+
+async def save_part(state: OrchestratorState, step: int) -> None:
+    """Write the orchestrator's part of checkpoint `step`; the trainer commits it."""
+    progress = state.shipped.at(step)
+    if progress is None or state.store.has_part(step, "orchestrator", state.attempt.id):
+        return  # written by a process that died since
+    problems = state.environment.problems
+    epoch, position = divmod(progress.total_problems, problems)
+    record = OrchestratorRecord(
+        progress=asdict(progress),
+        seed=state.config.seed,
+        recipe=state.recipe,
+        prompts={
+            "environment": state.config.environment.model_dump(),
+            "problems": problems,
+            "epoch": epoch,
+            "position": position,
+        },
+    )
+    files = {ORCHESTRATOR_STATE: record.to_json(), LEDGER: state.ledger.snapshot()}
+    ckpt = state.config.ckpt
+    read_back = ckpt is not None and ckpt.verify == "save"
+
+    def write() -> None:
+        state.store.begin(step, ["orchestrator"])
+        fault_point("orchestrator.before_part")
+        state.store.write_part(step, "orchestrator", files, state.attempt.id, read_back=read_back)
+
+    await state.disk.do(write)
