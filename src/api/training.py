@@ -6,14 +6,14 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic_config import BaseConfig
-
 from cairn.api.runs import Run
 from cairn.config.arguments import Arguments, Layer, read_file
+from cairn.config.base import BaseConfig
 from cairn.config.cli import require, resolve
 from cairn.config.rl import RLConfig
 from cairn.config.settings import Setting, settings_of
 from cairn.config.trainer import SFTConfig
+from cairn.launch.kinds import KINDS
 from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -34,10 +34,10 @@ def sft(config: "SFTConfig | Mapping[str, Any] | str | Path", **settings: Any) -
         cairn.UsageError: it can't start like this; nothing was written (exit code 2 of the command).
         cairn.CairnError: it failed (exit code 1).
     """
-    checked = _checked(SFTConfig, config, settings, needs=("model.name", "data.name"))
-    from cairn.launch.commands import train
+    checked = _checked(SFTConfig, config, settings, needs=KINDS["sft"].needs)
+    from cairn.launch.commands import start
 
-    return _run(lambda: train(checked), checked.output_dir)
+    return _run(lambda: start("sft", checked), checked.output_dir)
 
 
 def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
@@ -45,10 +45,10 @@ def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> 
 
     Without `orchestrator.inference_url` it starts an inference server and ends it again.
     """
-    checked = _checked(RLConfig, config, settings, needs=("model.name",))
-    from cairn.launch.commands import reinforce
+    checked = _checked(RLConfig, config, settings, needs=KINDS["rl"].needs)
+    from cairn.launch.commands import start
 
-    return _run(lambda: reinforce(checked), checked.output_dir)
+    return _run(lambda: start("rl", checked), checked.output_dir)
 
 
 def _checked(

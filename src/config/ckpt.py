@@ -1,9 +1,11 @@
 """When to save, where, and what to go on from."""
 
+import os
 from typing import Any, Literal
 
 from pydantic import AliasChoices, Field, field_validator, model_validator
-from pydantic_config import BaseConfig
+
+from cairn.config.base import BaseConfig
 
 ACCEPTABLE = ("data", "batch_size", "shuffle", "environment", "prompts_per_step", "samples_per_prompt")
 """The changes of a run's recipe that a resumed run makes only if it is told to."""
@@ -12,27 +14,27 @@ ACCEPTABLE = ("data", "batch_size", "shuffle", "environment", "prompts_per_step"
 class CkptConfig(BaseConfig):
     """Checkpoints; --ckpt on its own saves the final step."""
 
-    interval: int | None = Field(None, ge=1)
+    interval: int | None = Field(default=None, ge=1)
     """Save every N steps; default: the final step only, which is always saved."""
     dir: str | None = None
     """Folder of the step_N folders; default: checkpoints in the output folder."""
-    resume_step: int | None = Field(None, ge=1)
+    resume_step: int | None = Field(default=None, ge=1)
     """Resume from this step of the run; later steps are set aside. -1 is `resume = latest`."""
     resume: str | None = None
     """latest (an error if there is none), auto (resume, or start), or the path of a step_N folder."""
     accept_changes: list[str] = []
     """Changes to accept although they break a promise of the run, such as data,batch_size."""
-    interval_minutes: float | None = Field(None, gt=0)
+    interval_minutes: float | None = Field(default=None, gt=0)
     """Also save at least every N minutes."""
     save_async: bool = True
     """Write while training continues; false waits until each save is committed."""
     training_state: bool = True
     """False saves weights only, which can start a run but not resume one."""
-    keep_last: int | None = Field(None, ge=1, validation_alias=AliasChoices("keep_last", "keep"))
+    keep_last: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("keep_last", "keep"))
     """Keep the newest N steps; default: all, unless keep_best is given."""
-    keep_every: int | None = Field(None, ge=1)
+    keep_every: int | None = Field(default=None, ge=1)
     """Keep multiples of N for ever."""
-    keep_best: int | None = Field(None, ge=1)
+    keep_best: int | None = Field(default=None, ge=1)
     """Keep the N best steps by the metric."""
     metric: str | None = None
     """Metric that keep_best uses, such as loss or reward/mean."""
@@ -42,8 +44,13 @@ class CkptConfig(BaseConfig):
     """Keep these steps for ever."""
     verify: Literal["load", "save", "off"] = "load"
     """Check all bytes when loading; save: also read them back when saving; off: sizes only."""
-    part_timeout: float = Field(300, gt=0)
+    part_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
+
+    @field_validator("dir", "resume")
+    @classmethod
+    def _absolute(cls, value: str | None) -> str | None:
+        return value if value in (None, "auto", "latest") else os.path.abspath(value)
 
     @field_validator("accept_changes")
     @classmethod
@@ -78,6 +85,10 @@ class CkptConfig(BaseConfig):
                 "from; give one of them"
             )
         return self
+
+    def resuming_by_itself(self) -> "CkptConfig":
+        """The same, but going on from the newest good step, if there is one."""
+        return self.model_copy(update={"resume_step": None, "resume": "auto"})
 
     @property
     def resumes(self) -> bool:

@@ -10,10 +10,10 @@ from collections.abc import Collection
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
-from pydantic_config import BaseConfig
 
 from cairn.config import hints
 from cairn.config.arguments import Arguments, Layer, take_apart
+from cairn.config.base import BaseConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig

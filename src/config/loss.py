@@ -3,8 +3,8 @@
 from typing import Annotated, Any, Literal
 
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, field_validator
-from pydantic_config import BaseConfig
 
+from cairn.config.base import BaseConfig
 from cairn.config.hints import one_of
 
 EARLIER_NAME = "correction"
@@ -25,31 +25,31 @@ class LossConfig(BaseConfig):
 class ClipConfig(LossConfig):
     """Policy gradient with a ratio for each token: its probability now over that when it was sampled."""
 
-    type: Literal["clip"] = Field("clip", validation_alias=NAMES)
+    type: Literal["clip"] = Field(default="clip", validation_alias=NAMES)
     """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
-    clip_low: float = Field(0.2, ge=0, lt=1)
+    clip_low: float = Field(default=0.2, ge=0, lt=1)
     """clip: lower bound of the ratio is 1 - clip_low."""
-    clip_high: float = Field(0.2, ge=0)
+    clip_high: float = Field(default=0.2, ge=0)
     """clip: upper bound of the ratio is 1 + clip_high."""
 
 
 class TruncateConfig(LossConfig):
     """Truncated importance sampling."""
 
-    type: Literal["truncate"] = Field("truncate", validation_alias=NAMES)
+    type: Literal["truncate"] = Field(default="truncate", validation_alias=NAMES)
     """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
-    ratio_max: float = Field(2.0, ge=1)
+    ratio_max: float = Field(default=2.0, ge=1)
     """truncate: larger ratios are set to this."""
 
 
 class MaskConfig(LossConfig):
     """Importance sampling that leaves tokens out whose ratio is out of bounds."""
 
-    type: Literal["mask"] = Field("mask", validation_alias=NAMES)
+    type: Literal["mask"] = Field(default="mask", validation_alias=NAMES)
     """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
-    ratio_min: float = Field(0.5, ge=0, le=1)
+    ratio_min: float = Field(default=0.5, ge=0, le=1)
     """mask: tokens with a smaller ratio are excluded."""
-    ratio_max: float = Field(2.0, ge=1)
+    ratio_max: float = Field(default=2.0, ge=1)
     """mask: tokens with a larger ratio are excluded."""
 
 

@@ -1,7 +1,8 @@
 """Which model a role works on."""
 
 from pydantic import Field
-from pydantic_config import BaseConfig
+
+from cairn.config.base import BaseConfig
 
 
 class ModelConfig(BaseConfig):
@@ -9,5 +10,5 @@ class ModelConfig(BaseConfig):
 
     name: str = ""
     """A Hugging Face directory, a checkpoint's step_N (or its model/), or a hub name."""
-    init_seed: int | None = Field(None, ge=0)
+    init_seed: int | None = Field(default=None, ge=0)
     """Seed for random weights where the directory holds a config and a tokenizer but no weights."""

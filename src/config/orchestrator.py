@@ -2,11 +2,10 @@
 
 from typing import Any, ClassVar
 
-from pydantic import Field, field_validator, model_validator
-from pydantic_config import BaseConfig
+from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from cairn.config.ckpt import CkptConfig
-from cairn.config.model import ModelConfig
+from cairn.config.base import BaseConfig
+from cairn.config.shared import SharedConfig
 
 
 class EnvironmentConfig(BaseConfig):
@@ -23,13 +22,13 @@ class EnvironmentConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How answers are sampled."""
 
-    temperature: float = Field(1.0, ge=0.01, le=2, allow_inf_nan=False)
+    temperature: float = Field(default=1.0, ge=0.01, le=2, allow_inf_nan=False)
     """Softmax temperature of sampling; the loss uses it too. vLLM takes none beyond these bounds."""
     top_p: float = 1.0
     """Must be 1.0: a policy gradient needs answers from the whole distribution; lower the temperature."""
-    max_tokens: int = Field(256, ge=1)
+    max_tokens: int = Field(default=256, ge=1)
     """Longest answer, in tokens."""
-    chunk_tokens: int = Field(512, ge=1)
+    chunk_tokens: int = Field(default=512, ge=1)
     """Tokens requested at once; after a crash an answer continues from its last complete piece."""
 
     @field_validator("top_p")
@@ -61,65 +60,57 @@ class AdvantageConfig(BaseConfig):
     """Arguments of the advantage; grpo has normalize, to divide by the rewards' standard deviation (true)."""
 
 
-class OrchestratorConfig(BaseConfig):
+class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
-    model: ModelConfig = ModelConfig()
-    seed: int = Field(0, ge=0)
-    """Seed of every random draw of the run."""
-    max_steps: int = Field(100, ge=1)
-    """Optimiser steps after which the run is done."""
-    output_dir: str = "outputs/rl"
-    """Folder for everything that the run writes."""
-    ckpt: CkptConfig | None = None
     inference_url: list[str] = []
     """Address of one or several running servers; without it, rl starts one from [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
-    prompts_per_step: int = Field(16, ge=1)
+    prompts_per_step: int = Field(default=16, ge=1)
     """Prompts in one batch."""
-    samples_per_prompt: int = Field(8, ge=2)
+    samples_per_prompt: int = Field(default=8, ge=2)
     """Answers to each prompt; advantages are relative to the others in this group."""
-    reward_threads: int = Field(1, ge=0)
+    reward_threads: int = Field(default=1, ge=0)
     """Calls of the environment at once, each in a thread; 0: in the main thread, where all else waits."""
-    reward_timeout: float = Field(600, gt=0)
+    reward_timeout: float = Field(default=600, gt=0)
     """Seconds that a reward, or a problem's messages, may take."""
-    max_off_policy_steps: int = Field(1, ge=0)
+    max_off_policy_steps: int = Field(default=1, ge=0)
     """Steps by which a token's policy may lag behind; with 0, generation and training alternate."""
     recompute_kv_cache: bool = False
     """Recompute the KV cache of answers in progress whenever new weights are loaded."""
     advantage: AdvantageConfig = AdvantageConfig()
     normalize_advantages: bool | None = None
     """Another name for advantage.args.normalize."""
-    self_check: bool = True
-    """Have servers score a few tokens of every policy, and use none that differs from the trainer."""
-    max_in_flight: int = Field(256, ge=1)
+    max_in_flight: int = Field(default=256, ge=1)
     """Maximum number of requests in progress."""
-    server_timeout: float = Field(300, gt=0)
+    server_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for servers to become healthy."""
-    request_timeout: float = Field(600, gt=0)
+    request_timeout: float = Field(default=600, gt=0)
     """Seconds to wait for an answer, and to retry a failed request."""
-    version_timeout: float = Field(1800, gt=0)
+    version_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the trainer's next policy version."""
-    dry_run: bool = False
-    """Print the resolved configuration and exit."""
 
-    @model_validator(mode="after")
-    def _one_name_for_normalize(self) -> "OrchestratorConfig":
+    @model_validator(mode="before")
+    @classmethod
+    def _one_name_for_normalize(cls, data: Any) -> Any:
         """Move `normalize_advantages` to its place; it was a setting when there was one advantage only."""
-        if self.normalize_advantages is None:
-            return self
-        if self.advantage.type != "grpo":
+        if not isinstance(data, dict) or data.get("normalize_advantages") is None:
+            return data
+        try:
+            normalize = TypeAdapter(bool).validate_python(data["normalize_advantages"])
+            advantage = AdvantageConfig.model_validate(data.get("advantage") or {})
+        except ValidationError:
+            return data  # the check of each field says what is wrong
+        if advantage.type != "grpo":
             raise ValueError(
-                f"normalize_advantages is an argument of grpo, and advantage.type = {self.advantage.type!r}: "
+                f"normalize_advantages is an argument of grpo, and advantage.type = {advantage.type!r}: "
                 "leave it out, and give advantage.args what that type takes"
             )
-        args = {key: value for key, value in self.advantage.args.items() if key != "normalize"}
-        if not self.normalize_advantages:  # true is the default, and needs no saying
+        args = {key: value for key, value in advantage.args.items() if key != "normalize"}
+        if not normalize:  # true is the default, and needs no saying
             args["normalize"] = False
-        self.advantage = AdvantageConfig(type="grpo", args=args)
-        self.normalize_advantages = None
-        return self
+        return {**data, "advantage": AdvantageConfig(type="grpo", args=args), "normalize_advantages": None}
 
     @field_validator("inference_url", mode="before")
     @classmethod

@@ -1,55 +1,39 @@
 """Configuration of a whole RL run: the roles' own, and what they share."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Self
 
-from pydantic import Field, model_validator
+from pydantic import model_validator
 
-from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
-from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.shared import CommandConfig, SharedConfig
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerConfig
 
-RUN = ("model", "seed", "max_steps", "output_dir", "ckpt", "dry_run")
-
-# Which of the run's shared values each role has a field for.
-SHARED = {
-    "trainer": (
-        "model",
-        "seed",
-        "max_steps",
-        "output_dir",
-        "ckpt",
-        "self_check",
-        "dry_run",
-        *SupervisionConfig.model_fields,
-    ),
-    "orchestrator": ("model", "seed", "max_steps", "output_dir", "ckpt", "self_check", "dry_run"),
-    "inference": ("model", "dry_run"),
+ROLES: dict[str, type[CommandConfig]] = {
+    "trainer": TrainerConfig,
+    "orchestrator": OrchestratorConfig,
+    "inference": InferenceConfig,
 }
+SHARED = {
+    role: tuple(
+        name
+        for name in (*SharedConfig.model_fields, *SupervisionConfig.model_fields)
+        if name in config.model_fields
+    )
+    for role, config in ROLES.items()
+}
+"""Which of the run's shared settings each role has."""
 
 
-class RLConfig(SupervisionConfig):
+class RLConfig(SharedConfig, SupervisionConfig):
     """Reinforcement learning: a trainer, an orchestrator, and a server unless one is running already."""
 
     shared: ClassVar[dict[str, tuple[str, ...]]] = SHARED
 
-    model: ModelConfig = ModelConfig()
-    seed: int = Field(0, ge=0)
-    """Seed of every random draw of the run."""
-    max_steps: int = Field(100, ge=1)
-    """Optimiser steps after which the run is done."""
-    output_dir: str = "outputs/rl"
-    """Folder for everything that the run writes."""
-    ckpt: CkptConfig | None = None
-    self_check: bool = True
-    """Refuse a model that is not scored alike alone, in micro-batches and by servers; false goes on."""
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
-    dry_run: bool = False
-    """Print the resolved configuration and exit."""
 
     @model_validator(mode="before")
     @classmethod
@@ -66,6 +50,15 @@ class RLConfig(SupervisionConfig):
         for role, keys in SHARED.items():
             roles[role].update({key: shared[key] for key in keys if key in shared})
         return {**data, **shared, **roles}
+
+    def sharing(self, **values: Any) -> Self:
+        roles = {
+            role: getattr(self, role).model_copy(
+                update={key: value for key, value in values.items() if key in keys}
+            )
+            for role, keys in SHARED.items()
+        }
+        return super().sharing(**values, **roles)
 
 
 def _merge(low: Any, high: Any) -> Any:

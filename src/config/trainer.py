@@ -3,26 +3,25 @@
 from typing import ClassVar, Literal
 
 from pydantic import Field, model_validator
-from pydantic_config import BaseConfig
 
-from cairn.config.ckpt import CkptConfig
+from cairn.config.base import BaseConfig
 from cairn.config.loss import ClipConfig, PolicyLossConfig
-from cairn.config.model import ModelConfig
+from cairn.config.shared import SharedConfig
 from cairn.config.supervision import SupervisionConfig
 
 
 class OptimizerConfig(BaseConfig):
     """AdamW."""
 
-    lr: float = Field(1e-5, gt=0)
+    lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
     """Decay rates of the first and second moment."""
-    eps: float = Field(1e-8, gt=0)
+    eps: float = Field(default=1e-8, gt=0)
     """Term added to the denominator."""
-    weight_decay: float = Field(0.0, ge=0)
+    weight_decay: float = Field(default=0.0, ge=0)
     """Decoupled weight decay, applied to matrices only."""
-    max_grad_norm: float = Field(1.0, gt=0)
+    max_grad_norm: float = Field(default=1.0, gt=0)
     """Global L2 norm to which larger gradients are scaled down."""
 
 
@@ -31,11 +30,11 @@ class SchedulerConfig(BaseConfig):
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
-    warmup_steps: int = Field(0, ge=0)
+    warmup_steps: int = Field(default=0, ge=0)
     """Steps over which the rate rises linearly to its peak."""
-    steps: int | None = Field(None, ge=1)
+    steps: int | None = Field(default=None, ge=1)
     """Step at which linear and cosine end, independent of max_steps; default: max_steps."""
-    min_lr_ratio: float = Field(0.0, ge=0, le=1)
+    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a fraction of the peak."""
 
 
@@ -53,7 +52,7 @@ class RayConfig(BaseConfig):
 
     address: str | None = None
     """Address of a running cluster; default: start a local one."""
-    start_timeout: float = Field(300, gt=0)
+    start_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for workers to be placed and started."""
 
 
@@ -68,28 +67,22 @@ class WandbConfig(BaseConfig):
     """online needs a login; offline writes to the output folder, to be synced later."""
 
 
-class TrainerBase(SupervisionConfig):
+class TrainerBase(SharedConfig, SupervisionConfig):
     """What every trainer has."""
 
     task: ClassVar[str]
     """What the configuration is for: a name in `cairn.trainer.tasks`."""
-    model: ModelConfig = ModelConfig()
-    seed: int = Field(0, ge=0)
-    """Seed of every random draw of the run."""
-    max_steps: int = Field(100, ge=1)
-    """Optimiser steps after which the run is done."""
-    output_dir: str = "outputs/run"
-    """Folder for everything that the run writes."""
-    ckpt: CkptConfig | None = None
-    workers: int = Field(1, ge=1)
+    beside_servers: ClassVar[bool] = False
+    """Whether servers may use the same processor."""
+    workers: int = Field(default=1, ge=1)
     """Trainer ranks: one process each, one GPU each where there are GPUs."""
-    spare_workers: int = Field(0, ge=0)
+    spare_workers: int = Field(default=0, ge=0)
     """Idle workers with everything imported, to replace one that dies within a second or two."""
-    threads: int = Field(1, ge=1)
+    threads: int = Field(default=1, ge=1)
     """CPU threads of each rank."""
-    seq_len: int = Field(2048, ge=2)
+    seq_len: int = Field(default=2048, ge=2)
     """Longest row of a micro-batch, in tokens; samples are packed into rows, longer ones are cut."""
-    micro_batch_size: int = Field(1, ge=1)
+    micro_batch_size: int = Field(default=1, ge=1)
     """Rows of seq_len tokens (or as many tokens in shorter rows) in one forward and backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
@@ -100,13 +93,13 @@ class TrainerBase(SupervisionConfig):
     """Compile each layer with torch.compile."""
     deterministic: bool = False
     """Use only deterministic kernels; slower on GPUs, and no difference on CPUs."""
-    self_check: bool = True
-    """Refuse a model that scores samples in a micro-batch otherwise than alone, and servers that score a
-    policy's probe otherwise than the trainer; false goes on anyway."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
-    dry_run: bool = False
-    """Print the resolved configuration and exit."""
+
+    @property
+    def records(self) -> "SFTDataConfig | None":
+        """The records that it trains on; None if batches come from an orchestrator."""
+        return None
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":
@@ -126,7 +119,7 @@ class SFTDataConfig(BaseConfig):
     """A .jsonl, .json, .parquet or .csv file, a folder of them or from save_to_disk, or a hub name."""
     split: str = "train"
     """Split to train on; a part of it as train[:1000]. A single file has only train."""
-    batch_size: int = Field(64, ge=1)
+    batch_size: int = Field(default=64, ge=1)
     """Records in one optimiser step, over all ranks."""
     shuffle: bool = True
     """Use a new seeded order in every epoch instead of the file's order."""
@@ -136,19 +129,22 @@ class SFTConfig(TrainerBase):
     """Supervised fine-tuning on Ray-launched FSDP2 workers."""
 
     task = "sft"
-    output_dir: str = "outputs/sft"
+    output_dir: str = Field(default="outputs/sft", validate_default=True)
     """Folder for everything that the run writes."""
     data: SFTDataConfig = SFTDataConfig()
+
+    @property
+    def records(self) -> SFTDataConfig:
+        return self.data
 
 
 class TrainerConfig(TrainerBase):
     """The trainer of an RL run: reads the orchestrator's batches, publishes policy versions."""
 
     task = "rl"
-    output_dir: str = "outputs/rl"
-    """Folder for everything that the run writes."""
+    beside_servers = True
     loss: PolicyLossConfig = ClipConfig()
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: from files, or from the trainer's memory over NCCL (GPUs) or gloo."""
-    batch_timeout: float = Field(1800, gt=0)
+    batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""

@@ -9,7 +9,7 @@ import platform
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,8 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
-from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.exits import EXIT_DAMAGED
+from cairn.launch.kinds import RunConfig
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, read_note, write_atomic, write_json
@@ -28,9 +27,6 @@ logger = logging.getLogger(__name__)
 
 ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
 """Of the folders of what attempts have set aside."""
-
-RunConfig = SFTConfig | TrainerConfig | RLConfig
-
 
 DAMAGE_NOTE = "damaged.json"
 """In the run directory, from the trainer's driver to the launcher: which checkpoint its ranks can't load."""
@@ -82,7 +78,7 @@ class StartDamaged(CairnError):
         return cls(Path(note["folder"]), note["problem"]) if note else None
 
 
-def choose_start(config: RunConfig, *, needs: list[str], damaged: StartDamaged | None = None) -> Start:
+def choose_start(config: RunConfig, *, needs: Sequence[str], damaged: StartDamaged | None = None) -> Start:
     """Decide what the run goes on from; nothing is written.
 
     Names and sizes of the step's files are checked, and the content of those that hold no tensors. Tensor
@@ -126,11 +122,11 @@ def damaged_start(damaged: StartDamaged) -> UsageError:
 class _Choice:
     """How `choose_start` decides."""
 
-    def __init__(self, config: RunConfig, needs: list[str], damaged: StartDamaged | None):
+    def __init__(self, config: RunConfig, needs: Sequence[str], damaged: StartDamaged | None):
         self.config = config
         self.ckpt = config.ckpt
         self.damaged = damaged
-        self.store = CheckpointStore(RunDirectory(config.output_dir, self.ckpt and self.ckpt.dir).checkpoints)
+        self.store = CheckpointStore(config.run_directory().checkpoints)
         self.steps = self.store.steps()
         self.counts_before_loading = "orchestrator" in needs and not config.self_check
         """Whether answers count before the trainer has loaded the weights that they come from."""
@@ -343,7 +339,7 @@ def _make_folder(path: Path, setting: str) -> None:
         ) from None
 
 
-def _check_parts(start: Start, needs: list[str]) -> None:
+def _check_parts(start: Start, needs: Sequence[str]) -> None:
     """See that the checkpoint holds what this run needs.
 
     Raises:

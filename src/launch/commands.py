@@ -6,16 +6,15 @@ Everything that can be wrong is looked at first; only then is anything started o
 import asyncio
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cairn.checkpoint.step import StepFolder
+from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import (
-    RunConfig,
     Start,
     StartDamaged,
     begin,
@@ -24,9 +23,10 @@ from cairn.launch.attempt import (
     is_complete,
 )
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
+from cairn.launch.kinds import KINDS, RunConfig, RunKind
 from cairn.launch.model import resolve_model
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
-from cairn.launch.roles import CONFIGS, Turn, run_orchestrator
+from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
@@ -43,87 +43,79 @@ ANSWER_SECONDS = 30.0
 """How long a server may take to say how it is, before a run starts."""
 
 
-def train(config: SFTConfig | TrainerConfig) -> int:
-    """`sft` and `trainer`: start or resume a run and train; returns the exit code."""
-    sft = isinstance(config, SFTConfig)
-    check_login(config)
-    start = choose_start(config, needs=_needed_parts(config))
-    if is_complete(config, start):
-        return _say_complete(config, start)
-    recipe = plan_recipe(config, start)
-    return _see_through(config, start, recipe, ["trainer"], command="sft" if sft else "trainer")
-
-
-def reinforce(config: RLConfig) -> int:
-    """`rl`: start or resume an RL run and see it through; returns the exit code.
+def start(command: str, config: RunConfig) -> int:
+    """`sft`, `trainer` and `rl`: start or resume a run and see it through; returns the exit code.
 
     Raises:
         UsageError: it can't start like this; nothing was started or written.
         ServerUnavailable: no server answers at an address that was given.
         RoleFailed: a role died.
     """
-    orchestrator = _check_environment(config.orchestrator)
-    check_login(config.trainer)
-    start = choose_start(config, needs=_needed_parts(config))
-    if is_complete(config, start):
-        return _say_complete(config, start)
-    recipe = plan_recipe(config, start, orchestrator)
-    roles = ["trainer", "orchestrator"]
-    if config.orchestrator.inference_url:
-        resumes = config.ckpt is not None and config.ckpt.resumes
-        patience = config.orchestrator.server_timeout if resumes else 0.0
-        for url in config.orchestrator.inference_url:
-            run_async(_check_server(url, patience))
-    else:
-        config.orchestrator.inference_url = [f"http://{config.inference.host}:{config.inference.port}"]
-        roles.insert(0, "inference")
-    return _see_through(config, start, recipe, roles, command="rl", orchestrator=orchestrator)
+    kind = KINDS[command]
+    orchestrator: dict[str, Any] | None = None
+    if "orchestrator" in kind.roles:
+        orchestrator = _check_environment(kind.of("orchestrator", config))
+    check_login(kind.trainer(config))
+    chosen = choose_start(config, needs=kind.parts)
+    if is_complete(config, chosen):
+        print(
+            f"the run is complete: {chosen.folder} is step {chosen.step} of --max-steps {config.max_steps}; "
+            "a larger one goes on",
+            flush=True,
+        )
+        return 0
+    recipe = plan_recipe(kind, config, chosen, orchestrator)
+    roles = list(kind.roles)
+    if "inference" in roles:
+        config, roles = _with_servers(cast(RLConfig, config), roles)
+    return _see_through(kind, config, chosen, recipe, roles, orchestrator)
 
 
-def _needed_parts(config: RunConfig) -> list[str]:
-    """The parts that a checkpoint to go on from must have."""
-    return ["trainer"] if isinstance(config, SFTConfig) else ["trainer", "orchestrator"]
+def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str]]:
+    """The configuration with the servers' addresses, and the roles that are to be started.
 
-
-def _say_complete(config: RunConfig, start: Start) -> int:
-    print(
-        f"the run is complete: {start.folder} is step {start.step} of --max-steps {config.max_steps}; "
-        "a larger one goes on",
-        flush=True,
-    )
-    return 0
+    Raises:
+        ServerUnavailable: no server answers at an address that was given.
+    """
+    urls = config.orchestrator.inference_url
+    if not urls:
+        own = [f"http://{config.inference.host}:{config.inference.port}"]
+        orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
+        return config.model_copy(update={"orchestrator": orchestrator}), roles
+    resumes = config.ckpt is not None and config.ckpt.resumes
+    patience = config.orchestrator.server_timeout if resumes else 0.0
+    for url in urls:
+        run_async(_check_server(url, patience))
+    return config, [role for role in roles if role != "inference"]
 
 
 def _see_through(
+    kind: RunKind,
     config: RunConfig,
-    start: Start,
+    chosen: Start,
     recipe: dict[str, Any],
     roles: list[str],
-    *,
-    command: str,
-    orchestrator: dict[str, Any] | None = None,
+    orchestrator: dict[str, Any] | None,
 ) -> int:
     """Run the roles to the end; a checkpoint that is found damaged on the way costs another attempt."""
-    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+    run = config.run_directory()
     model = config.model
-    of_roles = [config.trainer, config.orchestrator, config.inference] if command == "rl" else []
     try:
         while True:
-            name = str(StepFolder(start.folder).model) if start.folder else resolve_model(model)
-            for owner in (config, *of_roles):
-                owner.model = ModelConfig(name=name)
+            name = str(StepFolder(chosen.folder).model) if chosen.folder else resolve_model(model)
+            config = config.sharing(model=ModelConfig(name=name))
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
-            finish_recipe(recipe, Path(name), start, run, goes_on=goes_on)
-            attempt = begin(run, config, start, recipe, command=command)
+            finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
+            attempt = begin(run, config, chosen, recipe, command=kind.command)
             try:
                 return run_roles(run, attempt, roles, config)
             except StartDamaged as damaged:
-                at_start = damaged.folder == start.folder
-                if at_start and start.named:
+                at_start = damaged.folder == chosen.folder
+                if at_start and chosen.named:
                     raise damaged_start(damaged) from None
                 if at_start:
                     print(
-                        f"the checkpoint of step {start.step} can't be gone on from: it is damaged",
+                        f"the checkpoint of step {chosen.step} can't be gone on from: it is damaged",
                         flush=True,
                     )
                 else:
@@ -131,9 +123,10 @@ def _see_through(
                 if run.stop_requested():
                     print("stopped; --ckpt.resume auto goes on from the newest good one", flush=True)
                     return EXIT_STOPPED
+                config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
                 try:
-                    start = choose_start(config, needs=_needed_parts(config), damaged=damaged)
-                    recipe = plan_recipe(config, start, orchestrator)
+                    chosen = choose_start(config, needs=kind.parts, damaged=damaged)
+                    recipe = plan_recipe(kind, config, chosen, orchestrator)
                 except UsageError as error:
                     if at_start:
                         raise
@@ -162,17 +155,18 @@ def orchestrate(config: OrchestratorConfig) -> int:
             whom=f"a trainer in {run.path}",
             setting="--version-timeout",
         )
-        trainer = run.read_config(CONFIGS[attempt.command])
-        if not isinstance(trainer, TrainerConfig):
+        kind = KINDS[attempt.command]
+        if "orchestrator" in kind.roles or "orchestrator" not in kind.parts:
             raise RoleFailed(
                 f"{run.path} is a run of {attempt.command}, which needs no orchestrator of its own"
             )
+        trainer = kind.trainer(run.read_config(kind.config))
         shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
-        of_trainer = RunDirectory(run.path, trainer.ckpt and trainer.ckpt.dir)
-        join_recipe(recipe, attempt, of_trainer, trainer.ckpt)
+        of_run = config.model_copy(update=shared)
+        of_trainer = of_run.run_directory()
+        join_recipe(recipe, attempt, of_trainer, of_run.ckpt)
         turn = Turn("orchestrator", run)
         try:
-            of_run = config.model_copy(update=shared)
             return run_orchestrator(of_run, attempt, of_trainer, turn, at_once=_interrupt)
         except AttemptOver as over:
             print(over, flush=True)

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
-from cairn.launch.attempt import RunConfig
 from cairn.launch.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
+from cairn.launch.kinds import RunConfig
 from cairn.run.directory import Attempt, RunDirectory
 
 RANK_DIED = "a rank of the trainer died"

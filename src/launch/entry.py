@@ -10,8 +10,9 @@ from collections.abc import Callable
 
 from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import answer
+from cairn.launch.kinds import KINDS
 from cairn.launch.role_process import tell_launcher
-from cairn.launch.roles import CONFIGS, Turn, run_inference, run_orchestrator, run_trainer
+from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.lifetime import die_with
@@ -26,10 +27,11 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     attempt = run.attempt()
     if attempt is None:
         raise DamagedFile(f"{run.roles}: is damaged or gone; start the run again with --ckpt.resume auto")
-    config = run.read_config(CONFIGS[attempt.command])
-    run = RunDirectory(folder, config.ckpt and config.ckpt.dir)
+    kind = KINDS[attempt.command]
+    config = run.read_config(kind.config)
+    run = config.run_directory()
     turn = Turn(role, run, standby=standby)
-    of_role = getattr(config, role) if attempt.command == "rl" else config
+    of_role = kind.of(role, config)
     runs: dict[str, Callable[[], int]] = {
         "trainer": lambda: run_trainer(of_role, attempt, run, turn),
         "orchestrator": lambda: run_orchestrator(of_role, attempt, run, turn),

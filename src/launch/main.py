@@ -11,28 +11,29 @@ from cairn.launch.exits import EXIT_STOPPED, answer
 
 def sft() -> int:
     """`sft @ sft.toml`: supervised fine-tuning."""
-    from cairn.config.trainer import SFTConfig
+    return _start("sft")
 
-    def run() -> int:
-        config = load(SFTConfig, sys.argv[1:])
-        require(config, "model.name", "data.name")
-        from cairn.launch.commands import train
 
-        return train(config)
-
-    return answer(run, stopped=EXIT_STOPPED)
+def rl() -> int:
+    """`rl --trainer @train.toml --orchestrator @orch.toml`: the whole RL run."""
+    return _start("rl")
 
 
 def trainer() -> int:
     """`trainer @ train.toml`: the trainer of an RL run alone, for multi-node."""
-    from cairn.config.trainer import TrainerConfig
+    return _start("trainer")
+
+
+def _start(command: str) -> int:
+    from cairn.launch.kinds import KINDS
 
     def run() -> int:
-        config = load(TrainerConfig, sys.argv[1:])
-        require(config, "model.name")
-        from cairn.launch.commands import train
+        kind = KINDS[command]
+        config = load(kind.config, sys.argv[1:])
+        require(config, *kind.needs)
+        from cairn.launch.commands import start
 
-        return train(config)
+        return start(command, config)
 
     return answer(run, stopped=EXIT_STOPPED)
 
@@ -63,20 +64,6 @@ def inference() -> int:
         return serve(config, resolve_model(config.model))
 
     return answer(run, stopped=0)
-
-
-def rl() -> int:
-    """`rl --trainer @train.toml --orchestrator @orch.toml`: the whole RL run."""
-    from cairn.config.rl import RLConfig
-
-    def run() -> int:
-        config = load(RLConfig, sys.argv[1:])
-        require(config, "model.name")
-        from cairn.launch.commands import reinforce
-
-        return reinforce(config)
-
-    return answer(run, stopped=EXIT_STOPPED)
 
 
 def ckpt() -> int:

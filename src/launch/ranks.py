@@ -16,7 +16,7 @@ import ray
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.process import log_end
@@ -91,7 +91,7 @@ class Ranks:
         run: the run's directory.
     """
 
-    def __init__(self, config: SFTConfig | TrainerConfig, run: RunDirectory):
+    def __init__(self, config: TrainerBase, run: RunDirectory):
         self.config = config
         self.run = run
         self.spares = Spares(config, run)

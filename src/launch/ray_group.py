@@ -12,13 +12,13 @@ import ray
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from cairn.config.trainer import RayConfig, SFTConfig, TrainerBase, TrainerConfig
+from cairn.config.trainer import RayConfig, TrainerBase
 from cairn.launch import local_ray
 from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.background import in_background
-from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.directory import Attempt, Outcome
 from cairn.run.lifetime import die_after
 from cairn.run.signals import stop_signals_blocked
 
@@ -56,7 +56,7 @@ class Worker:
         node = ray.get_runtime_context().get_node_id()
         return Process(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
 
-    def prepare(self, config: SFTConfig | TrainerConfig) -> None:
+    def prepare(self, config: TrainerBase) -> None:
         """Import what training needs, so that it can begin at once; those who train are not slowed down."""
 
         def prepare() -> None:
@@ -79,7 +79,7 @@ class Worker:
         gpu: str | None,
         log: str,
         role: str,
-        config: SFTConfig | TrainerConfig,
+        config: TrainerBase,
         attempt: Attempt,
     ) -> Outcome:
         """Join the other ranks as `role` and train; afterwards it can be called again.
@@ -89,7 +89,7 @@ class Worker:
         _log_to(log)
         os.environ.update(environment)
         os.environ["LOCAL_RANK"] = str(_index_of(gpu))
-        run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+        run = config.run_directory()
         heartbeat.start(run.heartbeat(role))
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
@@ -183,7 +183,7 @@ def start_ray(config: TrainerBase) -> None:
             raise RoleFailed(f"no Ray cluster at --ray.address {config.ray.address}: {error}") from None
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    if isinstance(config, TrainerConfig) and "OMP_WAIT_POLICY" not in os.environ:
+    if config.beside_servers and "OMP_WAIT_POLICY" not in os.environ:
         # Servers share the cores, and get one that a thread has nothing to do on only once it sleeps.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with stop_signals_blocked():  # for Ray's own processes, and for the workers until they train

@@ -8,9 +8,9 @@ from typing import Any
 
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.ckpt import CkptConfig
-from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig
-from cairn.launch.attempt import RunConfig, Start
+from cairn.config.trainer import SFTDataConfig
+from cairn.launch.attempt import Start
+from cairn.launch.kinds import RunConfig, RunKind
 from cairn.orchestrator.identity import changes_since
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
@@ -34,7 +34,7 @@ PROMPTS_AGAIN = {"environment", "samples_per_prompt"}
 
 
 def plan_recipe(
-    config: RunConfig, start: Start, orchestrator: Mapping[str, Any] | None = None
+    kind: RunKind, config: RunConfig, start: Start, orchestrator: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
     """The run's recipe, after it was compared with that of the checkpoint; what differs is printed.
 
@@ -49,11 +49,10 @@ def plan_recipe(
         UsageError: the data can't be trained on; or the recipe differs in what a promise depends on, and
             `--ckpt.accept-changes` does not say so.
     """
-    is_rl = isinstance(config, RLConfig)
-    trainer = config.trainer if is_rl else config
+    trainer = kind.trainer(config)
     recipe: dict[str, Any] = {"trainer": {"settings": settings_of(trainer.model_dump(), TRAINER)}}
-    if isinstance(config, SFTConfig):
-        recipe["trainer"]["data"] = _look_at_data(config)
+    if trainer.records is not None:
+        recipe["trainer"]["data"] = _look_at_data(trainer.records)
     if orchestrator is not None:
         recipe["orchestrator"] = dict(orchestrator)
     if start.folder is None:
@@ -64,10 +63,10 @@ def plan_recipe(
     changes = changed_settings(saved["settings"], recipe["trainer"]["settings"], TRAINER)
     if "data" in recipe["trainer"]:
         changes += _go_on_in_data(start, saved.get("data"), recipe["trainer"]["data"])
-    flags = {change.name: "--trainer." if is_rl else "--" for change in changes}
+    flags = {change.name: kind.flags("trainer") for change in changes}
     if "orchestrator" in recipe:
         of_orchestrator = changes_since(start.folder, recipe["orchestrator"])
-        flags |= {change.name: "--orchestrator." for change in of_orchestrator}
+        flags |= {change.name: kind.flags("orchestrator") for change in of_orchestrator}
         changes += of_orchestrator
     accepted = config.ckpt.accept_changes if config.ckpt else []
     for prefix in dict.fromkeys(flags.values()):
@@ -164,7 +163,7 @@ def check_model(name: str, start: Start) -> None:
         )
 
 
-def _look_at_data(config: SFTConfig) -> dict[str, Any]:
+def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
     """See that every record can be trained on, before anything is started; what tells them from others.
 
     What lies on the hub is fetched on the way, before all ranks want it.
@@ -172,7 +171,7 @@ def _look_at_data(config: SFTConfig) -> dict[str, Any]:
     from cairn.trainer.records import BadRecord, examine, load_records
 
     try:
-        return examine(config.data, load_records(config.data))
+        return examine(records, load_records(records))
     except BadRecord as error:
         raise UsageError(f"--data.name {error}") from None
 

@@ -2,8 +2,7 @@
 
 import time
 
-from cairn.config.rl import RLConfig
-from cairn.launch.attempt import RunConfig, StartDamaged
+from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import (
     END_SERVER,
     EXIT_CRASHED,
@@ -15,6 +14,7 @@ from cairn.launch.exits import (
     WORKING,
     RoleFailed,
 )
+from cairn.launch.kinds import RunConfig
 from cairn.launch.place import Place
 from cairn.launch.process import log_end
 from cairn.launch.restarts import RestartRule
@@ -31,9 +31,11 @@ OWN_WORKERS = ("trainer_rank", "trainer_spare")
 class RolePlace(Place):
     """Keeps a role filled until the run ends; the first process is started when this is constructed."""
 
-    def __init__(self, name: str, run: RunDirectory, config: RunConfig):
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
         super().__init__(name, run.logs / f"{name}.log", run)
         self.config = config
+        self.local_ray = local_ray
+        """Whether a Ray cluster that it starts is for this machine alone."""
         self.ended = False
         """Whether it has done its work, or nobody will do it any more."""
         self.lost: str | None = None
@@ -160,6 +162,4 @@ class RolePlace(Place):
             self._spare = self._start(standby=True)
 
     def _start(self, *, standby: bool = False) -> RoleProcess:
-        trainer = self.config.trainer if isinstance(self.config, RLConfig) else self.config
-        local = trainer.ray.address is None
-        return RoleProcess(self.name, self.run.path, self.log, local_ray=local, standby=standby)
+        return RoleProcess(self.name, self.run.path, self.log, local_ray=self.local_ray, standby=standby)

@@ -10,17 +10,13 @@ from functools import partial
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
 from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.background import in_background
 from cairn.run.directory import Attempt, RunDirectory
-
-CONFIGS = {"sft": SFTConfig, "trainer": TrainerConfig, "rl": RLConfig}
-"""What config.json holds, by the command that started the run."""
 
 
 class Turn:
@@ -59,7 +55,7 @@ class Turn:
         self.run.set_role(self.role, "running")
 
 
-def run_trainer(config: SFTConfig | TrainerConfig, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
+def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
     """Train on Ray workers; returns the exit code."""
     turn.load("cairn.launch.ranks")
     from cairn.launch.ranks import Ranks

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import ray
 
-from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.config.trainer import TrainerBase
 from cairn.launch.ray_group import Process, answers, kill, start_spare
 from cairn.run.directory import RunDirectory
 
@@ -23,7 +23,7 @@ class _Spare:
 class Spares:
     """Keeps up to `config.spare_workers` of them; in roles.json they are `name`0, `name`1, ..."""
 
-    def __init__(self, config: SFTConfig | TrainerConfig, run: RunDirectory, name: str = "trainer_spare"):
+    def __init__(self, config: TrainerBase, run: RunDirectory, name: str = "trainer_spare"):
         self.config = config
         self.run = run
         self.name = name

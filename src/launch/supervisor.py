@@ -4,10 +4,10 @@ import threading
 import time
 from collections.abc import Mapping
 
-from cairn.launch.attempt import RunConfig
 from cairn.launch.display import StepDisplay
 from cairn.launch.endings import RANK_DIED, conclude, conclude_early
 from cairn.launch.exits import EXIT_LOST, WORKING
+from cairn.launch.kinds import KINDS, RunConfig
 from cairn.launch.process import stop_on_signals
 from cairn.launch.ray_folder import remove_private_folders
 from cairn.launch.role_place import RolePlace
@@ -29,13 +29,14 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         KeyboardInterrupt: the user asked a second time to stop.
     """
     outlive_terminal()
+    local_ray = KINDS[attempt.command].trainer(config).ray.address is None
     at_once = threading.Event()
     cut_short: str | None = None
     with (
         stop_on_signals(run, at_once.set),
         StepDisplay(run, attempt.start_step, config.max_steps) as display,
     ):
-        watched = {name: RolePlace(name, run, config) for name in roles}
+        watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
         try:
             while any(not role.ended for role in watched.values() if role.name in WORKING):
                 stopping = run.stop_requested() is not None

@@ -31,7 +31,7 @@ def take_up(
         CheckpointError: the checkpoint's ledger can't be read.
         Damaged: the checkpoint does not say how far the run had come.
     """
-    run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+    run = config.run_directory()
     store = CheckpointStore(run.checkpoints)
     step = StepFolder(attempt.resume_from) if attempt.resume_from else None
     ledger = Ledger(

@@ -17,7 +17,7 @@ from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
-from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.directory import Attempt, Outcome
 from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import Group
@@ -61,7 +61,7 @@ class Training:
         step = attempt.start_step
         heartbeat.doing(f"loading the checkpoint of step {step}" if step else "loading the model")
         self.config, self.attempt, self.group = config, attempt, group
-        self.run_directory = run = RunDirectory(config.output_dir, config.ckpt and config.ckpt.dir)
+        self.run_directory = run = config.run_directory()
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         module = build_model(model_folder, config, group.mesh)

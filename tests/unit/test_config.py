@@ -3,6 +3,7 @@
 import ast
 import inspect
 import json
+import os
 import re
 import subprocess
 import sys
@@ -21,6 +22,7 @@ from cairn.config import hints
 from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import COMMANDS, load, require, shared_settings
 from cairn.config.inference import InferenceConfig
+from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SHARED, RLConfig
 from cairn.config.settings import settings_of
@@ -139,6 +141,10 @@ def documented_flags() -> Iterator[tuple[str, str]]:
             yield command, flag
 
 
+PATHS = ("output-dir", "ckpt.dir", "ckpt.resume")
+"""Which are absolute once they are read."""
+
+
 @pytest.mark.parametrize(("command", "flag"), list(documented_flags()))
 def test_documented_flags_exist(command: str, flag: str):
     """And set the key that they are named after."""
@@ -147,7 +153,8 @@ def test_documented_flags_exist(command: str, flag: str):
     config = load(COMMANDS[command], [f"--{flag}", text])
     for key in flag.split("."):
         config = getattr(config, key.replace("-", "_"))
-    assert config == value
+    is_path = flag in PATHS
+    assert config == (os.path.abspath(value) if is_path else value)
 
 
 @pytest.mark.parametrize(
@@ -618,3 +625,25 @@ def test_help_and_dry_run_end_the_process(capsys: pytest.CaptureFixture[str]):
         load(SFTConfig, ["--max-steps", "7", "--dry-run"])
     assert ended.value.code == 0
     assert json.loads(capsys.readouterr().out)["max_steps"] == 7
+
+
+@pytest.mark.parametrize("command", sorted(COMMANDS))
+def test_a_configuration_never_changes(command: str):
+    config = COMMANDS[command]()
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model = ModelConfig(name="other")
+    with pytest.raises(ValidationError, match="frozen"):
+        config.model.name = "other"
+
+
+def test_a_shared_value_is_shared_by_whoever_has_it():
+    """Also where it is set once the command line has been read, as the resolved model is."""
+    config = RLConfig(max_steps=7, output_dir="here")
+    assert {config.max_steps, config.trainer.max_steps, config.orchestrator.max_steps} == {7}
+    assert config.run_directory().path == Path("here").absolute()
+    other = config.sharing(model=ModelConfig(name="m"), hang_timeout=90.0)
+    models = [owner.model.name for owner in (other, other.trainer, other.orchestrator, other.inference)]
+    assert models == ["m"] * 4
+    assert other.trainer.hang_timeout == 90
+    assert not hasattr(other.orchestrator, "hang_timeout")
+    assert config.model.name == config.inference.model.name == ""

@@ -23,9 +23,10 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.pool.server_list import ServerList
-from cairn.launch import main
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.display import StepDisplay
+from cairn.launch.exits import answer
+from cairn.launch.kinds import KINDS
 from cairn.launch.recipe import plan_recipe
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
@@ -45,9 +46,10 @@ ATTEMPT = Attempt(RUN, 1, "trainer", 0, None, BRANCH)
 TRAINED, SHIPPED = 5, 6
 
 
-def make_config(path: Path) -> TrainerConfig:
-    """Of a run that goes on by itself."""
-    ckpt = CkptConfig(interval=2, resume="auto", keep_last=9, verify="load")
+def make_config(path: Path, resume_step: int | None = None) -> TrainerConfig:
+    """Of a run that goes on by itself, or from a step that the user names."""
+    resume = None if resume_step else "auto"
+    ckpt = CkptConfig(interval=2, resume=resume, resume_step=resume_step, keep_last=9, verify="load")
     model = ModelConfig(name=str(REPOSITORY / CONFIGS / "model"))
     return TrainerConfig(model=model, output_dir=str(path), max_steps=20, ckpt=ckpt)
 
@@ -124,7 +126,7 @@ def go_on(path: Path) -> int:
     config = make_config(path)
     start = choose_start(config, needs=PARTS)
     run = RunDirectory(path)
-    attempt = begin(run, config, start, plan_recipe(config, start), command="trainer")
+    attempt = begin(run, config, start, plan_recipe(KINDS["trainer"], config, start), command="trainer")
     assert (attempt.run_id, attempt.number) == (RUN, 2)
     role = RunDirectory(path)
     assert role.attempt() == attempt
@@ -286,14 +288,13 @@ def expected(name: str, how: str) -> int | None:
 def test_going_back_again_and_again_without_roles(made: Path, tmp_path: Path):
     """An attempt's number, which names branches and what is set aside, is never given twice."""
     run = RunDirectory(shutil.copytree(made, tmp_path / "run"))
-    config = make_config(run.path)
-    config.ckpt.resume, config.ckpt.resume_step = None, 2
+    config = make_config(run.path, resume_step=2)
     numbers, branches = [1], {BRANCH}
     for _ in range(3):
         run.roles.unlink()
         store = CheckpointStore(run.checkpoints)
         start = choose_start(config, needs=PARTS)
-        attempt = begin(run, config, start, plan_recipe(config, start), command="trainer")
+        attempt = begin(run, config, start, plan_recipe(KINDS["trainer"], config, start), command="trainer")
         numbers.append(attempt.number)
         branches.add(attempt.branch)
         ledger = Ledger(tmp_path / f"{attempt.number}.sqlite", LEDGER_RUN, None, 0)
@@ -329,7 +330,7 @@ def test_a_disk_without_a_free_byte(made: Path, tmp_path: Path, capsys, caplog):
     start = choose_start(config, needs=PARTS)
     before = contents(run.path)
     with no_space():
-        code = main.answer(lambda: begin(run, config, start, {}, command="trainer"))
+        code = answer(lambda: begin(run, config, start, {}, command="trainer"))
     assert code == 1
     assert capsys.readouterr().err == f"error: {run.history.path}: File too large\n"
     assert {name: contents(run.path)[name] for name in before} == before

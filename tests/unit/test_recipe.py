@@ -22,6 +22,7 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import Start
+from cairn.launch.kinds import KINDS
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
@@ -79,6 +80,7 @@ def start_at(tmp_path: Path, recipe: dict | None, **parts: Any) -> Start:
 
 
 FRESH = Start(CheckpointStore(Path("/nowhere")), None, None)
+SFT_RUN = KINDS["sft"]
 
 
 def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
@@ -103,9 +105,9 @@ def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
 def test_the_same_recipe_goes_on_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """Also from a copy of the file, and with more steps where the schedule has its own end."""
     data = write_records(tmp_path / "a.jsonl", 50)
-    recipe = plan_recipe(sft(tmp_path, data), FRESH)
+    recipe = plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH)
     copy = shutil.copy(data, tmp_path / "copy.jsonl")
-    again = plan_recipe(sft(tmp_path, Path(copy), max_steps=200), start_at(tmp_path, recipe))
+    again = plan_recipe(SFT_RUN, sft(tmp_path, Path(copy), max_steps=200), start_at(tmp_path, recipe))
     assert again["trainer"]["changes"] == []
     assert again["trainer"]["data"]["begins_at"] == 0
     assert capsys.readouterr().out == ""
@@ -131,19 +133,19 @@ def test_what_breaks_a_promise_takes_consent(tmp_path: Path, capsys: pytest.Capt
     """With which it is printed, and kept in all later checkpoints."""
     name, change, words = REFUSED[what]
     data = write_records(tmp_path / "a.jsonl", 50)
-    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data), FRESH))
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH))
     other = {"data": data, **change(tmp_path, data)}
     with pytest.raises(UsageError, match=words) as error:
-        plan_recipe(sft(tmp_path, **other), start)
+        plan_recipe(SFT_RUN, sft(tmp_path, **other), start)
     assert f"--ckpt.accept-changes {name}" in str(error.value)
     assert str(start.folder) in str(error.value)
 
-    recipe = plan_recipe(sft(tmp_path, **other, accept=(name,)), start)
+    recipe = plan_recipe(SFT_RUN, sft(tmp_path, **other, accept=(name,)), start)
     assert "(accepted)" in capsys.readouterr().out
     (noted,) = recipe["trainer"]["changes"]
     assert (noted["step"], noted["accepted"]) == (STEP, True)
     assert noted["name"].split(".")[-1] == name
-    later = plan_recipe(sft(tmp_path, **other), start_at(tmp_path, recipe))
+    later = plan_recipe(SFT_RUN, sft(tmp_path, **other), start_at(tmp_path, recipe))
     assert later["trainer"]["changes"] == [noted], "it needs no consent again, and is not forgotten"
     if name == "data":
         assert later["trainer"]["data"]["begins_at"] == STEP * BATCH, (
@@ -155,9 +157,9 @@ def test_other_data_at_the_end_of_an_epoch_needs_no_consent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
     data = write_records(tmp_path / "a.jsonl", STEP * BATCH // 2)
-    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data), FRESH))
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH))
     other = write_records(tmp_path / "b.jsonl", 30)
-    recipe = plan_recipe(sft(tmp_path, other), start)
+    recipe = plan_recipe(SFT_RUN, sft(tmp_path, other), start)
     assert [change["name"] for change in recipe["trainer"]["changes"]] == ["data"]
     assert "--data.name: 10 records" in capsys.readouterr().out
 
@@ -166,9 +168,9 @@ def test_what_may_change_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capt
     """The learning rate, for one; and where a schedule ends if that is --max-steps."""
     data = write_records(tmp_path / "a.jsonl", 50)
     linear = {"scheduler": {"type": "linear"}, "seq_len": 64}
-    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data, max_steps=10, **linear), FRESH))
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data, max_steps=10, **linear), FRESH))
     changed = sft(tmp_path, data, max_steps=20, optimizer={"lr": 0.5}, **linear)
-    recipe = plan_recipe(changed, start)
+    recipe = plan_recipe(SFT_RUN, changed, start)
     printed = capsys.readouterr().out
     assert "  --optimizer.lr: 1e-05 -> 0.5\n" in printed
     assert "  --scheduler.steps: 10 -> 20\n" in printed
@@ -180,26 +182,26 @@ def test_an_older_checkpoint_goes_on_with_a_note(tmp_path: Path, capsys: pytest.
     """What it knows is compared all the same."""
     data = write_records(tmp_path / "a.jsonl", 50)
     config = sft(tmp_path, data)
-    known = plan_recipe(config, FRESH)["trainer"]["data"]
+    known = plan_recipe(SFT_RUN, config, FRESH)["trainer"]["data"]
     old = {"config": config.model_dump(), "data": {key: known[key] for key in ("records", "first_and_last")}}
     start = start_at(tmp_path, None, trainer=old)
-    assert plan_recipe(config, start)["trainer"]["changes"] == []
+    assert plan_recipe(SFT_RUN, config, start)["trainer"]["changes"] == []
     assert "was saved by a version of Cairn that kept no recipe" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"--data.name: 50 records"):
-        plan_recipe(sft(tmp_path, write_records(tmp_path / "b.jsonl", 49)), start)
+        plan_recipe(SFT_RUN, sft(tmp_path, write_records(tmp_path / "b.jsonl", 49)), start)
     with pytest.raises(UsageError, match=r"--data.batch-size: 4 -> 8"):
-        plan_recipe(sft(tmp_path, data, batch_size=8), start)
+        plan_recipe(SFT_RUN, sft(tmp_path, data, batch_size=8), start)
 
 
 @pytest.mark.parametrize("file", ["chat_template.jinja", "tokenizer.json"])
 def test_another_tokenizer_is_refused(tmp_path: Path, file: str):
     """A run goes on with the checkpoint's, whatever --model.name holds by now."""
     data = write_records(tmp_path / "a.jsonl", 50)
-    start = start_at(tmp_path, plan_recipe(sft(tmp_path, data), FRESH))
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH))
     path = tmp_path / "model" / file
     path.write_text(path.read_text() + " ")
     with pytest.raises(UsageError, match=r"--model.name .*: its tokenizer or chat template differs"):
-        plan_recipe(sft(tmp_path, data), start)
+        plan_recipe(SFT_RUN, sft(tmp_path, data), start)
 
 
 # Environments
@@ -232,7 +234,7 @@ def rl(tmp_path: Path, *, accept: tuple[str, ...] = (), **orchestrator: Any) -> 
 def plan_rl(config: RLConfig, start: Start, environment: ReverseText | None = None) -> dict:
     """As `rl` does it."""
     environment = environment or ReverseText(**config.orchestrator.environment.args)
-    return plan_recipe(config, start, orchestrator_recipe(config.orchestrator, environment))
+    return plan_recipe(KINDS["rl"], config, start, orchestrator_recipe(config.orchestrator, environment))
 
 
 @pytest.mark.parametrize(
@@ -346,7 +348,7 @@ def test_a_template_prints_the_date_of_the_runs_start_for_ever(
 
     def recipe_on(day: str, start: Start, *, goes_on: bool = False) -> dict:
         monkeypatch.setattr("cairn.launch.recipe.now", lambda: f"{day}T12:00:00+00:00")
-        recipe = plan_recipe(sft(tmp_path, data), start)
+        recipe = plan_recipe(SFT_RUN, sft(tmp_path, data), start)
         finish_recipe(recipe, model, start, run, goes_on=goes_on)
         return recipe
 
@@ -368,7 +370,7 @@ def test_a_template_prints_the_date_of_the_runs_start_for_ever(
 
 def test_other_templates_need_no_date(tmp_path: Path):
     """So checkpoints of the same run are the same on every day."""
-    recipe = plan_recipe(sft(tmp_path, write_records(tmp_path / "a.jsonl", 50)), FRESH)
+    recipe = plan_recipe(SFT_RUN, sft(tmp_path, write_records(tmp_path / "a.jsonl", 50)), FRESH)
     finish_recipe(recipe, MODEL, FRESH, RunDirectory(tmp_path), goes_on=False)
     assert "date" not in recipe["trainer"]
     assert len(recipe["trainer"]["tokenizer"]) == len(recipe["trainer"]["model"]) == 32

@@ -288,7 +288,7 @@ def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.Captur
     assert ends(5).startswith(
         f"stopped before step 6: nothing is lost. Step 5, saved in {folder}, is the newest."
     )
-    config.ckpt = None
+    config = SFTConfig()
     with pytest.raises(RoleFailed, match="stopped at step 7, which is lost: --ckpt would have saved it"):
         ends(7)
 

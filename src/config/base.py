@@ -1,0 +1,10 @@
+"""What every section of settings is made of."""
+
+from pydantic import ConfigDict
+from pydantic_config import BaseConfig as CheckedConfig  # pyright: ignore[reportMissingTypeStubs]
+
+
+class BaseConfig(CheckedConfig):
+    """Settings of known names with checked values. They never change: other values are another object."""
+
+    model_config = ConfigDict(frozen=True)
