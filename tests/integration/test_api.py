@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-from runs import DEADLINE, REPOSITORY, free_port
+from runs import DEADLINE, REPOSITORY, Shell, free_port
+
+import cairn
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -38,8 +40,9 @@ print("all facts hold")
 """
 
 
-def blocks() -> list[str]:
-    return re.findall(r"^```python\n(.*?)^```", (REPOSITORY / "docs" / "api.md").read_text(), re.M | re.S)
+def blocks(page: str, language: str = "python") -> list[str]:
+    text = (REPOSITORY / "docs" / page).read_text()
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
 def test_every_example_of_the_page_works(tmp_path: Path):
@@ -50,7 +53,7 @@ def test_every_example_of_the_page_works(tmp_path: Path):
         "async def cell(code): exec(code, globals())",
         "mistake = ''",
     ]
-    for block in blocks():
+    for block in blocks("api.md"):
         if "cairn.rl(" in block:
             block = block.replace(
                 "    max_steps=2,\n", f"    max_steps=2,\n    inference={{'port': {free_port()}}},\n"
@@ -71,3 +74,21 @@ def test_every_example_of_the_page_works(tmp_path: Path):
     assert done.returncode == 0, done.stdout + done.stderr
     assert done.stdout.endswith("all facts hold\n")
     assert re.search(r"<cairn\.Run '.*outputs/api': done, step 4>", done.stdout)
+
+
+def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(tmp_path: Path, shell: Shell):
+    """The one of docs/extending.md, started as the page says."""
+    for block in [*blocks("extending.md"), *blocks("extending.md", "toml")]:
+        if name := re.match(r"# (\w+\.(?:py|toml))\n", block):
+            (tmp_path / name[1]).write_text(block)
+    run = tmp_path / "run"
+    environment = {"PYTHONPATH": str(tmp_path)}
+    flags = ("--output-dir", run, "--inference.port", free_port())
+    with shell.start("rl", "@", tmp_path / "extended.toml", *flags, environment=environment) as command:
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert list(cairn.Run(run).metrics.index) == [1, 2]
+    answers = cairn.Run(run).rollouts()
+    assert len(answers) == 2 * 4 * 4
+    assert answers.prompt.str.fullmatch(r"<user>\d+\+\d+=<assistant>").all()
+    assert "ratio/mean" not in cairn.Run(run).metrics  # which only Cairn's own losses report

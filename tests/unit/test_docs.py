@@ -10,6 +10,7 @@ import pytest
 from runs import REPOSITORY
 
 from cairn.run import faults
+from cairn.run.directory import Attempt, RunDirectory
 
 DOCS = REPOSITORY / "docs"
 
@@ -38,6 +39,22 @@ def test_rl_on_one_page_learns(tmp_path: Path):
     assert first < 0.08
     assert last > 3 * first
     assert len(lines) == 5
+
+
+def test_every_seam_has_a_working_example(tmp_path: Path):
+    """Blocks that begin with a file's name are modules; the others are one program that uses them."""
+    program = []
+    for block in blocks("extending.md"):
+        if name := re.match(r"# (my_\w+\.py)\n", block):
+            (tmp_path / name[1]).write_text(block)
+        else:
+            program.append(block)
+    run = RunDirectory(tmp_path / "outputs" / "one")
+    run.path.mkdir(parents=True)
+    run.begin(Attempt("run", 1, "sft", 3, None, "branch_1"))
+    facts = f"lines = overview({str(run.path.parent)!r})\nprint(*lines)"
+    printed = run_script(tmp_path / "seams.py", *program, facts)
+    assert printed.splitlines()[-1] == "one: killed, step 3/None, 0 restarts {}"
 
 
 def test_the_page_lists_the_fault_points_as_they_are():
