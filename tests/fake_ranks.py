@@ -1,12 +1,14 @@
 """Ranks of a group whose others do not exist: what each would hold, without a process for each."""
 
 import math
+from collections.abc import Sequence
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+from torch.distributed.tensor.placement_types import Placement
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 
@@ -14,6 +16,17 @@ def rows_of(rank: int, world_size: int, count: int) -> tuple[int, int]:
     """The rows that torch.chunk, and so FSDP2, gives to a rank: first and behind the last."""
     each = -(-count // world_size)
     return min(rank * each, count), min((rank + 1) * each, count)
+
+
+def local_of(
+    whole: torch.Tensor, placements: Sequence[Placement], shape: Sequence[int], at: Sequence[int]
+) -> torch.Tensor:
+    """What torch gives of a tensor to the rank at coordinate `at` of a mesh."""
+    for placement, ranks, number in zip(placements, shape, at, strict=True):
+        if not placement.is_replicate() and placement.dim < whole.ndim:
+            pieces, _ = placement._split_tensor(whole, ranks, with_padding=False)
+            whole = pieces[number]
+    return whole
 
 
 class FakeRank:

@@ -22,6 +22,7 @@ import torch
 from cairn.checkpoint.layout import FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
+from cairn.checkpoint.rows import RowTargets
 from cairn.checkpoint.shares import Stored, local_values, share_of
 from cairn.checkpoint.tensors import plan_tensors
 from cairn.run.signals import stop_signals_blocked
@@ -60,7 +61,7 @@ class Arena:
             files += [_inside(file, prefix, stem) for file in own]
             if index is not None:
                 self.indices[f"{stem}.safetensors.index.json"] = index
-            for name, tensor in named.items():
+            for name, tensor in RowTargets(named).tensors.items():
                 share = share_of(name, tensor, rank)
                 if share.owned and share.ranges:
                     held[f"{stem}:{name}"] = share.byte_ranges()

@@ -158,6 +158,28 @@ def ranges_of(
     Raises:
         NotImplementedError: a placement is not one of sharding and replicating.
     """
+    return _flatten(shape, _kept(shape, placements, mesh_shape, at))
+
+
+def count_ranges(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
+) -> tuple[int, int]:
+    """How many ranges the first rank of a mesh, which holds most, has, and of how many values in all.
+
+    Raises:
+        NotImplementedError: a placement is not one of sharding and replicating.
+    """
+    kept = _kept(shape, placements, mesh_shape, [0] * len(mesh_shape))
+    lengths = [sum(count for _, count in runs) for runs in kept]
+    last = _last_cut(shape, kept)
+    ranges = 1 if last is None else math.prod(lengths[:last]) * len(kept[last])
+    return ranges, math.prod(lengths)
+
+
+def _kept(
+    shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], at: Sequence[int]
+) -> list[list[Range]]:
+    """What a rank holds of each dimension."""
     kept = [[(0, length)] for length in shape]
     for placement, ranks, number in zip(placements, mesh_shape, at, strict=True):
         if isinstance(placement, _StridedShard):  # FSDP2 over tensor parallelism on the same dimension
@@ -171,7 +193,7 @@ def ranges_of(
                 f"tensors placed as {tuple(placements)}: only shards and replicas are known"
             )
         kept[dim] = _cut(kept[dim], pieces, ranks, number)
-    return _flatten(shape, kept)
+    return kept
 
 
 def _cut(runs: list[Range], pieces: int, ranks: int, number: int) -> list[Range]:
@@ -201,10 +223,9 @@ def _flatten(shape: Sequence[int], kept: list[list[Range]]) -> list[Range]:
     """The ranges of the whole that the given runs of each dimension make up together."""
     if not all(kept) or not math.prod(shape):
         return []
-    cut = [dim for dim, length in enumerate(shape) if kept[dim] != [(0, length)]]
-    if not cut:
+    last = _last_cut(shape, kept)
+    if last is None:
         return [(0, math.prod(shape))]
-    last = cut[-1]
     bases = [0]
     for dim in range(last):
         stride = math.prod(shape[dim + 1 :])
@@ -212,6 +233,11 @@ def _flatten(shape: Sequence[int], kept: list[list[Range]]) -> list[Range]:
         bases = [base + stride * number for base in bases for number in numbers]
     inner = math.prod(shape[last + 1 :])
     return [(base + first * inner, count * inner) for base in bases for first, count in kept[last]]
+
+
+def _last_cut(shape: Sequence[int], kept: list[list[Range]]) -> int | None:
+    """The last dimension of which the rank does not hold all."""
+    return next((dim for dim in reversed(range(len(shape))) if kept[dim] != [(0, shape[dim])]), None)
 
 
 def _count_before(ranges: Sequence[Range], item: int) -> int:

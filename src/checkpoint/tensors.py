@@ -33,6 +33,7 @@ from cairn.checkpoint.manifest import (
     load_manifest,
 )
 from cairn.checkpoint.reader import Piece, as_bytes, read_pieces
+from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Stored, share_of
 
 
@@ -59,6 +60,7 @@ def write_tensors(
     not depend on the number of ranks. Nothing is fsynced: it is for weights in transit, not for checkpoints.
     Files of these names that are there already are written over, which is faster than making new ones.
     """
+    tensors = in_rows(tensors)
     files, index = plan_tensors(tensors, stem, max_file_bytes)
     if rank == 0:
         for file in files:
@@ -101,7 +103,10 @@ def read_tensors(
         CheckpointError: a tensor is missing or has another shape.
         Damaged: a file is damaged.
     """
-    return _read_all([_find(folder, targets, stem)], rank)
+    rows = RowTargets(targets)
+    seen = _read_all([_find(folder, rows.tensors, stem)], rank)
+    rows.finish()
+    return seen
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
@@ -180,10 +185,11 @@ def load_step(
         Damaged: a tensor file is not as it was written; the tensors then hold what was read.
     """
     manifest = load_manifest(folder)
+    rows = {stem: RowTargets(targets) for stem, targets in tensors.items()}
     seen: dict[str, FileChecksum] = {}
     problem: CheckpointError | None = None
     try:
-        seen = _load_files(folder, manifest, tensors, rank)
+        seen = _load_files(folder, manifest, {stem: own.tensors for stem, own in rows.items()}, rank)
     except CheckpointError as error:
         problem = error
     merged: dict[str, FileChecksum] = {}
@@ -201,6 +207,8 @@ def load_step(
     except CheckpointError:  # a damaged header may name other tensors than those that are there
         check_content(folder, {name: e for name, e in manifest.files.items() if holds_tensors(name)})
         raise
+    for own in rows.values():
+        own.finish()
     return manifest
 
 

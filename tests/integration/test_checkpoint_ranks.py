@@ -1,4 +1,6 @@
-"""Checkpoints of real ranks: FSDP2 over gloo, one, two and three processes, saving and loading each other's.
+"""Checkpoints of real ranks: FSDP2 over gloo, one to four processes, saving and loading each other's.
+
+On four the mesh has two dimensions: HSDP, which keeps each shard twice, and FSDP2 over tensor parallelism.
 
 The processes are started once and go through all of it; the tests look at what they left.
 """
@@ -15,11 +17,14 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing
+from fake_ranks import local_of
 from runs import ABOUT, flip
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from torch.distributed.tensor.placement_types import Placement
 
 from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
@@ -30,7 +35,8 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step
 from cairn.run import faults
 
-WORLDS = (1, 2, 3)
+WORLDS = {1: (1, False), 2: (2, False), 3: (3, False), "hsdp": (4, False), "tensor parallel": (4, True)}
+"""Ways to lay a model out: how many ranks, and whether some of it is cut by tensor parallelism."""
 FILE_BYTES = 2_000_000
 CUT = ("experts", "joined")
 HALVES = ((0, "gate"), (1, "up"))
@@ -52,6 +58,8 @@ class Net(torch.nn.Module):
         self.frozen = torch.nn.Linear(4, 4).requires_grad_(False)
         self.head = torch.nn.Linear(5, 7, bias=False)
         self.head.weight = self.embed.weight
+        self.wide = torch.nn.Linear(6, 14)
+        self.deep = torch.nn.Linear(14, 6)
         self.empty = torch.nn.Parameter(torch.zeros(0, 4))
         self.experts = torch.nn.Parameter(torch.zeros(5, 6, 7))
         self.joined = torch.nn.Parameter(torch.zeros(10, 4))
@@ -71,6 +79,19 @@ PLACES = {
 """Tensors in files that are sections of one in memory; those of `joined` lie on several ranks."""
 
 
+COLUMNS, ROWS, COPIES = Shard(1), Shard(0), Replicate()
+PLACED: dict[str, tuple[tuple[int, ...], list[Placement], list[Placement]]] = {
+    "columns": ((9, 700), [COLUMNS], [COPIES, COLUMNS]),
+    "blocks": ((13, 7), [ROWS], [ROWS, COLUMNS]),
+    "narrow": ((2000, 12), [COLUMNS], [COLUMNS, COLUMNS]),
+    "both": ((2, 50, 30), [Shard(2)], [COLUMNS, Shard(2)]),
+}
+"""Tensors of other placements: shape, and placements on a mesh of one dimension and of two.
+
+Those of `narrow` are so many short ranges that ranks exchange them.
+"""
+
+
 def value_of(kind: str, name: str, like: torch.Tensor, step: int) -> torch.Tensor:
     """What the whole tensor of that name is at that step: any bytes that are numbers."""
     generator = torch.Generator().manual_seed(zlib.crc32(f"{kind}:{name}:{step}".encode()))
@@ -79,16 +100,16 @@ def value_of(kind: str, name: str, like: torch.Tensor, step: int) -> torch.Tenso
 
 
 def share(whole: torch.Tensor, tensor: Stored) -> torch.Tensor:
-    """What this rank holds of it, cut as FSDP2 says that it cuts: torch.chunk on dimension 0."""
+    """What this rank holds of it, cut as torch cuts tensors that are placed like it."""
     if isinstance(tensor, Section):
         numbers = torch.full(tensor.tensor.shape, -1).flatten()
         numbers[tensor.first : tensor.first + tensor.numel()] = torch.arange(tensor.numel())
         mine = share(numbers.view(tensor.tensor.shape), tensor.tensor).flatten()
         return whole.flatten()[mine[mine >= 0]]
-    if not isinstance(tensor, DTensor) or Shard(0) not in tensor.placements:
+    if not isinstance(tensor, DTensor):
         return whole
-    chunks = whole.chunk(dist.get_world_size()) if len(whole) else []
-    return chunks[dist.get_rank()] if dist.get_rank() < len(chunks) else whole[:0]
+    mesh = tensor.device_mesh
+    return local_of(whole, tensor.placements, tuple(mesh.shape), tuple(mesh.get_coordinate() or ()))
 
 
 def local(tensor: Stored) -> torch.Tensor:
@@ -96,14 +117,20 @@ def local(tensor: Stored) -> torch.Tensor:
         return local_values(tensor).detach()
 
 
-def build() -> Tensors:
-    """The sharded model's weights and an AdamW's state."""
+def build(way: int | str) -> Tensors:
+    """The sharded model's weights and an AdamW's state, laid out in one of `WORLDS`."""
     torch.manual_seed(dist.get_rank())
-    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    ranks, tensor_parallel = WORLDS[way]
+    shape = (2, 2) if ranks == 4 else (ranks,)
+    mesh = init_device_mesh("cpu", shape, mesh_dim_names=("outer", "inner")[: len(shape)])
     model = Net()
-    for layer in (model.large, model.brief, model.frozen):
-        fully_shard(layer, mesh=mesh)
-    fully_shard(model, mesh=mesh)
+    if tensor_parallel:
+        plan = {"wide": ColwiseParallel(), "deep": RowwiseParallel()}
+        parallelize_module(model, mesh["inner"], plan)
+    sharded = mesh["outer"] if tensor_parallel else mesh
+    for layer in (model.large, model.brief, model.frozen, model.wide, model.deep):
+        fully_shard(layer, mesh=sharded)
+    fully_shard(model, mesh=sharded)
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(parameters)
     for parameter in parameters:
@@ -114,7 +141,10 @@ def build() -> Tensors:
         for name, parameter in model.named_parameters()
         for key, value in sorted(optimizer.state.get(parameter, {}).items())
     }
-    states["everywhere"] = distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()])
+    states["everywhere"] = distribute_tensor(torch.zeros(3, 4), mesh, [Replicate()] * mesh.ndim)
+    for name, whole in PLACED.items():
+        placements = whole[2 if ranks == 4 else 1]
+        states[name] = distribute_tensor(torch.zeros(whole[0]), mesh, placements)
     own = tensors_in_memory(model)
     whole = {name: Place(name, 0, tuple(t.shape)) for name, t in own.items() if name not in CUT}
     return {"model/model": at_places(own, whole | PLACES), "trainer/optimizer": states}
@@ -149,19 +179,23 @@ def make_saver(root: Path, **options) -> Saver:
     return Saver(CheckpointStore(root), rank=rank, world_size=world_size, **options)
 
 
-def save(root: Path) -> None:
-    """Steps 1 and 2, while the state changes."""
-    saver, tensors = make_saver(root / f"world_{dist.get_world_size()}"), build()
-    for step in (1, 2):
-        fill(tensors, step)
-        saver.save(
-            step, tensors, {"model/config.json": b"{}"}, {**ABOUT, "world_size": dist.get_world_size()}
-        )
-        saver.before_update()
-        fill(tensors, 99)
-    saver.finish()
-    assert [saved.step for saved in saver.check()] == [1, 2]
-    saver.close()
+def save(way: int | str) -> Callable[[Path], None]:
+    """Saves steps 1 and 2, while the state changes."""
+
+    def saving(root: Path) -> None:
+        saver, tensors = make_saver(root / f"world_{way}"), build(way)
+        for step in (1, 2):
+            fill(tensors, step)
+            saver.save(
+                step, tensors, {"model/config.json": b"{}"}, {**ABOUT, "world_size": dist.get_world_size()}
+            )
+            saver.before_update()
+            fill(tensors, 99)
+        saver.finish()
+        assert [saved.step for saved in saver.check()] == [1, 2]
+        saver.close()
+
+    return saving
 
 
 def bytes_read() -> int:
@@ -169,11 +203,11 @@ def bytes_read() -> int:
     return int(Path("/proc/self/io").read_text().split()[1])
 
 
-def load(source: int) -> Callable[[Path], None]:
-    """Loads both steps that `source` ranks saved."""
+def load(way: int | str, source: int | str) -> Callable[[Path], None]:
+    """Loads both steps that were saved in the way `source`."""
 
     def loading(root: Path) -> None:
-        tensors = build()
+        tensors = build(way)
         for step in (1, 2):
             fill(tensors, 99)
             folder = root / f"world_{source}" / f"step_{step}"
@@ -181,20 +215,24 @@ def load(source: int) -> Callable[[Path], None]:
             manifest = load_step(folder, tensors, rank=dist.get_rank(), gather=gather)
             together = sum(gather(bytes_read() - before))
             size = sum(path.stat().st_size for path in folder.rglob("*.safetensors"))
-            assert 0 <= together - size < 300_000 * dist.get_world_size(), "each byte is read by one rank"
-            assert (manifest.step, manifest.world_size) == (step, source)
+            copies = 2 if WORLDS[way][0] == 4 else 1
+            assert size <= together < copies * size + 300_000 * dist.get_world_size(), (
+                "as often as it is held"
+            )
+            assert (manifest.step, manifest.world_size) == (step, WORLDS[source][0])
             assert_filled(tensors, step)
 
     return loading
 
 
-LOADS = {source: load(source) for source in WORLDS}
+SAVES = {way: save(way) for way in WORLDS}
+LOADS = {(way, source): load(way, source) for way in WORLDS for source in WORLDS}
 
 
 def load_damaged(root: Path) -> None:
     """Every rank hears of a damaged byte, whichever of them reads it."""
     folder = root / "world_2" / "step_2"
-    tensors = build()
+    tensors = build(2)
     for path in sorted(folder.rglob("*.safetensors")):
         for offset in (0, 30, 4096, path.stat().st_size // 2, path.stat().st_size - 1):
             dist.barrier()
@@ -214,7 +252,7 @@ def fail_on_one_rank(root: Path) -> None:
     """A rank whose disk fails: an error there and, after the timeout, on the rank that commits."""
     if dist.get_rank() == 1:
         os.environ["CAIRN_FAULT"] = "save.before_part:EIO"
-    saver, tensors = make_saver(root / "failed", part_timeout=3.0), build()
+    saver, tensors = make_saver(root / "failed", part_timeout=3.0), build(3)
     saver.prepare(tensors)  # which starts the writer
     os.environ.pop("CAIRN_FAULT", None)
     saver.save(1, tensors, {}, {**ABOUT, "world_size": dist.get_world_size()})
@@ -228,7 +266,7 @@ def fail_on_one_rank(root: Path) -> None:
 
 def begin_late(root: Path) -> None:
     """Ranks that are ahead of rank 0 wait until it has made the folders, and keep what they write."""
-    saver, tensors = make_saver(root / "late"), build()
+    saver, tensors = make_saver(root / "late"), build(3)
     fill(tensors, 1)
     for rank in (2, 1, 0):
         if dist.get_rank() == rank:
@@ -239,8 +277,8 @@ def begin_late(root: Path) -> None:
 
 
 PLAN: list[tuple[int, Callable[[Path], None]]] = [
-    *((world, save) for world in WORLDS),
-    *((world, LOADS[source]) for world in WORLDS for source in WORLDS),
+    *((WORLDS[way][0], part) for way, part in SAVES.items()),
+    *((WORLDS[way][0], part) for (way, _), part in LOADS.items()),
     (2, load_damaged),
     (3, begin_late),
     (3, fail_on_one_rank),
@@ -274,7 +312,7 @@ def main(rank: int, root: Path) -> None:
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three processes left that went through the plan."""
     root = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(main, args=(root,), nprocs=max(WORLDS))
+    torch.multiprocessing.spawn(main, args=(root,), nprocs=max(ranks for ranks, _ in WORLDS.values()))
     return root
 
 
@@ -286,18 +324,18 @@ def outcome_of(left: Path, part: Callable, world_size: int) -> None:
         assert problem is None, f"rank {rank}: {problem}"
 
 
-def manifest_of(left: Path, world_size: int, step: int) -> Manifest:
-    return verify(left / f"world_{world_size}" / f"step_{step}")
+def manifest_of(left: Path, way: int | str, step: int) -> Manifest:
+    return verify(left / f"world_{way}" / f"step_{step}")
 
 
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_ranks_save_together(left: Path, world_size: int):
+@pytest.mark.parametrize("way", WORLDS)
+def test_ranks_save_together(left: Path, way: int | str):
     """Both steps are whole, and hold what the state was before the update."""
-    outcome_of(left, save, world_size)
+    outcome_of(left, SAVES[way], WORLDS[way][0])
     for step in (1, 2):
-        folder = left / f"world_{world_size}" / f"step_{step}"
-        manifest = manifest_of(left, world_size, step)
-        assert manifest.world_size == world_size
+        folder = left / f"world_{way}" / f"step_{step}"
+        manifest = manifest_of(left, way, step)
+        assert manifest.world_size == WORLDS[way][0]
         assert "model/model.safetensors.index.json" in manifest.files, "it is more than one file"
         for kind in ("model/model", "trainer/optimizer"):
             where, _, stem = kind.rpartition("/")
@@ -309,17 +347,17 @@ def test_ranks_save_together(left: Path, world_size: int):
                 assert torch.equal(tensor, value_of(kind, name, tensor, step)), name
 
 
-@pytest.mark.parametrize("world_size", WORLDS[1:])
+@pytest.mark.parametrize("way", list(WORLDS)[1:])
 @pytest.mark.parametrize("step", [1, 2])
-def test_the_bytes_do_not_depend_on_the_number_of_ranks(left: Path, world_size: int, step: int):
+def test_the_bytes_do_not_depend_on_the_ranks(left: Path, way: int | str, step: int):
     """All files are those of one rank, byte by byte, and so are all checksums in the manifest."""
-    one, many = (left / f"world_{n}" / f"step_{step}" for n in (1, world_size))
+    one, many = (left / f"world_{n}" / f"step_{step}" for n in (1, way))
     names = sorted(path.relative_to(one) for path in one.rglob("*") if path.is_file())
     assert sorted(path.relative_to(many) for path in many.rglob("*") if path.is_file()) == names
     for name in names:
         if name.name != "manifest.json":
             assert (one / name).read_bytes() == (many / name).read_bytes(), name
-    assert manifest_of(left, 1, step).files == manifest_of(left, world_size, step).files
+    assert manifest_of(left, 1, step).files == manifest_of(left, way, step).files
 
 
 def test_what_is_tied_or_empty_stands_once(left: Path):
@@ -340,10 +378,10 @@ def test_what_is_tied_or_empty_stands_once(left: Path):
 
 
 @pytest.mark.parametrize("source", WORLDS)
-@pytest.mark.parametrize("world_size", WORLDS)
-def test_any_number_of_ranks_loads_what_any_number_saved(left: Path, source: int, world_size: int):
+@pytest.mark.parametrize("way", WORLDS)
+def test_any_ranks_load_what_any_others_saved(left: Path, way: int | str, source: int | str):
     """Each rank has its shards, bit by bit, and together they have checked every byte."""
-    outcome_of(left, LOADS[source], world_size)
+    outcome_of(left, LOADS[way, source], WORLDS[way][0])
 
 
 def test_damage_is_heard_of_on_every_rank(left: Path):

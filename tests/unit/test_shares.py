@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_ranks import FakeRank
+from fake_ranks import FakeRank, local_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.device_mesh import DeviceMesh
@@ -29,15 +29,6 @@ PLACED = {
     "columns of copies of rows": ((2, 2, 2), (COPIES, ROWS, COLUMNS)),
 }
 """Meshes, and what FSDP2, HSDP and tensor parallelism make of them."""
-
-
-def local_of(whole: torch.Tensor, placements: tuple[Placement, ...], shape: tuple[int, ...], at: tuple):
-    """What torch itself gives to the rank at that coordinate."""
-    for placement, ranks, number in zip(placements, shape, at, strict=True):
-        if not placement.is_replicate() and placement.dim < whole.ndim:
-            pieces, _ = placement._split_tensor(whole, ranks, with_padding=False)
-            whole = pieces[number]
-    return whole
 
 
 @st.composite
