@@ -1,12 +1,14 @@
 """A checkpoint in memory: tensors that were compared with their checksums, and the state of the roles."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.layout import StoredTensor, find_tensors
+from cairn.checkpoint.formats import FORMATS
+from cairn.checkpoint.layout import StoredTensor
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
-from cairn.checkpoint.step import OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
+from cairn.checkpoint.step import MODEL, OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
 from cairn.checkpoint.store import verify
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
@@ -36,7 +38,7 @@ class Checkpoint:
         """The model's weights by the names that its files give them, which are the hub's."""
         folder = StepFolder(self.folder).model
         try:
-            return _read(find_tensors(folder, "model"))
+            return _read(FORMATS["hf"].read(folder).tensors[MODEL])
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder}: {error.strerror}") from None
 
@@ -89,7 +91,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, verify(folder))
 
 
-def _read(stored: dict[str, StoredTensor]) -> "dict[str, torch.Tensor]":
+def _read(stored: Mapping[str, StoredTensor]) -> "dict[str, torch.Tensor]":
     from cairn.checkpoint.tensors import read_tensor
 
     return {name: read_tensor(tensor) for name, tensor in stored.items()}

@@ -3,8 +3,9 @@
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.step import OrchestratorRecord, StepFolder, TrainerRecord
+from cairn.checkpoint.step import MODEL, OrchestratorRecord, StepFolder, TrainerRecord
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
@@ -47,10 +48,9 @@ def _changes(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]
 
 def _tensor_changes(a: Path, b: Path) -> dict[str, Any]:
     """For each weight in both: the largest change of a value, and the change's norm over the weight's."""
-    from cairn.checkpoint.layout import find_tensors
     from cairn.checkpoint.tensors import read_tensor
 
-    in_a, in_b = (find_tensors(StepFolder(step).model, "model") for step in (a, b))
+    in_a, in_b = (FORMATS["hf"].read(StepFolder(step).model).tensors[MODEL] for step in (a, b))
     rows, other_shape = [], []
     for name in sorted(in_a.keys() & in_b.keys()):
         if in_a[name].spec.shape != in_b[name].spec.shape:

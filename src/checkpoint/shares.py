@@ -19,7 +19,7 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage] # FSDP2 makes it, and it has no public name
 )
 
-from cairn.checkpoint.names import Place
+from cairn.checkpoint.formats.hub import Place
 
 Range = tuple[int, int]
 """The first of some values that follow each other, and how many they are."""
@@ -28,7 +28,7 @@ Range = tuple[int, int]
 class Section:
     """`shape` values of a tensor from item `first` on, contiguous in it; stands for a tensor of its own.
 
-    Such are the experts of a layer that is one tensor in memory and many in a file (`checkpoint.names`).
+    Such are the experts of a layer that is one tensor in memory and many in files (`checkpoint.formats.hub`).
     """
 
     def __init__(self, tensor: torch.Tensor, first: int, shape: tuple[int, ...]):

@@ -7,7 +7,9 @@ import shutil
 import tempfile
 from pathlib import Path
 
+from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import load_manifest
 from cairn.config.model import ModelConfig
 from cairn.run.errors import UsageError
@@ -26,13 +28,13 @@ def resolve_model(config: ModelConfig) -> str:
     path = Path(config.name)
     if not path.is_dir():
         return _fetch(config.name)
-    if (path / "model").is_dir():
+    if StepFolder(path).model.is_dir():
         try:
             load_manifest(path)
         except CheckpointError as error:
             raise UsageError(f"--model.name {config.name}: {error}") from None
-        path = path / "model"
-    if not (path / "config.json").exists():
+        path = StepFolder(path).model
+    if format_of(path) is None:
         raise UsageError(
             f"--model.name {config.name}: no config.json in it, so it is not a Hugging Face model"
         )
@@ -95,7 +97,7 @@ def _create(source: Path, seed: int) -> Path:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from cairn.checkpoint.names import layout_of, tensors_in_memory
+    from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
     from cairn.checkpoint.shares import at_places
     from cairn.checkpoint.tensors import write_tensors
     from cairn.run.seeds import derive

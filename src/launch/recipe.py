@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTDataConfig
@@ -143,7 +144,7 @@ def check_model(name: str, start: Start) -> None:
     """
     assert start.folder is not None
     folders = Path(name), StepFolder(name).model
-    own = next((folder for folder in folders if (folder / "config.json").exists()), None)
+    own = next((folder for folder in folders if format_of(folder)), None)
     saved = StepFolder(start.folder).model
     if own is None:
         return

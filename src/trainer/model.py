@@ -13,9 +13,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
-from cairn.checkpoint.layout import find_tensors
-from cairn.checkpoint.names import layout_of, tensors_in_memory
+from cairn.checkpoint.formats import FORMATS
+from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.shares import Stored, at_places
+from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
 
 logger = logging.getLogger(__name__)
@@ -85,7 +86,7 @@ def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
         FileNotFoundError: there are no files.
         Damaged: a file is damaged.
     """
-    layout, stored = layout_of(model), find_tensors(folder, "model").keys()
+    layout, stored = layout_of(model), FORMATS["hf"].read(folder).tensors[MODEL].keys()
     places = layout.find(stored)
     if left_out := sorted(stored - places.keys() - layout.tied.keys()):
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""

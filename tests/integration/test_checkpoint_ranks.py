@@ -27,8 +27,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 from cairn.checkpoint.arena import SaveFailed
+from cairn.checkpoint.formats.hub import Place, tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.names import Place, tensors_in_memory
 from cairn.checkpoint.saver import Saver
 from cairn.checkpoint.shares import Section, Stored, at_places, local_values
 from cairn.checkpoint.store import CheckpointStore, verify

@@ -16,7 +16,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from cairn.checkpoint.names import tensors_in_memory
+from cairn.checkpoint.formats.hub import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling

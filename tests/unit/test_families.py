@@ -21,7 +21,7 @@ from safetensors.torch import load_file
 from tiny import VOCABULARY
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from cairn.checkpoint.names import layout_of, tensors_in_memory
+from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.trainer import SFTConfig

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.formats.hub import LayoutUnknown, hub_layout, tensors_in_memory
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.names import LayoutUnknown, hub_layout, tensors_in_memory
 from cairn.checkpoint.shares import at_places
 from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.model import ModelConfig
