@@ -454,7 +454,7 @@ class CairnSystem:
     def __init__(self, name: str, training: Training, root: Path):
         import torch.distributed as dist
 
-        from cairn.checkpoint.saver import Saver
+        from cairn.checkpoint.saver import Saver, SavingRank
         from cairn.checkpoint.store import CheckpointStore
 
         self.training = training
@@ -462,9 +462,7 @@ class CairnSystem:
         self.store = CheckpointStore(root)
         self.saver = Saver(
             self.store,
-            rank=self.rank,
-            world_size=dist.get_world_size(),
-            session="benchmark",
+            SavingRank(self.rank, dist.get_world_size(), "benchmark"),
             after_commit=lambda step: self.store.delete(step - 1) if step > 1 else None,
         )
         self.before_update = self.saver.before_update
@@ -651,7 +649,7 @@ def measure_scale(steps: int) -> dict[str, float]:
     from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
     from cairn.checkpoint.layout import TensorSpec, plan, plan_rank
     from cairn.checkpoint.manifest import FileEntry, Manifest, parse
-    from cairn.checkpoint.parts import part_content, read_part
+    from cairn.checkpoint.receipts import make_receipt, read_receipt
     from cairn.checkpoint.retention import Step, read_steps, reasons_to_keep
     from cairn.checkpoint.store import CheckpointStore
     from cairn.config.ckpt import CkptConfig
@@ -704,11 +702,11 @@ def measure_scale(steps: int) -> dict[str, float]:
         file.name: FileChecksum(file.size, dict.fromkeys(range(file.size // CHUNK_BYTES), 1))
         for file in files
     }
-    part = json.dumps(part_content("scale", own))
+    part = json.dumps(make_receipt("scale", own))
     merged = {file.name: FileChecksum(file.size) for file in files}
     with timed("add up the parts of 64 ranks"):
         for _ in range(64):
-            for name, checksum in read_part(json.loads(part)).items():
+            for name, checksum in read_receipt(json.loads(part)).items():
                 merged[name].merge(checksum)
     with timed(f"write a manifest of {tensors} tensors"):
         entries = {file.name: FileEntry.of(file.size, [0] * -(-file.size // CHUNK_BYTES)) for file in files}

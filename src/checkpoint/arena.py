@@ -127,12 +127,10 @@ class Arena:
                 source = as_bytes(local_values(tensors[stem][name]))
                 self._sources += [(start, source[begin:end]) for start, begin, end in places]
 
-    def begin(self, folder: Path, part_file: Path, attempt: str, read_back: bool) -> None:
+    def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save comes."""
         self._ready.join()
-        self._send(
-            {"save": str(folder), "part_file": str(part_file), "attempt": attempt, "read_back": read_back}
-        )
+        self._send({"save": str(folder), "receipt": str(receipt), "attempt": attempt, "read_back": read_back})
 
     def copy(self) -> None:
         """Copy all values in the order in which they are written, and keep the writer informed."""

@@ -32,6 +32,31 @@ class Saved:
     durable_seconds: float
 
 
+@dataclass(frozen=True)
+class SavingRank:
+    """One of the ranks that save together.
+
+    session: names this start of all ranks; what an earlier one left behind is not taken for theirs.
+    """
+
+    rank: int
+    world_size: int
+    session: str
+
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How to save.
+
+    part_timeout: seconds to wait for another rank's or role's part. read_back: read what was written again
+    from the disk, and compare, before it counts. max_file_bytes: tensors of more go to several files.
+    """
+
+    part_timeout: float = 300.0
+    read_back: bool = False
+    max_file_bytes: int = MAX_FILE_BYTES
+
+
 class Saver:
     """Saves one rank's part of checkpoints; rank 0 also commits them.
 
@@ -39,10 +64,8 @@ class Saver:
     `check` once a step, `finish` at the end.
 
     Args:
-        session: names this start of all ranks; what an earlier one left behind is not taken for theirs.
+        rank: whose part it is.
         roles: other roles whose parts belong to a checkpoint, such as orchestrator, and the id they carry.
-        part_timeout: seconds to wait for another rank's or role's part.
-        read_back: read what was written again from the disk, and compare, before it counts.
         before_commit: called by rank 0 in the background when all but the manifest is durable.
         after_commit: called by rank 0 in the background after each commit, as for retention.
     """
@@ -50,28 +73,21 @@ class Saver:
     def __init__(
         self,
         store: CheckpointStore,
+        rank: SavingRank,
         *,
-        rank: int,
-        world_size: int,
-        session: str,
         roles: Mapping[str, str] | None = None,
-        part_timeout: float = 300.0,
-        read_back: bool = False,
-        max_file_bytes: int = MAX_FILE_BYTES,
+        how: SaveOptions = SaveOptions(),  # noqa: B008 # it is frozen
         before_commit: Callable[[], None] = lambda: None,
         after_commit: Callable[[int], None] = lambda step: None,
     ):
         self.store = store
-        self.rank = rank
-        self.session = session
+        self.rank, self.session = rank.rank, rank.session
         self.parts = {
-            "files": session,
-            **{f"trainer{r}": session for r in range(world_size)},
+            "files": rank.session,
+            **{f"trainer{number}": rank.session for number in range(rank.world_size)},
             **(roles or {}),
         }
-        self.part_timeout = part_timeout
-        self.read_back = read_back
-        self.max_file_bytes = max_file_bytes
+        self.how = how
         self.before_commit = before_commit
         self.after_commit = after_commit
         self._arena: Arena | None = None
@@ -88,7 +104,7 @@ class Saver:
         if self._arena is None or self._arena.broken or not self._arena.fits(tensors):
             self.finish()
             self.close()
-            self._arena = Arena(tensors, self.rank, self.max_file_bytes)
+            self._arena = Arena(tensors, self.rank, self.how.max_file_bytes)
 
     def save(self, step: int, tensors: Tensors, files: Mapping[str, bytes], about: dict[str, Any]) -> None:
         """Begin to save `step`; the tensors must not change until `before_update` has returned.
@@ -186,32 +202,32 @@ class Saver:
     ) -> None:
         """The background half of a save."""
         try:
-            part_file = self.store.part_file(step, f"trainer{self.rank}")
+            receipt = self.store.receipt_file(step, f"trainer{self.rank}")
             try:
                 if self.rank == 0:
                     fault_point("save.begin")
                     self.store.begin(step, folders, self.session)
                 else:
                     self.store.wait_for_begin(
-                        step, self.session, timeout=self.part_timeout, on_poll=self._check_wanted
+                        step, self.session, timeout=self.how.part_timeout, on_poll=self._check_wanted
                     )
-                arena.begin(self.store.folder(step), part_file, self.session, self.read_back)
+                arena.begin(self.store.folder(step), receipt, self.session, self.how.read_back)
                 fault_point("save.copy")
                 arena.copy()
             finally:
                 self._copied.set()
             if self.rank == 0:
                 small = {**files, **arena.indices}
-                self.store.write_part(step, "files", small, self.session, read_back=self.read_back)
+                self.store.write_part(step, "files", small, self.session, read_back=self.how.read_back)
             arena.end()
             if self.rank == 0:
                 self.before_commit()
                 self.store.commit(
                     step,
                     self.parts,
-                    timeout=self.part_timeout,
+                    timeout=self.how.part_timeout,
                     about=about,
-                    read_back=self.read_back,
+                    read_back=self.how.read_back,
                     on_poll=self._check_wanted,
                 )
             self._done.append(Saved(step, self._stall, time.monotonic() - started))

@@ -24,7 +24,7 @@ from cairn.checkpoint.manifest import (
     check_files,
     load_manifest,
 )
-from cairn.checkpoint.parts import part_content, read_part
+from cairn.checkpoint.receipts import make_receipt, read_receipt
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import check_written, make_folders, naming, read_note, sync, write_atomic, write_json
@@ -146,8 +146,8 @@ class CheckpointStore:
             setting="--ckpt.part-timeout",
         )
 
-    def part_file(self, step: int, part: str) -> Path:
-        """Where a part says that it is complete, until the step is committed."""
+    def receipt_file(self, step: int, part: str) -> Path:
+        """Where the writer of a part leaves its receipt, until the step is committed."""
         return self.folder(step) / f".{part}.part.json"
 
     def write_part(
@@ -168,7 +168,7 @@ class CheckpointStore:
         if read_back:
             for name, content in files.items():
                 check_written(folder / name, content)
-        write_json(self.part_file(step, part), part_content(attempt, checksums), durable=True)
+        write_json(self.receipt_file(step, part), make_receipt(attempt, checksums), durable=True)
 
     def commit(
         self,
@@ -200,7 +200,7 @@ class CheckpointStore:
                 whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",
             )
-            for name, checksum in read_part(content).items():
+            for name, checksum in read_receipt(content).items():
                 checksums.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
         fault_point("commit.before_manifest")
         manifest = Manifest(
@@ -280,7 +280,7 @@ class CheckpointStore:
         return arrived or self.exists(step)  # in this order: a commit takes part files away once it is done
 
     def _arrived(self, step: int, part: str, attempt: str) -> dict[str, Any] | None:
-        return _note_of(attempt, self.part_file(step, part))
+        return _note_of(attempt, self.receipt_file(step, part))
 
     def delete(self, step: int) -> None:
         """Delete a step: first its manifest, with which it ceases to exist, then the rest.

@@ -2,7 +2,7 @@
 
 It shares an arena of memory with the trainer, which copies its state there while it goes on training. This
 process follows the copy, checksums the bytes and writes them past the page cache where the file system allows
-that, makes them durable, and writes the rank's part file last. It imports no torch.
+that, makes them durable, and writes the rank's receipt last. It imports no torch.
 
 Commands come as JSON lines on standard input: `plan` once, then for each save `save`, followed by `copied`
 lines that say how far the copy has come. Each save is answered by one JSON line: {"done": seconds} or
@@ -27,7 +27,7 @@ from awscrt.checksums import crc64nvme
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
-from cairn.checkpoint.parts import part_content
+from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise
 from cairn.run.lifetime import die_with
@@ -50,13 +50,13 @@ class ArenaWriter:
     def save(
         self,
         folder: Path,
-        part_file: Path,
+        receipt: Path,
         attempt: str,
         wait_for_copy: Callable[[int], None],
         *,
         read_back: bool = False,
     ) -> None:
-        """Write all extents below `folder`, make them durable, then write the part file.
+        """Write all extents below `folder`, make them durable, then write the receipt, the file of that name.
 
         Args:
             wait_for_copy: returns when the arena is filled up to the given position.
@@ -84,7 +84,7 @@ class ArenaWriter:
                 if extents and _read_back(folder / name, extents, size).crcs != checksums[name].crcs:
                     raise written_otherwise(folder / name)
         fault_point("save.before_part")
-        write_json(part_file, part_content(attempt, checksums), durable=True)
+        write_json(receipt, make_receipt(attempt, checksums), durable=True)
 
     def _write_file(
         self,
@@ -228,7 +228,7 @@ def main() -> None:
         try:
             writer.save(
                 Path(command["save"]),
-                Path(command["part_file"]),
+                Path(command["receipt"]),
                 command["attempt"],
                 commands.wait_for_copy,
                 read_back=command["read_back"],

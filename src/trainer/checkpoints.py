@@ -14,7 +14,7 @@ from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.manifest import Origin
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import Saved, Saver
+from cairn.checkpoint.saver import Saved, SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -143,12 +143,9 @@ class TrainerCheckpoints:
 
         self._saver = Saver(
             self.store,
-            rank=group.rank,
-            world_size=group.world_size,
-            session=group.gather_objects(secrets.token_hex(8))[0],
+            SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
             roles={part: self.attempt.id for part in self._others},
-            part_timeout=ckpt.part_timeout,
-            read_back=ckpt.verify == "save",
+            how=SaveOptions(part_timeout=ckpt.part_timeout, read_back=ckpt.verify == "save"),
             before_commit=context.run.metrics.make_durable,
             after_commit=committed,
         )

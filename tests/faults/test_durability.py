@@ -15,10 +15,10 @@ import pytest
 SAVE = """
 import sys
 import torch
-from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
-saver = Saver(store, rank=0, world_size=1, session="now", max_file_bytes=1_500_000)
+saver = Saver(store, SavingRank(0, 1, "now"), how=SaveOptions(max_file_bytes=1_500_000))
 about = dict(run_id="x", attempt=1, branch="x", parent=None, parts=["trainer"], world_size=1, dtypes={},
              metrics={}, versions={}, config_digest="")
 tensors = {

@@ -20,7 +20,7 @@ import torch
 
 from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step
 from cairn.config.ckpt import CkptConfig
@@ -112,11 +112,9 @@ def train(toy: Toy, before_save: Callable[[Saver, int, dict], None] | None = Non
     rules = CkptConfig(keep_last=toy.keep_last)
     saver = Saver(
         store,
-        rank=0,
-        world_size=1,
-        session=f"{toy.id} {os.getpid()}",
+        SavingRank(0, 1, f"{toy.id} {os.getpid()}"),
         roles={"orchestrator": toy.id} if toy.orchestrator else None,
-        part_timeout=PATIENCE,
+        how=SaveOptions(part_timeout=PATIENCE),
         after_commit=lambda step: apply_retention(store, rules),
     )
     try:

@@ -29,7 +29,7 @@ from torch.distributed.tensor.placement_types import Placement
 from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.formats.hub import Place, tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.shares import Section, Stored, at_places, local_values
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step
@@ -174,9 +174,9 @@ def gather(mine: object) -> list:
 
 
 def make_saver(root: Path, **options) -> Saver:
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    options = {"session": "run:1", "part_timeout": 120.0, "max_file_bytes": FILE_BYTES, **options}
-    return Saver(CheckpointStore(root), rank=rank, world_size=world_size, **options)
+    rank = SavingRank(dist.get_rank(), dist.get_world_size(), "run:1")
+    how = SaveOptions(**{"part_timeout": 120.0, "max_file_bytes": FILE_BYTES, **options})
+    return Saver(CheckpointStore(root), rank, how=how)
 
 
 def save(way: int | str) -> Callable[[Path], None]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
 from cairn.checkpoint.manifest import FileEntry
-from cairn.checkpoint.parts import part_content, read_part
+from cairn.checkpoint.receipts import make_receipt, read_receipt
 
 DATA = random.Random(0).randbytes(2 * CHUNK_BYTES + 12_345)
 
@@ -63,7 +63,7 @@ PLACES = st.one_of(
 @settings(max_examples=25, deadline=None)
 @given(st.lists(PLACES, max_size=12), st.integers(1, 5), st.randoms(use_true_random=False), PLACES)
 def test_any_pieces_in_any_order_make_the_same(cuts, ranks, chance, size):
-    """Cut anywhere, shared out over ranks, counted in and merged in any order, by way of part files."""
+    """Cut anywhere, shared out over ranks, counted in and merged in any order, by way of receipts."""
     data = memoryview(DATA)[:size]
     ends = sorted({0, size, *(cut for cut in cuts if cut < size)})
     pieces = list(itertools.pairwise(ends))
@@ -74,7 +74,7 @@ def test_any_pieces_in_any_order_make_the_same(cuts, ranks, chance, size):
     chance.shuffle(seen)
     merged = FileChecksum(size)
     for checksum in seen:
-        merged.merge(read_part(part_content("run:1", {"model/x": checksum}))["model/x"])
+        merged.merge(read_receipt(make_receipt("run:1", {"model/x": checksum}))["model/x"])
     assert merged.nbytes == size
     assert merged.chunks() == whole(bytes(data))
 

@@ -24,7 +24,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.layout import Extent
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.checkpoint.writer import ArenaWriter
@@ -36,6 +36,7 @@ from cairn.trainer.group import Group
 from cairn.trainer.state import POLICY, Progress, TrainerState
 from cairn.trainer.trained import Trained
 
+ONE_RANK = {"rank": 0, "world_size": 1, "session": "run:1"}
 FILES = {"model/config.json": b"{}\n", "trainer/state.json": b"{}\n"}
 LONG = 5_000_003
 """Items of a tensor that is written past the page cache where that can be, in several blocks."""
@@ -109,8 +110,11 @@ def make_saver(store: CheckpointStore) -> Iterator[Callable[..., Saver]]:
     made: list[Saver] = []
 
     def make(**options) -> Saver:
-        options = {"rank": 0, "world_size": 1, "session": "run:1", "part_timeout": 60.0, **options}
-        made.append(Saver(store, **options))
+        rank = SavingRank(*(options.pop(key, default) for key, default in ONE_RANK.items()))
+        how = {
+            key: options.pop(key) for key in ("read_back", "max_file_bytes", "part_timeout") if key in options
+        }
+        made.append(Saver(store, rank, how=SaveOptions(**{"part_timeout": 60.0, **how}), **options))
         return made[-1]
 
     yield make
@@ -473,7 +477,7 @@ def test_a_save_that_is_given_up_leaves_nothing_at_work(make_saver, store, waits
         os.kill(writer, signal.SIGSTOP)
     saver.save(1, small(1), FILES, ABOUT)
     if waits_for == "another rank's part":
-        while not store.part_file(1, "trainer0").exists():
+        while not store.receipt_file(1, "trainer0").exists():
             time.sleep(0.01)
     begun = time.monotonic()
     saver.abandon()
@@ -563,7 +567,7 @@ import os, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore, verify
 root = Path(sys.argv[1])
 (root / "probe").touch()
@@ -573,7 +577,7 @@ try:
 except OSError as error:
     print(error.strerror)
 store = CheckpointStore(root / "checkpoints")
-saver = Saver(store, rank=0, world_size=1, session="run:1", read_back=True)
+saver = Saver(store, SavingRank(0, 1, "run:1"), how=SaveOptions(read_back=True))
 tensors = {"odd": torch.randn(1000003), "long": torch.randn(3000001), "scalar": torch.tensor(1.0)}
 about = dict(run_id="x", attempt=1, branch="x", parent=None, parts=["model"], world_size=1, dtypes={},
              metrics={}, versions={}, config_digest="")
