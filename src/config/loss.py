@@ -1,6 +1,6 @@
 """Configuration of the loss of RL: its type, and the settings that this type has."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, field_validator
 
@@ -15,7 +15,8 @@ NAMES = AliasChoices("type", EARLIER_NAME)
 class LossConfig(BaseConfig):
     """What all types of losses have."""
 
-    type: str
+    type: Any
+    """Which loss: a built-in name, or module:Class."""
 
     def arguments(self) -> dict[str, Any]:
         """What the loss's class is made with: the settings of its type."""
@@ -86,7 +87,7 @@ def _with_type(data: Any) -> Any:
     """In today's form: files of earlier runs call the type otherwise, and have the settings of all types."""
     if not isinstance(data, dict):
         return data
-    data = dict(data)
+    data = dict(cast("dict[str, Any]", data))
     if EARLIER_NAME in data:
         data["type"] = data.pop(EARLIER_NAME)
     everything = {name for config in BUILT_IN.values() for name in config.model_fields}
@@ -97,7 +98,7 @@ def _with_type(data: Any) -> Any:
 
 
 def _tag(data: Any) -> str:
-    kind = data.get("type", "clip") if isinstance(data, dict) else data.type
+    kind = cast("dict[str, Any]", data).get("type", "clip") if isinstance(data, dict) else data.type
     return kind if isinstance(kind, str) and kind in BUILT_IN else "module:Class"
 
 

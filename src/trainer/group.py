@@ -88,5 +88,6 @@ def _meeting_place() -> dict[str, Any]:
     """The store through which the ranks find each other."""
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ["MASTER_ADDR"]
-    store = host_store(host, port, world_size) if rank == 0 else dist.TCPStore(host, port, world_size)
+    join = host_store if rank == 0 else dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)
+    store = join(host, port, world_size)
     return {"store": store, "rank": rank, "world_size": world_size}

@@ -37,6 +37,7 @@ def load_records(config: SFTDataConfig) -> Any:
         BadRecord: it can't be read, naming file and line where one is to blame, or it holds no records.
     """
     import datasets
+    from datasets.exceptions import DatasetsError
 
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is in our message
@@ -58,15 +59,14 @@ def load_records(config: SFTDataConfig) -> Any:
             records = datasets.load_from_disk(str(path))
             if isinstance(records, datasets.DatasetDict):
                 if config.split not in records:
-                    raise BadRecord(
-                        f"{path} has the splits {', '.join(records)}; --data.split is {config.split}"
-                    )
+                    splits = ", ".join(map(str, records))
+                    raise BadRecord(f"{path} has the splits {splits}; --data.split is {config.split}")
                 records = records[config.split]
             elif config.split != "train":
                 raise BadRecord(f"{path} is a single split; --data.split {config.split} is not in it")
         else:
             records = datasets.load_dataset(config.name, split=config.split)
-    except (*UNREADABLE, ValueError, datasets.exceptions.DatasetsError, ImportError) as error:
+    except (*UNREADABLE, ValueError, DatasetsError, ImportError) as error:
         raise BadRecord(_explain(config, builder, error)) from None
     if not len(records):
         raise BadRecord(f"{config.name} holds no records")

@@ -5,11 +5,14 @@ give as it is, the logprobs are made there and then, chunk by chunk; where it sc
 (Cohere, Granite, Gemma 2), its own logits are used.
 """
 
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd.function import FunctionCtx, once_differentiable
+from torch.autograd.function import once_differentiable
 from torch.distributed.fsdp import FSDPModule
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cairn.trainer.packing import MicroBatch
@@ -31,7 +34,7 @@ class Scorer:
         self.rows = BY_POSITIONS
         self.chunk_logits = chunk_logits
         self.head = model.get_output_embeddings()
-        self.is_plain = type(self.head) is nn.Linear and self._returns_them_as_they_are(device)
+        self.is_plain = type(self.head) is nn.Linear and self._returns_them_as_they_are(self.head, device)
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """Logprobs of tokens 1 to T - 1, float32 [R, T - 1], and 0 for those that are not learned.
@@ -53,17 +56,21 @@ class Scorer:
                 found[0], head.weight, head.bias, tokens, temperature, chunk_logits=self.chunk_logits
             )
 
-        hooks = [self.head.register_forward_pre_hook(select)] if self.head else []
-        if self.is_plain:
-            hooks.append(self.head.register_forward_hook(score))
+        hooks: list[RemovableHandle] = []
+        if self.head is not None:
+            hooks.append(self.head.register_forward_pre_hook(select))
+            if self.is_plain:
+                hooks.append(self.head.register_forward_hook(score))
         try:
             result = self._run(micro.input_ids, micro.position_ids)
         finally:
             for hook in hooks:
                 hook.remove()
-        if not self.is_plain:
-            logits = result[0] if self.head else result.flatten(0, 1)[learned - 1]
-        values = result if self.is_plain else _of_logits(logits, tokens, temperature)
+        if self.is_plain:
+            values = result
+        else:
+            logits = result[0] if self.head is not None else result.flatten(0, 1)[learned - 1]
+            values = _of_logits(logits, tokens, temperature)
         everywhere = values.new_zeros(micro.input_ids.numel()).index_copy(0, learned, values)
         return everywhere.view_as(micro.input_ids)[:, 1:]
 
@@ -73,10 +80,10 @@ class Scorer:
         return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more).logits
 
     @torch.no_grad()
-    def _returns_them_as_they_are(self, device: torch.device) -> bool:
+    def _returns_them_as_they_are(self, head: nn.Linear, device: torch.device) -> bool:
         """Whether the model returns its output embeddings' logits as they are: it is handed some of ours."""
-        ours = torch.linspace(-100, 100, 2 * self.head.out_features, device=device).view(1, 2, -1)
-        hook = self.head.register_forward_hook(lambda *_: ours)
+        ours = torch.linspace(-100, 100, 2 * head.out_features, device=device).view(1, 2, -1)
+        hook = head.register_forward_hook(lambda *_: ours)
         try:
             places = torch.arange(2, device=device)[None]
             logits = self._run(places, places)
@@ -121,7 +128,7 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx,
+        ctx: Any,
         hidden: torch.Tensor,
         weight: torch.Tensor,
         bias: torch.Tensor | None,
@@ -140,7 +147,9 @@ class _InChunks(torch.autograd.Function):
 
     @staticmethod
     @once_differentiable
-    def backward(ctx: FunctionCtx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride] (what the decorator returns)
+        ctx: Any, gradient: torch.Tensor
+    ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, tokens, normalisers = ctx.saved_tensors
         of_hidden = torch.empty_like(hidden)
         of_weight = torch.zeros_like(weight, dtype=torch.float32)
@@ -161,6 +170,6 @@ class _InChunks(torch.autograd.Function):
                 of_weight.addmm_(of_logits.T, piece)
             else:
                 of_weight += of_logits.T @ piece
-        if of_bias is not None:
+        if bias is not None and of_bias is not None:
             of_bias = of_bias.to(bias.dtype)
         return of_hidden, of_weight.to(weight.dtype), of_bias, None, None, None

@@ -194,10 +194,8 @@ def _make_samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
     """A sample, another of the same length, and a second one; without tokens that mean something special."""
     ordinary = ordinary_tokens(config)
     draw = np.random.default_rng(derive(0, "self check"))
-    return tuple(
-        Sample(
-            token_ids=draw.choice(np.array(ordinary, np.int32), length),
-            loss_mask=np.ones(length, bool),
-        )
-        for length in (LENGTHS[0], *LENGTHS)
-    )
+
+    def sample(length: int) -> Sample:
+        return Sample(draw.choice(np.array(ordinary, np.int32), length), np.ones(length, bool))
+
+    return sample(LENGTHS[0]), sample(LENGTHS[0]), sample(LENGTHS[1])

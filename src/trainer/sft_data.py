@@ -183,13 +183,12 @@ def encode(
     for place, (record, index) in enumerate(zip(records, indices, strict=True)):
         if problem := problem_of(record):
             raise BadRecord(f"{where(index)}: {problem}")
-        prompt, completion = record.get("prompt"), record.get("completion")
         if record.get("messages"):
             conversations[place] = _Conversation(index, record["messages"], 0)
-        elif isinstance(prompt, str):
-            texts[place] = (prompt, completion)
+        elif isinstance(prompt := record["prompt"], str):
+            texts[place] = (prompt, record["completion"])
         else:
-            conversations[place] = _Conversation(index, [*prompt, *completion], len(prompt))
+            conversations[place] = _Conversation(index, [*prompt, *record["completion"]], len(prompt))
     renderer = _Renderer(tokenizer, where, template_arguments or {})
     names = [indices[place] for place in texts]
     samples = zip(texts, _encode_texts(list(texts.values()), names, tokenizer, where), strict=True)
@@ -304,9 +303,10 @@ class _Renderer:
     def _tokens(self, conversations: list[list[dict[str, Any]]], *, asking: bool) -> list[list[int]]:
         if not conversations:
             return []
-        return self.tokenizer.apply_chat_template(
+        rendered: Any = self.tokenizer.apply_chat_template(
             conversations, add_generation_prompt=asking, tokenize=True, return_dict=True, **self.arguments
-        )["input_ids"]
+        )
+        return rendered["input_ids"]
 
 
 def _encode_conversations(conversations: list[_Conversation], renderer: _Renderer) -> list[Sample]:
