@@ -38,7 +38,7 @@ from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import sync
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.model import weights
 from cairn.trainer.publisher import VersionPublisher
 
@@ -74,7 +74,7 @@ def main() -> None:
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(common.free_port()),
     }
-    group = Group.join(threads=1, deterministic=False)
+    group = RankGroup.join(threads=1, deterministic=False)
     runs = []
     try:
         for size in arguments.sizes:
@@ -87,7 +87,7 @@ def main() -> None:
     print(json.dumps({"benchmark": "weights", "runs": runs}))
 
 
-async def measure(arguments: argparse.Namespace, size: str, group: Group, folder: Path) -> dict:
+async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, folder: Path) -> dict:
     """All the times for one model size."""
     model = make_model(size, getattr(torch, arguments.dtype), folder / "model").to(group.device)
     run = RunDirectory(folder / "run")

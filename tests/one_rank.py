@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import pytest
 
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 
 
 @contextlib.contextmanager
-def joined() -> Iterator[Group]:
+def joined() -> Iterator[RankGroup]:
     """The group, while the context lasts."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         port = listening.getsockname()[1]
@@ -18,13 +18,13 @@ def joined() -> Iterator[Group]:
     with pytest.MonkeyPatch.context() as patch:
         for key, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
             patch.setenv(key, value)
-        group = Group.join(threads=1, deterministic=False)
+        group = RankGroup.join(threads=1, deterministic=False)
         yield group
         group.leave()
 
 
 @pytest.fixture(scope="module")
-def one_rank() -> Iterator[Group]:
+def one_rank() -> Iterator[RankGroup]:
     """The group, for the tests of a module."""
     with joined() as group:
         yield group

@@ -94,14 +94,14 @@ class Worker:
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
         from cairn.run.logs import start_logging
-        from cairn.trainer.group import Group
+        from cairn.trainer.group import RankGroup
         from cairn.trainer.loop import train
 
         start_logging()
         try:
             with stop_on_signals(run):
                 heartbeat.doing("meeting the other ranks")
-                group = Group.join(threads=config.threads, deterministic=config.deterministic)
+                group = RankGroup.join(threads=config.threads, deterministic=config.deterministic)
                 try:
                     return train(config, attempt, group)
                 finally:

@@ -12,7 +12,7 @@ from cairn.run.rendezvous import address_towards, host_store
 
 
 @dataclass(frozen=True)
-class Group:
+class RankGroup:
     """The ranks that train together; `device` is this rank's."""
 
     rank: int
@@ -21,7 +21,7 @@ class Group:
     mesh: DeviceMesh
 
     @classmethod
-    def join(cls, *, threads: int, deterministic: bool) -> "Group":
+    def join(cls, *, threads: int, deterministic: bool) -> "RankGroup":
         """Meet the other ranks where the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
         CUDA with NCCL where there is a GPU, else the CPU with gloo.

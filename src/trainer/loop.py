@@ -20,12 +20,12 @@ from cairn.run import heartbeat
 from cairn.run.directory import Attempt, Outcome
 from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.model import build_model
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
-from cairn.trainer.state import POLICY, Progress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context, Decision, Earlier
 from cairn.trainer.tasks import make_task
@@ -38,7 +38,7 @@ SWITCH_INTERVAL = 0.0005
 """Seconds until a thread that is busy in Python lets another one run, such as the one that trains."""
 
 
-def train(config: TrainerBase, attempt: Attempt, group: Group) -> Outcome:
+def train(config: TrainerBase, attempt: Attempt, group: RankGroup) -> Outcome:
     """Train from `attempt.start_step` to `config.max_steps`; all ranks call it.
 
     `config.model.name` is the local directory to start from, unless the attempt resumes.
@@ -56,7 +56,9 @@ def train(config: TrainerBase, attempt: Attempt, group: Group) -> Outcome:
 class Training:
     """One attempt on one rank: what its steps work with, and what goes on around each of them."""
 
-    def __init__(self, config: TrainerBase, attempt: Attempt, group: Group, closing: contextlib.ExitStack):
+    def __init__(
+        self, config: TrainerBase, attempt: Attempt, group: RankGroup, closing: contextlib.ExitStack
+    ):
         """Load what `attempt` goes on from; `closing` ends what this starts."""
         step = attempt.start_step
         heartbeat.doing(f"loading the checkpoint of step {step}" if step else "loading the model")
@@ -66,7 +68,7 @@ class Training:
         model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         module = build_model(model_folder, config, group.mesh)
         policy = Trained(module, make_optimizer(module.parameters(), config.optimizer))
-        self.state = TrainerState(config, group, {POLICY: policy}, Progress())
+        self.state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
         parent = None
         if resume_from:
             parent = self.state.load(resume_from)

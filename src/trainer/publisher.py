@@ -10,7 +10,7 @@ from cairn.policy.sender import WeightSender
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import Probe, write_probe
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 
 
 class VersionPublisher:
@@ -27,7 +27,7 @@ class VersionPublisher:
         self,
         run: RunDirectory,
         attempt: Attempt,
-        group: Group,
+        group: RankGroup,
         served: Callable[[], Mapping[str, Stored]],
         step: int,
         *,

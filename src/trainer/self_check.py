@@ -19,7 +19,7 @@ from transformers import PreTrainedConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import fill_rows
 from cairn.trainer.rows import ALONE, ROWS, Rows
 from cairn.trainer.scoring import Scorer
@@ -48,7 +48,7 @@ class _Verdict:
 
 
 def find_rows(
-    scorer: Scorer, group: Group, *, compute: str, must_pass: bool = True, first: str | None = None
+    scorer: Scorer, group: RankGroup, *, compute: str, must_pass: bool = True, first: str | None = None
 ) -> Rows:
     """How samples must lie in rows for this model; all ranks call it, once the weights are loaded.
 
@@ -107,7 +107,9 @@ def uncompiled(model: torch.nn.Module) -> contextlib.AbstractContextManager[obje
 class _Check:
     """The samples, and what they score when each is alone."""
 
-    def __init__(self, scorer: Scorer, group: Group, samples: tuple[Sample, Sample, Sample], rounding: float):
+    def __init__(
+        self, scorer: Scorer, group: RankGroup, samples: tuple[Sample, Sample, Sample], rounding: float
+    ):
         self.scorer = scorer
         self.group = group
         self.first, self.other, self.second = samples

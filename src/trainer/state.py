@@ -10,7 +10,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
 from cairn.checkpoint.step import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import find_rows
 from cairn.trainer.trained import Trained
@@ -20,7 +20,7 @@ POLICY = "policy"
 
 
 @dataclass
-class Progress:
+class TrainerProgress:
     """How far the trainer has come: optimiser steps, tokens and samples trained on."""
 
     step: int = 0
@@ -37,10 +37,10 @@ class TrainerState:
     """
 
     config: TrainerBase
-    group: Group
+    group: RankGroup
     models: dict[str, Trained]
     """By name. The policy is the one that learns the task; it is there in every run."""
-    progress: Progress
+    progress: TrainerProgress
     rows: str | None = None
     """How samples lay in rows in the loaded checkpoint's run."""
 
@@ -85,7 +85,7 @@ class TrainerState:
             raise CheckpointError(
                 f"{folder} has the state of {saved.optimizer}, and this run uses {optimizer}"
             )
-        self.progress = Progress(**saved.progress)
+        self.progress = TrainerProgress(**saved.progress)
         group = self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():

@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 from cairn.run import heartbeat
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.optimizer import learning_rate
 from cairn.trainer.packing import BatchCounts, RankBatch
@@ -93,7 +93,7 @@ def _normaliser(loss: Loss, counts: BatchCounts) -> float:
     return normaliser
 
 
-def _combine(all_sums: list[LossSums], normaliser: float, tokens: int, group: Group) -> dict[str, float]:
+def _combine(all_sums: list[LossSums], normaliser: float, tokens: int, group: RankGroup) -> dict[str, float]:
     """Metrics of the whole step, summed in the order of micro-batches whatever rank they ran on."""
     means, maxima = list(all_sums[0].means), list(all_sums[0].maxima)
     rows = [

@@ -20,12 +20,12 @@ from cairn.checkpoint.formats.hub import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.state import POLICY, Progress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.trained import Trained
 
@@ -64,7 +64,7 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
     """What every rank does; the first writes down what came out."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
-    group = Group.join(threads=1, deterministic=False)
+    group = RankGroup.join(threads=1, deterministic=False)
     for name in MODELS:
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
@@ -76,14 +76,14 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
     group.leave()
 
 
-def one_step(group: Group, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
+def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
     """Metrics, and the weights after the step."""
     config = TrainerConfig(optimizer={"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9}, seq_len=24)
     model = build_model(model_folder, config, group.mesh)
     assert isinstance(model, FSDPModule) == (group.world_size > 1)
     read_tensors(model_folder, weights(model), "model")
     optimizer = make_optimizer(model.parameters(), config.optimizer)
-    state = TrainerState(config, group, {POLICY: Trained(model, optimizer)}, Progress())
+    state = TrainerState(config, group, {POLICY: Trained(model, optimizer)}, TrainerProgress())
     state.scorer.chunk_logits = chunk_logits
     work = make_rank_batch(make_batch(), config, rank=group.rank, world_size=group.world_size)
     row = train_step(state, work, 1, Clip())

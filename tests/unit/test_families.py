@@ -26,12 +26,12 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model, companions, weights_in
 from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.state import POLICY, Progress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.trained import Trained
 
@@ -75,12 +75,12 @@ def make_batch(seed: int) -> Batch:
     )
 
 
-def start(folder: Path, group: Group) -> TrainerState:
+def start(folder: Path, group: RankGroup) -> TrainerState:
     """A trainer's state before its first step, the weights still undefined."""
     config = SFTConfig(**CONFIG)
     model = build_model(folder, config, group.mesh)
     policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
-    return TrainerState(config, group, {POLICY: policy}, Progress())
+    return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
 
 
 def make_rows(state: TrainerState, batch: Batch) -> RankBatch:
@@ -157,7 +157,7 @@ def disk_of(state: TrainerState) -> str:
     return "other names" if renamed else "as in memory"
 
 
-def examine(family: str, folder: Path, group: Group) -> Verdict:
+def examine(family: str, folder: Path, group: RankGroup) -> Verdict:
     """Train a step, save, resume, train another, and open the checkpoint; whatever is wrong raises."""
     published = make(family, folder / "published")
     state = start(published, group)
@@ -215,7 +215,9 @@ def table_on_page() -> list[str]:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_family_is_trained_saved_resumed_and_opened_elsewhere(tmp_path: Path, group: Group, family: str):
+def test_a_family_is_trained_saved_resumed_and_opened_elsewhere(
+    tmp_path: Path, group: RankGroup, family: str
+):
     """And docs/models.md says so."""
     found = line(family, examine(family, tmp_path, group))
     assert found in table_on_page(), (

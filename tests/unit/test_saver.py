@@ -32,8 +32,8 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run import faults
 from cairn.run.files import write_json
-from cairn.trainer.group import Group
-from cairn.trainer.state import POLICY, Progress, TrainerState
+from cairn.trainer.group import RankGroup
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.trained import Trained
 
 ONE_RANK = {"rank": 0, "world_size": 1, "session": "run:1"}
@@ -616,10 +616,10 @@ def test_a_file_system_that_refuses_a_direct_write(tmp_path: Path):
 
 
 @pytest.fixture(scope="module")
-def group() -> Iterator[Group]:
+def group() -> Iterator[RankGroup]:
     """One rank alone."""
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield Group(0, 1, torch.device("cpu"), None)
+    yield RankGroup(0, 1, torch.device("cpu"), None)
     dist.destroy_process_group()
 
 
@@ -663,7 +663,7 @@ OPTIMIZERS: dict[str, Callable] = {
 }
 
 
-def toy(optimizer: str, seed: int, group: Group, kind: str) -> TrainerState:
+def toy(optimizer: str, seed: int, group: RankGroup, kind: str) -> TrainerState:
     config = LlamaConfig(
         vocab_size=31,
         hidden_size=8,
@@ -682,7 +682,7 @@ def toy(optimizer: str, seed: int, group: Group, kind: str) -> TrainerState:
         model.vision = torch.nn.Linear(3, 2)
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     policy = Trained(model, OPTIMIZERS[optimizer](trained))
-    return TrainerState(SFTConfig(), group, {POLICY: policy}, Progress())
+    return TrainerState(SFTConfig(), group, {POLICY: policy}, TrainerProgress())
 
 
 def train(state: TrainerState, steps: int) -> None:

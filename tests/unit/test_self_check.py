@@ -16,7 +16,7 @@ from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 from cairn.trainer import self_check
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.model import build_model, tensors_in_memory, weights_in
 from cairn.trainer.rows import ALONE, BY_POSITIONS, Rows
 from cairn.trainer.scoring import Scorer
@@ -25,7 +25,7 @@ group = one_rank
 
 
 @pytest.fixture
-def scorer(tmp_path: Path, group: Group) -> Callable[..., Scorer]:
+def scorer(tmp_path: Path, group: RankGroup) -> Callable[..., Scorer]:
     """`scorer(family, **config)`: of a tiny model with its weights."""
 
     def build(family: str, **config: object) -> Scorer:
@@ -37,7 +37,7 @@ def scorer(tmp_path: Path, group: Group) -> Callable[..., Scorer]:
     return build
 
 
-def find_rows(scorer: Scorer, group: Group, **options: object) -> Rows:
+def find_rows(scorer: Scorer, group: RankGroup, **options: object) -> Rows:
     return self_check.find_rows(scorer, group, **{"compute": "float32", **options})
 
 
@@ -51,7 +51,7 @@ def find_rows(scorer: Scorer, group: Group, **options: object) -> Rows:
         ("bfloat16", "mamba", "one sample a row"),
     ],
 )
-def test_sharded_models_in_bfloat16_get_their_rows(scorer, group: Group, compute, family: str, name: str):
+def test_sharded_models_in_bfloat16_get_their_rows(scorer, group: RankGroup, compute, family: str, name: str):
     """A step comes after it, though forward passes with masks may have failed; float32 is in the table."""
     made = scorer(family, precision={"compute": compute})
     assert find_rows(made, group, compute=compute).name == name
@@ -60,7 +60,7 @@ def test_sharded_models_in_bfloat16_get_their_rows(scorer, group: Group, compute
     assert all(p.grad is not None for p in made.model.parameters() if p.requires_grad)
 
 
-def test_a_leak_too_small_for_bfloat16_to_show_is_found(scorer, group: Group):
+def test_a_leak_too_small_for_bfloat16_to_show_is_found(scorer, group: RankGroup):
     """What flows from sample to sample is found by changing the first, not by how far logprobs are off."""
     made = scorer("lfm2", precision={"compute": "bfloat16"})
     with torch.no_grad():
@@ -70,7 +70,7 @@ def test_a_leak_too_small_for_bfloat16_to_show_is_found(scorer, group: Group):
     assert find_rows(made, group, compute="bfloat16") == ALONE
 
 
-def test_nothing_is_changed(scorer, group: Group):
+def test_nothing_is_changed(scorer, group: RankGroup):
     """Neither random state, weights, gradients, nor whether the model trains; GPT-2 has dropout."""
     made = scorer("gpt2")
     before = {name: tensor.clone() for name, tensor in tensors_in_memory(made.model).items()}
@@ -83,7 +83,7 @@ def test_nothing_is_changed(scorer, group: Group):
     assert made.rows == BY_POSITIONS
 
 
-def test_compiled_layers_are_not_compiled_for_it(scorer, group: Group, monkeypatch: pytest.MonkeyPatch):
+def test_compiled_layers_are_not_compiled_for_it(scorer, group: RankGroup, monkeypatch: pytest.MonkeyPatch):
     """Compiling for these few tokens would take longer than training's first step."""
     made = scorer("qwen3")
     for layer in made.model.model.layers:
@@ -123,7 +123,7 @@ class AcrossMicroBatch(nn.Module):
         pytest.param("mamba", 1e-3, "one sample a row", id="rounding and more"),
     ],
 )
-def test_rounding_is_not_taken_for_a_leak(scorer, group: Group, family: str, trace: float, name: str):
+def test_rounding_is_not_taken_for_a_leak(scorer, group: RankGroup, family: str, trace: float, name: str):
     """It changes other rows as much as the next sample in the same row."""
     made = scorer(family)
     layer = made.model.base_model.layers[0]
@@ -148,7 +148,7 @@ def without_finite_weights(model: PreTrainedModel) -> None:
         (without_finite_weights, r"logprobs are not finite: the weights are not"),
     ],
 )
-def test_a_model_that_nothing_makes_right_is_refused(scorer, group: Group, spoil, reason: str, caplog):
+def test_a_model_that_nothing_makes_right_is_refused(scorer, group: RankGroup, spoil, reason: str, caplog):
     """With what is wrong and how to train it nevertheless, which takes the safest rows and says so."""
     made = scorer("llama")
     spoil(made.model)
@@ -159,7 +159,7 @@ def test_a_model_that_nothing_makes_right_is_refused(scorer, group: Group, spoil
     assert "--no-self-check" in caplog.text
 
 
-def test_a_run_keeps_the_rows_that_it_has(scorer, group: Group):
+def test_a_run_keeps_the_rows_that_it_has(scorer, group: RankGroup):
     """Those of its checkpoint are tried first, and are taken if they are right."""
     made = scorer("qwen3")
     assert find_rows(made, group, first="one sample a row") == ALONE

@@ -32,7 +32,7 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.errors import UsageError
 from cairn.trainer import sft_data
-from cairn.trainer.group import Group
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
@@ -41,7 +41,7 @@ from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, m
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.sft_data import BadRecord, SFTData, encode
-from cairn.trainer.state import POLICY, Progress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import TrainingDiverged, train_step
 from cairn.trainer.trained import Trained
 
@@ -184,7 +184,7 @@ Step = Callable[..., tuple[dict[str, float], dict[str, torch.Tensor]]]
 
 
 @pytest.fixture
-def step(group: Group, model_folder: Path) -> Step:
+def step(group: RankGroup, model_folder: Path) -> Step:
     """`step(samples, loss, **config)`: metrics of one step, and the weights after it."""
 
     def run(
@@ -200,18 +200,18 @@ def step(group: Group, model_folder: Path) -> Step:
         model = build_model(model_folder, config, group.mesh)
         read_tensors(model_folder, weights(model), "model")
         policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
-        state = TrainerState(config, group, {POLICY: policy}, Progress())
+        state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
         work = make_rank_batch(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
         row = train_step(state, work, 1, loss, meanwhile=meanwhile)
         tokens = sum(min(len(sample.token_ids), config.seq_len) for sample in samples)
-        assert state.progress == Progress(1, tokens, len(samples))
+        assert state.progress == TrainerProgress(1, tokens, len(samples))
         return row, {name: weight.clone() for name, weight in weights(model).items()}
 
     return run
 
 
 def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_one(
-    group: Group, model_folder: Path, tmp_path: Path
+    group: RankGroup, model_folder: Path, tmp_path: Path
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
@@ -233,7 +233,7 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
 
 
 def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_a_file(
-    group: Group, model_folder: Path, tmp_path: Path
+    group: RankGroup, model_folder: Path, tmp_path: Path
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
