@@ -38,6 +38,7 @@ from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import sync
+from cairn.run.messages import Probe
 from cairn.trainer.group import RankGroup
 from cairn.trainer.model import weights
 from cairn.trainer.publisher import VersionPublisher
@@ -94,8 +95,12 @@ async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, fo
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     if group.device.type == "cuda" and arguments.transport == "network":
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the servers: NCCL does not join processes of one GPU
+    network = arguments.transport == "network"
+    # Whoever checks servers publishes checksums as well; the probe itself is not scored here.
     publisher = VersionPublisher(
-        run, attempt, group, partial(weights, model), 0, network=arguments.transport == "network"
+        *(run, attempt, group, partial(weights, model), 0),
+        network=network,
+        make_probe=lambda: Probe([1, 2], [0.0], "float32"),
     )
     with contextlib.ExitStack() as stack:
         configs = [InferenceConfig(port=common.free_port(), kv_cache_memory="64M", threads=arguments.threads,

@@ -17,7 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
-from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.errors import CairnError
 
@@ -28,8 +28,8 @@ BUSY = (409, 429, 503)
 """Status codes of a server that should be asked again later; 409: another update of its weights is open."""
 
 
-NOT_LOADED = {422: WeightsRefused, 410: WeightsGone, 501: WeightsRefused}
-"""How a server answers a push that it would answer so again, and what is raised."""
+NOT_LOADED = {422: WeightsRefused, 412: WeightsAltered, 410: WeightsGone, 501: WeightsRefused}
+"""How a server answers a push that has failed, and what is raised."""
 
 
 class StaleServer(CairnError):
@@ -170,6 +170,7 @@ class InferenceClient:
         Raises:
             WeightsRefused: the files are bad; the server keeps its weights and version.
             WeightsGone: the directory names a trainer, which has a newer version by now.
+            WeightsAltered: what came, or what the server holds now, is not what the trainer published.
             ServerUnavailable: the server does not answer, or failed half-way (then push again or restart it).
             Unauthorized: the token is missing or wrong.
         """

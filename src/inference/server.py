@@ -95,6 +95,8 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
             env["TORCHDYNAMO_DISABLE"] = "1"
     else:
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+    if changes := overrides(model):
+        argv += ["--hf-overrides", json.dumps(changes)]
     if kv_cache_memory:
         argv += ["--kv-cache-memory-bytes", kv_cache_memory]
     return argv + config.vllm_args, env
@@ -110,6 +112,17 @@ def _dtype(config: InferenceConfig, model: str) -> str:
         return "auto"
     dtype = saved.get("dtype") or saved.get("torch_dtype")
     return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
+
+
+def overrides(model: str) -> dict[str, int]:
+    """What vLLM has to read otherwise in the config.json of `model` to compute what transformers does."""
+    try:
+        settings = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return {}
+    if settings.get("model_type") == "cohere2" and settings.get("sliding_window"):
+        return {"sliding_window": settings["sliding_window"] - 1}  # vLLM adds the token itself
+    return {}
 
 
 def _installed(distribution: str) -> bool:

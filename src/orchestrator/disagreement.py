@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from cairn.policy.errors import ServerDisagrees
+from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 
@@ -41,9 +41,12 @@ def explained(model: Path) -> Iterator[None]:
 
     Raises:
         UsageError: instead of ServerDisagrees.
+        WeightsAltered: as it is: what went wrong on the way is not the model's fault.
     """
     try:
         yield
+    except WeightsAltered:
+        raise
     except ServerDisagrees as error:
         raise UsageError(
             f"the servers and the trainer do not compute the same model: {error}. {_blame(model)} "

@@ -11,7 +11,11 @@ class ServerUnavailable(CairnError):
 
 
 class ServerDisagrees(ServerUnavailable):
-    """The server gives tokens other logprobs than the trainer does, whose weights it was given."""
+    """The server does not compute what the trainer does, whose weights it was given."""
+
+
+class WeightsAltered(ServerDisagrees):
+    """The weights that came to the server, or that it holds now, are not those that the trainer published."""
 
 
 class WeightsRefused(CairnError):

@@ -8,7 +8,8 @@ joins late gets the policy as well.
 A server and a rank are a group of two. They agree over the store, with these keys after the pair's number:
 `hello` (in which order and data type the server wants the tensors), then for each policy i `ask/i` (its
 step), `answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` once all ranks said yes, else `no`). Then come
-the tensors. The rank's half is in `sender.py`, the server's in `receiver.py`.
+the tensors, and under `sums/i` the checksums of what the rank has sent. The rank's half is in `sender.py`,
+the server's in `receiver.py`.
 """
 
 from datetime import timedelta

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from cairn.policy.checksums import merged
 from cairn.policy.network import ANSWER, join_pair
 from cairn.policy.refusals import Gone, NotThere
 from cairn.policy.source import Rank, Source
@@ -22,6 +23,8 @@ class WeightReceiver:
     def __init__(self, device: torch.device):
         self._device = device
         self._pairs: dict[tuple[Any, ...], _Pair] = {}
+        self.sent: dict[str, int] = {}
+        """The checksums of the tensors as the ranks sent them, once all have been received."""
 
     def receive(
         self, source: Source, groups: list[list[str]], dtype: torch.dtype
@@ -68,6 +71,7 @@ class WeightReceiver:
                         if count:
                             pair.group.recv([tensor.view(-1)[first : first + count]], 0, 0).wait()
                 yield tensors
+            self.sent = merged(pair.sums() for pair in pairs)
         except BaseException:
             self.forget()
             raise
@@ -97,3 +101,7 @@ class _Pair:
     def go(self, yes: bool) -> None:
         """Have the tensors sent, or not."""
         self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")
+
+    def sums(self) -> dict[str, int]:
+        """What the rank has sent of each tensor's checksum."""
+        return json.loads(self._store.get(f"{self._pair}/sums/{self._request}"))

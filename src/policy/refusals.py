@@ -24,6 +24,21 @@ class Unfit(RuntimeError):
         super().__init__(self.mark + reason)
 
 
+class NotHeld(RuntimeError):
+    """The server's tensors are not those that the trainer published; it may have some of either now."""
+
+    mark = "other weights than published: "
+
+    def __init__(self, reason: str):
+        super().__init__(self.mark + reason)
+
+
+class Altered(Unchanged):
+    """The tensors that came are not those that the trainer published."""
+
+    mark = "weights altered on the way: "
+
+
 class Gone(Unchanged):
     """The trainer has a newer policy by now."""
 

@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from cairn.checkpoint.shares import Stored, share_of
+from cairn.policy.checksums import as_numbers, contribution
 from cairn.policy.network import ANSWER, PATIENCE, PairGroup, join_pair
 from cairn.policy.source import Rank, Source
 from cairn.run.rendezvous import host_store
@@ -121,7 +122,8 @@ class WeightSender:
                     store.set(f"{pair}/answer/{request}", answer)
                     store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
                     if store.get(f"{pair}/go/{request}") == b"yes":
-                        self._send(group, hello["names"], getattr(torch, hello["dtype"]))
+                        sums = self._send(group, hello["names"], getattr(torch, hello["dtype"]))
+                        store.set(f"{pair}/sums/{request}", json.dumps(sums))
         except RuntimeError as error:  # the server asks anew, if it lives
             logger.warning("a server is sent no more weights: %s", error)
 
@@ -150,7 +152,9 @@ class WeightSender:
                 self._state.notify_all()
 
     @torch.no_grad()
-    def _send(self, group: PairGroup, names: list[str], dtype: torch.dtype) -> None:
+    def _send(self, group: PairGroup, names: list[str], dtype: torch.dtype) -> dict[str, int]:
+        """Send this rank's part of each tensor, as `dtype`; returns their checksums."""
+        sums: dict[str, torch.Tensor] = {}
         stream = contextlib.nullcontext()
         if self._changed is not None:
             stream = torch.cuda.stream(torch.cuda.Stream(self._device))
@@ -159,9 +163,12 @@ class WeightSender:
                 torch.cuda.current_stream().wait_event(self._changed)
             for name in names:
                 if name in self._values and self._values[name].numel():
-                    group.send([self._values[name].to(dtype)], 1, 0).wait()
+                    values = self._values[name].to(dtype)
+                    group.send([values], 1, 0).wait()
+                    sums[name] = contribution(values, self.here.parts[name][0] * dtype.itemsize)
             if self._changed is not None:
                 torch.cuda.current_stream().synchronize()
+            return as_numbers(sums)
 
     def _client(self) -> dist.TCPStore:
         """A connection of the calling thread's own: on a shared one, one's waiting blocks the others."""

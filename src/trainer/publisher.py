@@ -4,8 +4,11 @@ import contextlib
 import os
 import shutil
 from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 from cairn.checkpoint.tensors import Stored, write_tensors
+from cairn.policy.checksums import checksums, merged, remove_checksums, write_checksums
 from cairn.policy.sender import WeightSender
 from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
 from cairn.run.faults import fault_point
@@ -85,14 +88,14 @@ class VersionPublisher:
                 os.rename(self.run.spare_weights, unfinished)
             except OSError:
                 unfinished.mkdir(parents=True)
+            remove_checksums(unfinished)  # of what was here before
         self.group.barrier()
         if self._sender and not last:
             if self.group.rank == 0:
                 self._sender.source(step, self._ranks).write(unfinished)
         else:
             (unfinished / WEIGHT_SOURCE).unlink(missing_ok=True)
-            rank, barrier = self.group.rank, self.group.barrier
-            write_tensors(unfinished, self._served(), "model", rank=rank, barrier=barrier)
+            self._write(unfinished)
         if self.group.rank == 0:
             if probe:
                 write_probe(unfinished, probe)
@@ -100,6 +103,18 @@ class VersionPublisher:
             fault_point("publish.before_announce")
             self.run.announce_version(self.attempt, step, save=save, last=last)
             fault_point("publish.announced")
+
+    def _write(self, folder: Path) -> None:
+        """Write the weights, and their checksums as they are in memory if servers are checked by them."""
+        group, tensors = self.group, self._served()
+        with ThreadPoolExecutor(1) as beside:
+            sums = beside.submit(checksums, tensors, group.rank) if self._make_probe else None
+            write_tensors(folder, tensors, "model", rank=group.rank, barrier=group.barrier)
+        if sums is not None:
+            mine = sums.result()
+            parts = group.gather_objects(mine) if group.world_size > 1 else [mine]
+            if group.rank == 0:
+                write_checksums(folder, merged(parts))
 
     def close(self) -> None:
         """Servers get nothing from this process any more."""

@@ -31,6 +31,8 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
+from cairn.inference.server import overrides
+
 families.FAMILIES["heads_of_16"] = families.Family("llama", "dense", {**families.SIZE, "head_dim": 16})
 TOKENS = [3 + i * i % 97 for i in range(40)]
 
@@ -73,6 +75,7 @@ def verdict(family: str, folder: Path) -> dict:
         load_format="cairn",
         dtype="float32",
         enforce_eager=True,
+        hf_overrides=overrides(str(folders[0])),
         distributed_executor_backend="uni",
         kv_cache_memory_bytes=64 << 20,
         max_model_len=128,

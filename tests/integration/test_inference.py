@@ -4,6 +4,7 @@ import asyncio
 import functools
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -24,7 +25,8 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from cairn.inference.client import InferenceClient, Unauthorized, token_file
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
-from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
+from cairn.policy.checksums import checksums, write_checksums
+from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.policy.sender import WeightSender
 from cairn.policy.source import Source
@@ -416,6 +418,89 @@ def test_bad_weights_are_refused_and_the_old_ones_serve_on(
         await client.update_weights(tiny_model(seed=2), "next")
 
     with_client(inference_server, job)
+
+
+def one_step_older(model: Path) -> None:
+    """A tensor as it was a small step of the optimiser ago, far too near to be noticed in logprobs."""
+    change(DOWN, lambda tensor: tensor * (1 + 2**-20))(model)
+
+
+def test_weights_that_are_not_those_that_the_trainer_wrote_are_not_taken(
+    inference_server: Server, tiny_model: Model, tmp_path: Path
+):
+    """By their checksums; the old weights serve on."""
+    pushed = shutil.copytree(tiny_model(seed=2), tmp_path / "pushed")
+    write_checksums(pushed, checksums(load_file(pushed / "model.safetensors"), rank=0))
+    bad = shutil.copytree(pushed, tmp_path / "bad")
+    one_step_older(bad)
+
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "good")
+        before = (
+            await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)),
+            await client.weight_checksums(),
+        )
+        with pytest.raises(WeightsAltered, match=f"{DOWN} is not the one that the trainer wrote"):
+            await client.update_weights(bad, "bad")
+        status = await client.status()
+        assert (status.weight_version, status.paused) == ("good", False)
+        assert before == (
+            await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)),
+            await client.weight_checksums(),
+        )
+        (bad / "checksums.json").write_text("[1]")
+        with pytest.raises(WeightsAltered, match="checksums"):
+            await client.update_weights(bad, "bad")
+        await client.update_weights(pushed, "next")
+        for generated in await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)):
+            assert_matches(tiny_model(seed=2), generated)
+
+    with_client(inference_server, job)
+
+
+def test_every_layer_of_a_plain_model_is_compared_with_what_came(inference_server: Server, tiny_model: Model):
+    """The server says of how many that could be done: of all, or of a share after the first updates."""
+
+    async def job(client: InferenceClient) -> None:
+        for push in range(2):
+            await client.update_weights(tiny_model(seed=push), f"run:{push}")
+
+    with_client(inference_server, job)
+    found = re.findall(r"(\d+) of (\d+) layers compared", inference_server.log.read_text())
+    assert int(found[0][0]) >= 4, "three layers, the embeddings and the last norm"
+    assert all(compared == due for compared, due in found)
+
+
+class Garbling(WeightSender):
+    """What it says of the tensors is not what comes; once."""
+
+    garbles = True
+
+    def _send(self, *arguments: Any) -> dict[str, int]:
+        sums = super()._send(*arguments)
+        garbled, self.garbles = self.garbles, False
+        return {**sums, DOWN: sums[DOWN] ^ 1} if garbled else sums
+
+
+def test_weights_that_change_on_the_network_are_sent_again(
+    inference_server: Server, tiny_model: Model, tmp_path: Path
+):
+    tensors = load_file(tiny_model(seed=2) / "model.safetensors")
+    sender = Garbling(tensors, rank=0, host="127.0.0.1", device=torch.device("cpu"))
+    sender.offer(7)
+    sender.source(7, [sender.here]).write(tmp_path)
+
+    async def job(client: InferenceClient) -> None:
+        with pytest.raises(WeightsAltered, match=f"{DOWN} as it came"):
+            await client.update_weights(tmp_path, "run:7")
+        status = await client.status()
+        assert (status.weight_version, status.paused) == ("unknown", True)
+        await client.update_weights(tmp_path, "run:7")
+        for generated in await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)):
+            assert_matches(tiny_model(seed=2), generated)
+
+    with_client(inference_server, job)
+    sender.close()
 
 
 def test_a_refused_update_does_not_disturb_running_requests(

@@ -2,8 +2,10 @@
 
 import json
 import os
+import re
 import signal
 import statistics
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from runs import (
     untimed,
     whole_rows,
 )
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.inference.client import ServerStatus
@@ -347,6 +350,17 @@ def test_an_audit_finds_every_prompt_trained_once(shell: Shell, halves: Halves, 
 # Generating while training
 
 
+def assert_proven(run: Path, last: int, found: list[dict], served: Iterable[int]) -> None:
+    """The trainer wrote what the server had to prove itself by, and it did so, also with those `served`."""
+    probe = read(run / "weights" / f"v{last}" / "probe.json")
+    assert len(probe["token_ids"]) == len(probe["logprobs"]) + 1 == 32
+    assert [row["servers/quarantined"] for row in found] == [0] * last
+    assert not any(key.startswith("servers/disagreed") for row in found for key in row)
+    proofs = re.findall(r"has proven version (\S+)", (run / "logs" / "orchestrator.log").read_text())
+    attempt = RunDirectory(run).attempt()
+    assert {attempt.version(step) for step in served} <= set(proofs)
+
+
 def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     shell: Shell, server: Server, trained: Path, tmp_path: Path
 ):
@@ -369,6 +383,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     assert staleness[0] == 0
     assert set(staleness) == {0, 1}
     assert statistics.fmean(staleness) > 0.5, "it was hardly ever ahead"
+    assert_proven(run, 14, found, served=(0, 13))
     assert all(row["rollout/tokens"] > 4 * PROMPTS * SAMPLES for row in found[-3:])  # several pieces each
     assert rise(run) > 0.05, [row["reward/mean"] for row in found]
     report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
@@ -384,9 +399,14 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
         *("--trainer.workers", 2, "--trainer.weight-transport", "network", "--ckpt"),
         *("--orchestrator.inference-url", server.url),
     )
-    for row in whole_rows(run, 5):
+    found = whole_rows(run, 5)
+    for row in found:
         assert 0 < row["mismatch/logprob_max"] < 1e-4, row["step"]
         assert row["weights/bytes"] > 2e6
+    assert_proven(run, 5, found, served=range(5))
+    assert set(read(run / "weights" / "v5" / "checksums.json")) == set(
+        load_file(run / "weights/v5/model.safetensors")
+    )
     expected = push(server, step_folder(run, 5) / "model", "test:5")
     attempt = RunDirectory(run).attempt()
     assert list((run / "weights").glob("v*/*.safetensors")) == [run / "weights/v5/model.safetensors"]

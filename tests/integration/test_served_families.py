@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
-from families import FAMILIES, SERVED, UNSERVED, UNTRIED
+from families import DIFFERENT, FAMILIES, SERVED, UNSERVED
 
 TYPICAL = ("qwen3_tied", "llama", "mistral_sliding", "qwen3_moe", "gpt_oss", "falcon_h1")
 SCRIPT = Path(__file__).with_name("serve_families.py")
@@ -36,6 +36,9 @@ def assert_as_in_the_table(families: Iterable[str], folder: Path) -> None:
             assert UNSERVED[family] in line.get("error", ""), line
         else:
             assert len(line.get("differences", ())) == 4, line
+            if family in DIFFERENT:
+                assert line["differences"][0] > 0.01, line
+                continue
             assert max(line["differences"]) < ROUNDING[SERVED[family]], line
 
 
@@ -52,4 +55,4 @@ def test_heads_that_the_kernels_do_not_take_are_refused_at_the_start(tmp_path: P
 @pytest.mark.families
 @pytest.mark.timeout(1800)
 def test_all_families_are_served_as_they_are_trained_or_refused(tmp_path: Path):
-    assert_as_in_the_table([family for family in FAMILIES if family not in UNTRIED], tmp_path)
+    assert_as_in_the_table(FAMILIES, tmp_path)

@@ -6,7 +6,8 @@ Runs inside vLLM's processes only.
 import collections
 import contextlib
 import copy
-from collections.abc import Iterable
+import itertools
+from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
 from vllm.distributed.weight_transfer.base import layerwise_groups
+from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
@@ -30,8 +32,12 @@ from vllm.model_executor.model_loader.utils import process_weights_after_loading
 
 from cairn.checkpoint.layout import tensor_files
 from cairn.inference.log_reason import MODEL_REFUSED
+from cairn.inference.plugin.held import held_by
 from cairn.inference.plugin.weight_files import WORKERS
+from cairn.policy.checksums import checksum
 from cairn.policy.refusals import Unfit
+
+logger = init_logger("vllm.cairn")
 
 
 class RepackableLoader(DefaultModelLoader):
@@ -55,6 +61,12 @@ class RepackableLoader(DefaultModelLoader):
                 files = [str(file) for file in tensor_files(Path(folder), "model")]
         return folder, files, use_safetensors, index
 
+    def get_all_weights(
+        self, model_config: ModelConfig, model: torch.nn.Module
+    ) -> Generator[tuple[str, torch.Tensor], None, None]:
+        """As in the base class; what comes is noted."""
+        yield from held_by(model).watch(super().get_all_weights(model_config, model), model_config.dtype)
+
     def load_weights(self, model: torch.nn.Module, model_config: ModelConfig) -> None:
         super().load_weights(model, model_config)
         for module in model.modules():
@@ -68,6 +80,7 @@ class RepackableLoader(DefaultModelLoader):
         model = super().load_model(vllm_config, model_config, prefix)
         check_heads(model)
         pack_linear_weights(model.modules())
+        held_by(model).note(model.named_parameters())
         return model
 
 
@@ -96,19 +109,25 @@ def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:
 
 
 def load_weights(
-    model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
+    model: torch.nn.Module,
+    parts: Iterable[dict[str, torch.Tensor]],
+    config: ModelConfig,
+    sums: Mapping[str, int],
 ) -> set[str]:
     """Put other weights, in the hub's layout, into a loaded model, and process them as at its start.
+
+    `sums` are the tensors' checksums, as far as they are known when a part comes.
 
     Returns vLLM's names of the parameters that were loaded.
 
     Raises:
+        NotHeld: some parameters are not what came.
         Unfit: vLLM has not taken the weights of some layers; the others are loaded.
     """
     if next(model.parameters()).device.type != "cpu" or config.quantization is not None:
         return _load_layerwise(model, parts, config)
     if _is_plain(model):
-        return _load_and_pack(model, parts)
+        return _load_and_pack(model, parts, config.dtype, sums)
     return _load_as_at_start(model, parts, config)
 
 
@@ -167,26 +186,43 @@ def _load_layerwise(
     return loaded
 
 
-def _load_and_pack(model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]]) -> set[str]:
-    """Copy weights straight into the parameters, and pack each layer while it is in the processor's cache.
+def _load_and_pack(
+    model: torch.nn.Module,
+    parts: Iterable[dict[str, torch.Tensor]],
+    dtype: torch.dtype,
+    sums: Mapping[str, int],
+) -> set[str]:
+    """Copy weights straight into the parameters, check them, and pack each layer while it is cached.
 
     Layers are taken by several threads while this one goes on through the `parts`; none is in two of them.
     Returns vLLM's names of the parameters that were loaded.
     """
     parameters = dict(model.named_parameters())
+    held = held_by(model)
     users = collections.defaultdict(list)  # several modules where weights are tied
     for module in model.modules():
         if hasattr(module, "cpu_linear"):
             users[id(module.weight)].append(module)
 
-    def load(layer: list[tuple[str, torch.Tensor]]) -> set[str]:
+    compared: list[bool] = []
+
+    def checksum_of(name: str, tensor: torch.Tensor) -> int:
+        return sums[name] if name in sums and tensor.dtype == dtype else checksum(tensor.to(dtype))
+
+    def load(number: int, layer: list[tuple[str, torch.Tensor]]) -> set[str]:
         with torch.no_grad():
             loaded = set(model.load_weights(layer))
+            if held.is_due(number):
+                came = {name: checksum_of(name, tensor) for name, tensor in layer}
+                compared.append(held.check(came, {name: parameters[name] for name in loaded}))
             pack_linear_weights(module for name in loaded for module in users[id(parameters[name])])
         return loaded
 
     layers = (
         [(name, part[name]) for name in names] for part in parts for names in layerwise_groups(list(part))
     )
+    held.begin_update()
     with ThreadPoolExecutor(WORKERS) as workers:
-        return set().union(*workers.map(load, layers))
+        loaded = set().union(*workers.map(load, itertools.count(), layers))
+    logger.info("%d of %d layers compared with what came", sum(compared), len(compared))
+    return loaded

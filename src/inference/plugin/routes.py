@@ -21,7 +21,7 @@ from vllm.logger import init_logger
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.guard import Guard, failure
 from cairn.inference.plugin.weight_files import Refused
-from cairn.policy.refusals import Gone, NotThere, Unfit
+from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unfit
 
 logger = init_logger("vllm.cairn")
 
@@ -30,7 +30,7 @@ Status = dict[str, str | bool | int | None]
 HOW_TO_GET_THE_TOKEN = (
     f"clients take it from {TOKEN_VARIABLE} or from the file that the server leaves for its own user"
 )
-UNCHANGED = {Refused.mark: 422, Gone.mark: 410, NotThere.mark: 503}
+UNCHANGED = {Refused.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.mark: 503}
 """What weights that are not to be had are answered with, by what marks the reason."""
 
 
@@ -88,9 +88,11 @@ class CairnRoutes:
         """Load weights between two steps of generation; requests in flight go on under the new ones.
 
         200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
-        serve on. 409: somebody else's update is open. 410: the trainer that was to send them has newer ones;
-        503: it does not have them yet. 500: the update failed half-way; generation stays paused, since the
-        weights may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
+        serve on. 412: they are not those that the trainer published; the old ones serve on if they have
+        changed on their way, it is as with 500 if they have changed in the server. 409: somebody else's
+        update is open. 410: the trainer that was to send them has newer ones; 503: it does not have them yet.
+        500: the update failed half-way; generation stays paused, since the weights may be a mixture, until an
+        update succeeds. 501: likewise, and no update can succeed.
         """
         async with self._update:
             was_paused = await self._engine.is_paused()
@@ -118,7 +120,7 @@ class CairnRoutes:
         """Say why an update failed, and generate on if nothing has been changed."""
         mark = next((mark for mark in UNCHANGED if mark in str(error)), None)
         # Another process of a server with several may have got the weights just before they were gone.
-        if mark and (mark == Refused.mark or self._alone):
+        if mark and (mark in (Refused.mark, Altered.mark) or self._alone):
             if not was_paused:
                 await self._engine.resume_generation()
         else:
@@ -126,6 +128,10 @@ class CairnRoutes:
             await self._engine.update_weight_version("unknown")
         if mark:
             return failure(UNCHANGED[mark], str(error).partition(mark)[2])
+        if NotHeld.mark in str(error):
+            return failure(
+                412, f"the server does not hold what came: {str(error).partition(NotHeld.mark)[2]}"
+            )
         if Unfit.mark in str(error):
             return failure(501, str(error).partition(Unfit.mark)[2])
         return failure(

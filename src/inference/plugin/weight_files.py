@@ -1,10 +1,12 @@
 """Read and check the tensors of a model directory."""
 
 import contextlib
+import itertools
 import os
 import stat
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ from safetensors import SafetensorError, safe_open
 from cairn.checkpoint.layout import tensor_files
 from cairn.checkpoint.manifest import Damaged
 from cairn.inference.plugin.expected import Layout
-from cairn.policy.refusals import Unchanged
+from cairn.policy.checksums import WORD, contribution, read_checksums, words, wrapped
+from cairn.policy.refusals import Altered, Unchanged
+from cairn.run.files import DamagedFile
 
 FLOATS = ("F64", "F32", "F16", "BF16")
 WORKERS = min(4, os.cpu_count() or 1)
 """Threads that check and load weights; nothing is generated meanwhile."""
+PIECE = 1 << 17
+"""Values that stay in the processor's cache from one look to the next."""
 
 
 class Refused(Unchanged):
@@ -27,9 +33,15 @@ class Refused(Unchanged):
     mark = "weights refused: "
 
 
-def read_weights(
-    path: str, layout_of: Callable[[Iterable[str]], Layout], dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
+@dataclass(frozen=True)
+class Arrived:
+    """Tensors as they came, by name, and their checksums."""
+
+    weights: dict[str, torch.Tensor]
+    sums: dict[str, int]
+
+
+def read_weights(path: str, layout_of: Callable[[Iterable[str]], Layout], dtype: torch.dtype) -> Arrived:
     """Read and check all tensors of a model directory.
 
     Args:
@@ -39,9 +51,10 @@ def read_weights(
         dtype: Type that the server computes with.
 
     Returns:
-        Tensor by name, on the CPU, mapped from the file; tied ones are left out.
+        The tensors on the CPU, mapped from the file; tied ones are left out.
 
     Raises:
+        Altered: they are not those whose checksums the trainer has left beside them.
         Refused: something is missing, unexpected, damaged, of another shape, not floating-point, or not
             finite in `dtype`.
     """
@@ -73,12 +86,21 @@ def read_weights(
     for name in tied.keys() & weights.keys():
         if not torch.equal(weights.pop(name), weights[tied[name]]):
             raise Refused(f"{path}: tensor {name} differs from {tied[name]}, which the model ties it to")
+    try:
+        published = read_checksums(Path(path))
+    except DamagedFile as error:
+        raise Altered(f"{path}: its checksums can't be read: {error}") from None
     with ThreadPoolExecutor(WORKERS) as workers:
-        finite = workers.map(lambda tensor: is_finite(tensor, dtype), weights.values())
-        for name, good in zip(weights, finite, strict=True):
-            if not good:
-                raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
-    return weights
+        found = workers.map(lambda tensor: look_at(tensor, dtype), weights.values())
+        looks = dict(zip(weights, found, strict=True))
+    sums = {name: look.checksum for name, look in looks.items()}
+    for name in published or {}:
+        if sums.get(name) != published[name]:
+            raise Altered(f"{path}: tensor {name} is not the one that the trainer wrote (other checksum)")
+    for name, look in looks.items():
+        if not look.is_finite:
+            raise Refused(f"{path}: tensor {name} holds NaN or infinity (as {dtype})")
+    return Arrived(weights, sums)
 
 
 @contextlib.contextmanager
@@ -89,9 +111,34 @@ def _refusing(file: Path) -> Iterator[None]:
         raise Refused(f"{file}: not a whole safetensors file: {error}") from None
 
 
-def is_finite(tensor: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether all values are, in `dtype`. Their extremes are 30 times as fast as all of them; NaN is both."""
-    return tensor.numel() == 0 or all(bound.to(dtype).isfinite().item() for bound in tensor.aminmax())
+@dataclass(frozen=True)
+class Look:
+    """What one pass through a tensor tells: its checksum, and whether its values are finite in some type."""
+
+    checksum: int
+    is_finite: bool
+
+
+def look_at(tensor: torch.Tensor, dtype: torch.dtype) -> Look:
+    """Go through a tensor once, in pieces that stay in the processor's cache from one question to the other.
+
+    The extremes are found 30 times as fast as values that are not finite; NaN is both.
+    """
+    if not tensor.numel():
+        return Look(0, True)
+    values = tensor.reshape(-1)
+    body, rest = words(values)
+    count = PIECE if values.device.type == "cpu" else values.numel()
+    bounds: list[torch.Tensor] = []
+    sums = [contribution(rest)]
+    for piece, its_words in itertools.zip_longest(
+        values.split(count), body.split(count * values.element_size() // WORD)
+    ):
+        bounds += piece.aminmax()
+        if its_words is not None:
+            sums.append(its_words.sum())
+    is_finite = torch.stack(bounds).to(dtype).isfinite().all().item()
+    return Look(wrapped(torch.stack(sums).tolist()), bool(is_finite))
 
 
 def identities(path: str) -> list[tuple[str, int, int]]:

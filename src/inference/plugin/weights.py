@@ -9,7 +9,7 @@ import copy
 import functools
 import math
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -26,9 +26,9 @@ from vllm.model_executor.model_loader import register_model_loader
 
 from cairn.inference.plugin.expected import ExpectedTensors
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
-from cairn.inference.plugin.weight_files import Refused, check_folder, identities, is_finite, read_weights
+from cairn.inference.plugin.weight_files import Refused, check_folder, identities, look_at, read_weights
 from cairn.policy.receiver import WeightReceiver
-from cairn.policy.refusals import Unchanged
+from cairn.policy.refusals import NotHeld, Unchanged
 from cairn.policy.source import Source, read_source
 from cairn.run.files import DamagedFile
 from cairn.run.signals import stay_deaf
@@ -94,19 +94,21 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
 
         Raises:
             Refused: a file or tensor is unusable; the old weights are untouched.
+            Altered: the tensors are not those that the trainer wrote; likewise.
             Gone, NotThere: the trainer does not send them; likewise.
+            NotHeld: what came, or what the model holds now, is not what the trainer sent.
             RuntimeError: it has not sent all of them.
         """
         started = time.perf_counter()
         try:
-            parts, items = self._offered(update_info.path)
+            parts, sums, items = self._offered(update_info.path)
         except Unchanged:
             raise
         except Exception as error:  # nothing has been touched, whatever it was
             logger.exception("cannot read %s", update_info.path)
             raise Refused(f"{update_info.path}: {error!r}") from None
         checked = time.perf_counter()
-        loaded = load_weights(self.model, map(self._in_hub_layout, parts), self.model_config)
+        loaded = load_weights(self.model, map(self._in_hub_layout, parts), self.model_config, sums)
         if missed := {name for name, _ in self.model.named_parameters()} - loaded:
             raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
         logger.info(
@@ -117,23 +119,26 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             time.perf_counter() - checked,
         )
 
-    def _offered(self, path: str) -> tuple[Iterable[dict[str, torch.Tensor]], int]:
-        """A folder's tensors, checked, or those that its trainer is about to send; and how many values."""
+    def _offered(self, path: str) -> tuple[Iterable[dict[str, torch.Tensor]], Mapping[str, int], int]:
+        """A folder's tensors, checked, or those that its trainer is about to send; their checksums, of which
+        there are as many as tensors have come; and how many values there are."""
         try:
             source = read_source(Path(path))
         except (DamagedFile, ValueError, OSError, RecursionError) as error:
             raise Refused(f"{path}: does not say where its tensors are: {error}") from None
         if source is not None:
-            return self._from_trainer(source), sum(map(math.prod, source.shapes.values()))
-        weights = read_weights(path, self._expected.layout_of, self.model_config.dtype)
-        return [weights], sum(tensor.numel() for tensor in weights.values())
+            sums: dict[str, int] = {}
+            return self._from_trainer(source, sums), sums, sum(map(math.prod, source.shapes.values()))
+        arrived = read_weights(path, self._expected.layout_of, self.model_config.dtype)
+        return [arrived.weights], arrived.sums, sum(tensor.numel() for tensor in arrived.weights.values())
 
-    def _from_trainer(self, source: Source) -> Iterator[dict[str, torch.Tensor]]:
-        """The trainer's tensors, a layer at a time.
+    def _from_trainer(self, source: Source, sums: dict[str, int]) -> Iterator[dict[str, torch.Tensor]]:
+        """The trainer's tensors, a layer at a time; their checksums go into `sums`.
 
         Raises:
             Refused: it has other tensors than this model.
             Gone, NotThere: it does not send them.
+            NotHeld: while iterating: they are not those that it sent.
             RuntimeError: while iterating: it broke off, or a value is not finite.
         """
         if source.device != self.device.type:
@@ -155,9 +160,14 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         def checked() -> Iterator[dict[str, torch.Tensor]]:
             for weights in parts:
                 for name, tensor in weights.items():
-                    if not is_finite(tensor, tensor.dtype):
+                    look = look_at(tensor, tensor.dtype)
+                    if not look.is_finite:
                         raise RuntimeError(f"the trainer's tensor {name} holds NaN or infinity")
+                    sums[name] = look.checksum
                 yield weights
+            for name, sent in self._receiver.sent.items():
+                if sums[name] != sent:
+                    raise NotHeld(f"checksum of {name} as it came from the trainer")
 
         return checked()
 

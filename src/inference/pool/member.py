@@ -1,15 +1,18 @@
 """What a pool of servers knows of each one, and the weights that it gives them."""
 
 import asyncio
+import logging
 from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.inference.client import InferenceClient, ServerStatus
-from cairn.policy.errors import ServerDisagrees
+from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation
 from cairn.run.directory import WEIGHT_SOURCE
 from cairn.run.files import read_json
 from cairn.run.messages import Probe
+
+logger = logging.getLogger(__name__)
 
 PROOFS = 3
 """How often a server is given the same weights before it is given up on, until there are others."""
@@ -48,6 +51,10 @@ class Member:
         self.disproofs = 0
         """How often it has disagreed with the trainer about `disputed`, since it agreed or was restarted."""
         self.disputed: Weights | None = None
+        self.disagreement: ServerDisagrees | None = None
+        """The latest."""
+        self.disagreements = 0
+        """How many there were since the pool's metrics were last taken."""
         self.abandoned = ""
         """Why its requests were given up."""
         self._proving: str | None = None
@@ -92,11 +99,11 @@ class Member:
         """Put weights into the server, and have it prove that it computes from them.
 
         Raises:
-            ServerDisagrees: it does not.
+            ServerDisagrees: it does not. What it was asked for is given up.
             WeightsRefused, WeightsGone, Unauthorized, ServerUnavailable: as `update_weights` of the client.
         """
-        if self.is_given_up_on(weights):
-            raise ServerDisagrees(self.abandoned)
+        if self.disagreement is not None and self.is_given_up_on(weights):
+            raise self.disagreement
         self._settle(False)  # what waits for an earlier proof is asked again
         self._proving, self._proof = weights.version, asyncio.get_running_loop().create_future()
         try:
@@ -105,6 +112,10 @@ class Member:
             self.pushes += 1
             if weights.probe is not None:
                 await self.prove(weights)
+        except WeightsAltered as error:
+            self._settle(False)
+            self._note_disagreement(weights, error)
+            raise
         except BaseException:
             self._settle(False)
             raise
@@ -127,18 +138,25 @@ class Member:
             difference = probe.difference(await self.client.score(tokens, weights.version), self.dtype)
             agrees = difference is None
             if difference is not None:
-                again = self.disproofs if self.disputed is weights else 0
-                self.disputed, self.disproofs, self.weights = weights, again + 1, None
-                self.abandoned = (
+                error = ServerDisagrees(
                     f"{self.url} was given the weights {weights.version}, but the logprobs that it gives "
                     f"{len(tokens)} tokens differ from the trainer's {difference}"
                 )
-                for request in self.requests:
-                    request.cancel()
-                raise ServerDisagrees(self.abandoned)
+                self._note_disagreement(weights, error)
+                raise error
             self.disproofs = 0
+            logger.info("%s has proven version %s", self.url, weights.version)
         finally:
             self._settle(agrees)
+
+    def _note_disagreement(self, weights: Weights, error: ServerDisagrees) -> None:
+        """It does not have these weights: what it was asked for is given up."""
+        again = self.disproofs if self.disputed is weights else 0
+        self.disputed, self.disproofs, self.weights = weights, again + 1, None
+        self.disagreement, self.abandoned = error, str(error)
+        self.disagreements += 1
+        for request in self.requests:
+            request.cancel()
 
     async def has_proven(self, generations: list[Generation]) -> bool:
         """Whether the weights that they come from were proven; waits while that is not decided."""

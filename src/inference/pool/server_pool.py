@@ -7,13 +7,14 @@ import time
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Iterable
 from pathlib import Path
+from urllib.parse import urlsplit
 
 from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.counts import Counts
 from cairn.inference.pool.member import Member, Weights, tensor_bytes
 from cairn.inference.pool.membership import Roster
 from cairn.inference.pool.server_list import ServerList
-from cairn.policy.errors import ServerDisagrees, ServerUnavailable
+from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.messages import Probe
 
@@ -123,7 +124,8 @@ class ServerPool:
             WeightsRefused: a server refused the weights. (One that does so when it joins is only reported.)
             WeightsGone: the trainer that `folder` names has newer ones, which are to be served instead.
             Unauthorized: a server's token is missing or wrong.
-            ServerDisagrees: all servers score the probe otherwise, again and again.
+            ServerDisagrees: all servers score the probe otherwise, or (WeightsAltered) hold other weights,
+                again and again.
             ServerUnavailable: no server has them after `retry_for` seconds.
         """
         self._roster.begin()
@@ -181,7 +183,9 @@ class ServerPool:
         if served():
             return
         if disagree():
-            raise ServerDisagrees("; ".join(member.abandoned for member in members.values()))
+            errors = [member.disagreement for member in members.values()]
+            kind = WeightsAltered if all(isinstance(e, WeightsAltered) for e in errors) else ServerDisagrees
+            raise kind("; ".join(map(str, errors)))
         raise ServerUnavailable(
             f"no inference server has taken weights {weights.version} within {self._retry_for:g} s "
             f"(--orchestrator.request-timeout allows more); {self._roster.problems()}"
@@ -235,15 +239,26 @@ class ServerPool:
         """What happened since the last call: requests, retries, weight updates, and where the time went.
 
         `weights/bytes` is summed over servers, `time/push` is the time that `serve` took. `time/server_idle`
-        is the time in which no request was in flight at all, `time/generate` the rest.
+        is the time in which no request was in flight at all, `time/generate` the rest. A server that has
+        disagreed with the trainer is named, in `servers/disagreed/HOST:PORT`, with how often.
         """
         return {
             "servers/healthy": sum(member.ready for member in self._roster.members.values()),
             "servers/quarantined": sum(
                 member.is_quarantined(self._roster.weights) for member in self._roster.members.values()
             ),
+            **self._disagreements(),
             **self._counts.take(),
         }
+
+    def _disagreements(self) -> dict[str, float]:
+        """How often each server that did so has disagreed with the trainer since the last call."""
+        found: dict[str, float] = {}
+        for member in self._roster.members.values():
+            if member.disagreements:
+                found[f"servers/disagreed/{urlsplit(member.url).netloc}"] = member.disagreements
+                member.disagreements = 0
+        return found
 
     # Requests
 

@@ -1,0 +1,72 @@
+"""What a model holds is compared with what came, where vLLM leaves the tensors' words as they are."""
+
+import pytest
+import torch
+
+from cairn.inference.plugin.held import FIRST_UPDATES, SHARES, HeldWeights
+from cairn.policy.checksums import checksum
+from cairn.policy.refusals import NotHeld
+
+
+class Loaded:
+    """A layer of three tensors: two are stacked, the third is computed with."""
+
+    def __init__(self) -> None:
+        self.held = HeldWeights()
+        start = self.tensors(0.0)
+        assert list(self.held.watch(start.items(), torch.float32)) == list(start.items())
+        self.held.note(self.parameters(start).items())
+
+    def tensors(self, more: float) -> dict[str, torch.Tensor]:
+        return {
+            "q": torch.ones(4, 2) + more,
+            "k": torch.full((2, 2), 3.0) + more,
+            "log": torch.ones(2) + more,
+        }
+
+    def parameters(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.nn.Parameter]:
+        stacked = torch.cat([tensors["q"], tensors["k"]])
+        return {"qk": torch.nn.Parameter(stacked), "exp": torch.nn.Parameter(tensors["log"].exp())}
+
+    def check(self, came: dict[str, torch.Tensor], held: dict[str, torch.Tensor], *names: str) -> None:
+        parameters = self.parameters(held)
+        part = {"qk": ("q", "k"), "exp": ("log",)}
+        wires = [wire for name in names for wire in part[name]]
+        self.held.check({w: checksum(came[w]) for w in wires}, {n: parameters[n] for n in names})
+
+
+def test_one_value_that_is_one_bit_off_is_noticed():
+    loaded = Loaded()
+    new = loaded.tensors(0.25)
+    loaded.check(new, new, "qk")
+    old = {name: tensor.clone() for name, tensor in new.items()}
+    old["k"].view(torch.int32)[1, 0] += 1
+    with pytest.raises(NotHeld, match="qk"):
+        loaded.check(new, old, "qk")
+    with pytest.raises(NotHeld):
+        loaded.check(new, loaded.tensors(0.0), "qk")
+
+
+def test_what_loaders_compute_with_is_left_to_the_probe():
+    loaded = Loaded()
+    loaded.check(loaded.tensors(1.0), loaded.tensors(0.5), "exp")
+    loaded.check(loaded.tensors(1.0), loaded.tensors(0.5), "qk", "exp")
+
+
+def test_nothing_is_held_against_a_model_whose_start_was_not_seen():
+    unseen = Loaded()
+    unseen.held = HeldWeights()
+    unseen.check(unseen.tensors(1.0), unseen.tensors(0.5), "qk")
+
+
+def test_every_layer_is_looked_at_in_the_first_updates_and_then_in_turn():
+    held, seen = HeldWeights(), []
+    for update in range(FIRST_UPDATES + 2 * SHARES):
+        held.begin_update()
+        due = [layer for layer in range(2 * SHARES) if held.is_due(layer)]
+        if update < FIRST_UPDATES:
+            assert due == list(range(2 * SHARES))
+        else:
+            assert len(due) == 2
+            seen += due
+    assert sorted(seen) == sorted(2 * list(range(2 * SHARES)))
