@@ -18,6 +18,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.shares import at_places
 from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.model import ModelConfig
+from cairn.inference.plugin.expected import ExpectedTensors
 from cairn.launch.model import resolve_model
 from cairn.run.errors import UsageError
 from cairn.trainer.model import weights_in
@@ -153,3 +154,18 @@ def test_quantized_weights_are_refused_before_anything_is_read(tmp_path: Path):
     (folder / "config.json").write_text(json.dumps(about))
     with pytest.raises(UsageError, match=r"its weights are quantized \(mxfp4\).*save_pretrained"):
         resolve_model(ModelConfig(name=str(folder)))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied", *CONVERTED])
+def test_a_server_cuts_tensors_as_the_trainers_files_do(tmp_path: Path, family: str):
+    """From those in memory it gets what the hub's folder holds, and it knows the names and shapes of both."""
+    published = load_file(make(family, tmp_path) / "model.safetensors")
+    model = make_model(family)
+    own = {name: tensor.detach() for name, tensor in tensors_in_memory(model).items()}
+    expected = ExpectedTensors(make_config(family))
+    assert_same_bits(expected.to_hub(own), published)
+    for layout, tensors in ((expected.hub, published), (expected.own, own)):
+        assert expected.layout_of(tensors) == layout
+        shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
+        assert layout.shapes == {**shapes, **{name: shapes[of] for name, of in layout.tied.items()}}
+    assert len(expected.hub.tied) == len(expected.own.tied) == (family in ("qwen3_tied", "gemma3"))

@@ -39,12 +39,13 @@ class Layout:
     """What a model's folder holds.
 
     places: by the hub's name, in the order in which they are written. tied: names of the hub that are not
-    written, since each is tied to another of its names; some folders hold a copy. shapes: of the tensors in
-    memory, by transformers' name.
+    written, since each is tied to another of its names; some folders hold a copy. tied_in_memory: the same by
+    transformers' names. shapes: of the tensors in memory, by transformers' name.
     """
 
     places: dict[str, Place]
     tied: dict[str, str]
+    tied_in_memory: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
     _renamings: list[Any]
     _prefix: str
@@ -118,16 +119,13 @@ def hub_layout(config: "PreTrainedConfig") -> Layout:
     order = {name: number for number, name in enumerate(blanks)}
     places = dict(sorted(places.items(), key=lambda item: (order[item[1].name], item[1].first)))
     hub_names = {place.name: name for name, place in places.items()}
-    tied = {
-        hub_names[name]: hub_names[target]
-        for name, target in model.all_tied_weights_keys.items()
-        if name not in mine
-    }
+    tied_in_memory = {name: of for name, of in model.all_tied_weights_keys.items() if name not in mine}
+    tied = {hub_names[name]: hub_names[of] for name, of in tied_in_memory.items()}
     places = {name: place for name, place in places.items() if place.name in mine}
     _check_covered(places.values(), mine)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
-    return Layout(places, tied, shapes, renamings, model.base_model_prefix)
+    return Layout(places, tied, tied_in_memory, shapes, renamings, model.base_model_prefix)
 
 
 def tensors_in_memory(model: "PreTrainedModel") -> dict[str, torch.Tensor]:

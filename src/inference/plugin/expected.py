@@ -1,16 +1,18 @@
-"""The tensors of a model, in the hub's layout and in transformers' own.
+"""The tensors that a model's folder or trainer has to hold, in the hub's layout and in transformers' own.
 
 Transformers holds some tensors differently from the hub's files, such as all experts of a layer as one.
 vLLM is always given the hub's layout.
 """
 
+import collections
 import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
-from transformers import AutoModelForCausalLM, PreTrainedConfig
-from transformers.core_model_loading import revert_weight_conversion
+from transformers import PreTrainedConfig
+
+from cairn.checkpoint.names import Place, hub_layout
 
 
 @dataclass(frozen=True)
@@ -22,23 +24,28 @@ class Layout:
 
 
 class ExpectedTensors:
-    """What a folder or a trainer has to hold for the model of `config`; nothing of it is in memory."""
+    """What has to be there for the model of `config`; nothing of it is in memory.
+
+    Raises:
+        LayoutUnknown: transformers does not tell how the hub's tensors are made of its own.
+    """
 
     def __init__(self, config: PreTrainedConfig):
-        with torch.device("meta"):
-            self._model = AutoModelForCausalLM.from_config(config)
-        self._tensors = self._model.state_dict()
+        self._layout = hub_layout(config)
+        self._parts: dict[str, list[tuple[str, Place]]] = collections.defaultdict(list)
+        for name, place in self._layout.places.items():
+            self._parts[place.name].append((name, place))
 
     @functools.cached_property
     def own(self) -> Layout:
         """As transformers' model holds them, and a trainer that sends them from its memory."""
-        return Layout(_shapes(self._tensors), dict(self._model.all_tied_weights_keys))
+        return _with_tied(self._layout.shapes, self._layout.tied_in_memory)
 
     @functools.cached_property
     def hub(self) -> Layout:
         """As in the files of the hub."""
-        tied = {self._hub_name(name): self._hub_name(of) for name, of in self.own.tied.items()}
-        return Layout(_shapes(self.to_hub(self._tensors)), tied)
+        shapes = {name: place.shape for name, place in self._layout.places.items()}
+        return _with_tied(shapes, self._layout.tied)
 
     def layout_of(self, names: Iterable[str]) -> Layout:
         """The layout that tensors of these `names` are in, or are most like."""
@@ -46,12 +53,15 @@ class ExpectedTensors:
         return min(self.hub, self.own, key=lambda layout: len(layout.shapes.keys() ^ found))
 
     def to_hub(self, weights: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """Convert tensors from transformers' layout; all those of a layer must be given together."""
-        return revert_weight_conversion(self._model, dict(weights))
+        """The same values as tensors of the hub's layout, from those of transformers'; they share memory."""
+        return {
+            name: tensor.reshape(-1)[place.first :][: torch.Size(place.shape).numel()].view(place.shape)
+            for own, tensor in weights.items()
+            for name, place in self._parts[own]
+        }
 
-    def _hub_name(self, name: str) -> str:
-        return next(iter(self.to_hub({name: self._tensors[name]})))
 
-
-def _shapes(tensors: Mapping[str, torch.Tensor]) -> dict[str, list[int]]:
-    return {name: list(tensor.shape) for name, tensor in tensors.items()}
+def _with_tied(shapes: Mapping[str, tuple[int, ...]], tied: Mapping[str, str]) -> Layout:
+    """A layout that also has the tied tensors, of which some folders hold copies."""
+    all_shapes = {**shapes, **{name: shapes[of] for name, of in tied.items()}}
+    return Layout({name: list(shape) for name, shape in all_shapes.items()}, dict(tied))
