@@ -225,6 +225,7 @@ class Server:
                 return
         except httpx.HTTPError:
             pass
+        assert self._process is not None, "it was started"
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(GRACE)
         self.kill()

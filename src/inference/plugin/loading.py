@@ -10,9 +10,10 @@ import itertools
 from collections.abc import Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
+from torch.nn import Parameter
 from transformers.utils import SAFE_WEIGHTS_INDEX_NAME
 from vllm.config import ModelConfig, VllmConfig
 from vllm.config.load import LoadConfig
@@ -72,7 +73,7 @@ class RepackableLoader(DefaultModelLoader):
         for module in model.modules():
             if isinstance(module, LinearBase):
                 # vLLM's own switch for layers that are not to be packed.
-                module._cpu_skip_gemm_dispatch = True
+                cast(Any, module)._cpu_skip_gemm_dispatch = True
 
     def load_model(
         self, vllm_config: VllmConfig, model_config: ModelConfig, prefix: str = ""
@@ -141,6 +142,11 @@ def _is_processed(module: torch.nn.Module) -> bool:
     )
 
 
+def _load(model: torch.nn.Module, tensors: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+    """Have one of vLLM's models load tensors; returns its names of the parameters that they went into."""
+    return set(cast(Any, model).load_weights(tensors))
+
+
 def _is_plain(model: torch.nn.Module) -> bool:
     return not any(map(_is_processed, model.modules()))
 
@@ -158,10 +164,10 @@ def _load_as_at_start(
             current = getattr(module, name, None)
             if _is_processed(module) or current is None or current.shape != initial.shape:
                 fresh = materialize_meta_tensor(initial).zero_()
-                module.register_parameter(name, restore_layer_refs(fresh, module))
+                module.register_parameter(name, cast(Parameter, restore_layer_refs(fresh, module)))
         if isinstance(method := getattr(module, "quant_method", None), UnquantizedFusedMoEMethod):
             method.moe_kernel = None  # it packs experts when it is made, and only then
-    loaded = {name for part in parts for name in model.load_weights(part.items())}
+    loaded = {name for part in parts for name in _load(model, part.items())}
     process_weights_after_loading(model, config, torch.device("cpu"))
     pack_linear_weights(model.modules())
     return loaded
@@ -172,7 +178,7 @@ def _load_layerwise(
 ) -> set[str]:
     """vLLM's own reload, which keeps the places in memory of what compiled graphs compute from."""
     initialize_layerwise_reload(model)
-    loaded = {name for part in parts for name in model.load_weights(part.items())}
+    loaded = {name for part in parts for name in _load(model, part.items())}
     passed_by = {
         type(module).__name__
         for module in model.modules()
@@ -211,7 +217,7 @@ def _load_and_pack(
 
     def load(number: int, layer: list[tuple[str, torch.Tensor]]) -> set[str]:
         with torch.no_grad():
-            loaded = set(model.load_weights(layer))
+            loaded = _load(model, layer)
             if held.is_due(number):
                 came = {name: checksum_of(name, tensor) for name, tensor in layer}
                 compared.append(held.check(came, {name: parameters[name] for name in loaded}))

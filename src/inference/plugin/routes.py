@@ -7,6 +7,7 @@ import asyncio
 import os
 import uuid
 from argparse import Namespace
+from typing import TYPE_CHECKING, cast
 
 import vllm
 from fastapi import FastAPI
@@ -22,6 +23,9 @@ from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.guard import Guard, failure
 from cairn.inference.plugin.weight_files import Refused
 from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unfit
+
+if TYPE_CHECKING:
+    from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger("vllm.cairn")
 
@@ -63,7 +67,7 @@ class CairnRoutes:
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
         assert engine_client is not None  # "generate" is required
-        self._engine = engine_client
+        self._engine = cast("AsyncLLM", engine_client)  # the only one there is
         self._model = args.model
         self._max_num_seqs = args.max_num_seqs
         self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1

@@ -94,8 +94,8 @@ def read_weights(path: str, layout_of: Callable[[Iterable[str]], Layout], dtype:
         found = workers.map(lambda tensor: look_at(tensor, dtype), weights.values())
         looks = dict(zip(weights, found, strict=True))
     sums = {name: look.checksum for name, look in looks.items()}
-    for name in published or {}:
-        if sums.get(name) != published[name]:
+    for name, checksum in (published or {}).items():
+        if sums.get(name) != checksum:
             raise Altered(f"{path}: tensor {name} is not the one that the trainer wrote (other checksum)")
     for name, look in looks.items():
         if not look.is_finite:

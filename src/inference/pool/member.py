@@ -8,8 +8,7 @@ from pathlib import Path
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation
-from cairn.run.directory import WEIGHT_SOURCE
-from cairn.run.files import read_json
+from cairn.policy.source import read_source
 from cairn.run.messages import Probe
 
 logger = logging.getLogger(__name__)
@@ -171,6 +170,6 @@ class Member:
 
 def tensor_bytes(folder: Path) -> int:
     """Bytes of the tensors that a directory holds or tells of; 0 if only the servers can see it."""
-    if source := read_json(folder / WEIGHT_SOURCE):
-        return source["bytes"]
+    if source := read_source(folder):
+        return source.bytes
     return sum(file.stat().st_size for file in folder.glob("*.safetensors"))

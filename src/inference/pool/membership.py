@@ -100,7 +100,8 @@ class Roster:
         urls = self._servers.read()
         for url in [url for url in self.members if url not in urls]:
             member = self.members.pop(url)
-            member.keeper.cancel()
+            if member.keeper is not None:
+                member.keeper.cancel()
             member.ready = False
             self._leaving.append(member)
             logger.info("%s leaves after %d requests", url, len(member.requests))

@@ -172,6 +172,7 @@ class ServerPool:
             ServerDisagrees, ServerUnavailable: see `serve`.
         """
         weights, members = self._roster.weights, self._roster.members
+        assert weights is not None, "there is nothing to serve yet"
 
         def served() -> bool:
             return any(member.weights is weights for member in members.values())
