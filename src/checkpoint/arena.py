@@ -4,6 +4,9 @@ The memory is shared with the writer (`cairn.checkpoint.writer`), allocated once
 tensors of the same names, data types and shapes.
 """
 
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import contextlib
 import ctypes
 import json
@@ -82,6 +85,9 @@ class Arena:
                 stdout=subprocess.PIPE,
                 pass_fds=[fd],
             )
+        assert self._writer.stdin is not None
+        assert self._writer.stdout is not None
+        self._commands, self._answers = self._writer.stdin, self._writer.stdout
         self._map = mmap.mmap(fd, nbytes)
         os.close(fd)
         self._bytes = torch.frombuffer(self._map, dtype=torch.uint8)
@@ -107,9 +113,7 @@ class Arena:
         )
         if self._stream is not None:
             try:
-                torch.cuda.check_error(
-                    torch.cuda.cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0)
-                )
+                torch.cuda.check_error(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0))
                 self._pinned = True
             except RuntimeError as error:
                 logger.warning("the arena is not pinned, so copying from the GPU is slow: %s", error)
@@ -159,7 +163,7 @@ class Arena:
             SaveFailed: it failed.
             WriterDied: it is gone.
         """
-        line = self._writer.stdout.readline()
+        line = self._answers.readline()
         if not line:
             raise WriterDied(f"the writer died (exit code {self._writer.wait()})")
         answer = json.loads(line)
@@ -174,19 +178,24 @@ class Arena:
         """End the writer."""
         self._ready.join()
         if self._pinned:
-            torch.cuda.cudart().cudaHostUnregister(self._bytes.data_ptr())
+            _cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._pinned = False
         with contextlib.suppress(BrokenPipeError):  # it is dead already
-            self._writer.stdin.close()
+            self._commands.close()
         self._writer.wait()
-        self._writer.stdout.close()
+        self._answers.close()
 
     def _send(self, message: dict[str, Any]) -> None:
         try:
-            self._writer.stdin.write((json.dumps(message) + "\n").encode())
-            self._writer.stdin.flush()
+            self._commands.write((json.dumps(message) + "\n").encode())
+            self._commands.flush()
         except BrokenPipeError:
             raise WriterDied(f"the writer died (exit code {self._writer.wait()})") from None
+
+
+def _cudart() -> Any:
+    """CUDA's runtime, which torch binds without types."""
+    return torch.cuda.cudart()
 
 
 def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:

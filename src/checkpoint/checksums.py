@@ -8,10 +8,15 @@ other a byte; and a reader checks the file from what the ranks have read anyway.
 
 from pathlib import Path
 
-from awscrt.checksums import combine_crc64nvme, crc64nvme
+from awscrt import checksums as crt  # pyright: ignore[reportMissingTypeStubs] # it is typed in its code
 
 CHUNK_BYTES = 16 << 20
 READ_BYTES = 1 << 20  # stays in the processor's cache between reading and checksumming
+
+
+def crc64(data: memoryview | bytes, previous: int = 0) -> int:
+    """The CRC-64/NVME of `data`, which goes on after bytes whose CRC is `previous`."""
+    return crt.crc64nvme(data, previous)  # pyright: ignore[reportArgumentType] # it takes any buffer
 
 
 class FileChecksum:
@@ -30,7 +35,7 @@ class FileChecksum:
         view = memoryview(data)
         while view:
             piece = view[: CHUNK_BYTES - offset % CHUNK_BYTES]
-            self.add_crc(offset, len(piece), crc64nvme(piece))
+            self.add_crc(offset, len(piece), crc64(piece))
             offset += len(piece)
             view = view[len(piece) :]
 
@@ -38,7 +43,7 @@ class FileChecksum:
         """Count in `nbytes` bytes at `offset` with that CRC; they must not cross the end of a chunk."""
         chunk = offset // CHUNK_BYTES
         end = min((chunk + 1) * CHUNK_BYTES, self.size)
-        self.crcs[chunk] = self.crcs.get(chunk, 0) ^ combine_crc64nvme(crc, 0, end - offset - nbytes)
+        self.crcs[chunk] = self.crcs.get(chunk, 0) ^ crt.combine_crc64nvme(crc, 0, end - offset - nbytes)
         self.nbytes += nbytes
 
     def merge(self, other: "FileChecksum") -> None:
@@ -65,6 +70,6 @@ def chunk_crc(path: Path, chunk: int) -> int:
     with open(path, "rb", buffering=0) as file:
         file.seek(chunk * CHUNK_BYTES)
         while left and (count := file.readinto(memoryview(buffer)[:left])):
-            crc = crc64nvme(memoryview(buffer)[:count], crc)
+            crc = crc64(memoryview(buffer)[:count], crc)
             left -= count
     return crc

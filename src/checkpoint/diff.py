@@ -1,5 +1,9 @@
 """What is different between two checkpoints: configuration, versions, metrics, and every weight."""
 
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +29,8 @@ def compare(a: Path, b: Path) -> dict[str, Any]:
     }
 
 
-def _config_of(folder: Path) -> dict[str, Any]:
-    flat: dict[str, Any] = {}
+def _config_of(folder: Path) -> dict[str, object]:
+    flat: dict[str, object] = {}
 
     def walk(value: Any, key: str) -> None:
         if isinstance(value, dict):
@@ -42,7 +46,7 @@ def _config_of(folder: Path) -> dict[str, Any]:
     return {key.replace("settings.", ""): value for key, value in flat.items()}
 
 
-def _changes(a: dict[str, Any], b: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
+def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any, Any]]:
     return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
 
 
@@ -51,7 +55,8 @@ def _tensor_changes(a: Path, b: Path) -> dict[str, Any]:
     from cairn.checkpoint.tensors import read_tensor
 
     in_a, in_b = (FORMATS["hf"].read(StepFolder(step).model).tensors[MODEL] for step in (a, b))
-    rows, other_shape = [], []
+    rows: list[dict[str, Any]] = []
+    other_shape: list[str] = []
     for name in sorted(in_a.keys() & in_b.keys()):
         if in_a[name].spec.shape != in_b[name].spec.shape:
             other_shape.append(name)

@@ -13,6 +13,7 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any, cast
 
 from cairn.checkpoint.manifest import Damaged, refuse_repeated_keys
 
@@ -83,7 +84,7 @@ def plan(
 def _plan_file(specs: list[TensorSpec], name: str) -> FileLayout:
     entries: dict[str, object] = {"__metadata__": {"format": "pt"}}
     position = 0
-    starts = {}
+    starts: dict[str, int] = {}
     for spec in specs:
         starts[spec.name] = position
         end = position + spec.nbytes
@@ -251,15 +252,15 @@ def read_header(path: Path) -> list[StoredTensor]:
     return [StoredTensor(path, 8 + length + start, spec) for start, _, spec in spans]
 
 
-def _span(name: str, entry: dict) -> tuple[int, int, TensorSpec]:
+def _span(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorSpec]:
     """Where a tensor begins and ends in the data, as its header entry says.
 
     Raises:
         ValueError: a number is none, or the data type is unknown.
     """
     start, end = entry["data_offsets"]
-    shape = entry["shape"]
-    if not isinstance(shape, list) or any(type(n) is not int or n < 0 for n in [start, end, *shape]):
+    shape = cast("list[Any]", entry["shape"]) if isinstance(entry["shape"], list) else None
+    if shape is None or any(type(n) is not int or n < 0 for n in [start, end, *shape]):
         raise ValueError(f"{name}: shape and data_offsets must be whole numbers from 0 on")
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"{name}: unknown data type {entry['dtype']!r}")

@@ -6,7 +6,7 @@ import stat
 from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, cast
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
@@ -72,7 +72,8 @@ class Manifest(BaseModel):
     metrics: dict[str, Any]
     versions: dict[str, str]
     config_digest: str
-    chunk_bytes: Literal[CHUNK_BYTES] = CHUNK_BYTES
+    chunk_bytes: Literal[16777216] = 16777216
+    """CHUNK_BYTES."""
     files: dict[str, FileEntry]
 
     @field_validator("files")
@@ -101,11 +102,12 @@ def parse(text: bytes | str, where: str) -> Manifest:
         content = json.loads(text, object_pairs_hook=refuse_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"{where}: not a manifest: {error}") from None
-    if not isinstance(content, dict) or type(content.get("format")) is not int:
+    number = cast("dict[str, Any]", content).get("format") if isinstance(content, dict) else None
+    if type(number) is not int:
         raise Damaged(f"{where}: format: not a manifest, which is an object that names its format")
-    if content["format"] != 1:
+    if number != 1:
         raise CheckpointError(
-            f"{where}: format {content['format']}, and this version of Cairn reads format 1; use a newer one"
+            f"{where}: format {number}, and this version of Cairn reads format 1; use a newer one"
         )
     try:
         return Manifest.model_validate_json(text)

@@ -1,5 +1,8 @@
 """Ranges of files, read straight into tensors by several threads and checksummed on the way."""
 
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import os
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -7,9 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
-from awscrt.checksums import crc64nvme
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, READ_BYTES, FileChecksum
+from cairn.checkpoint.checksums import CHUNK_BYTES, READ_BYTES, FileChecksum, crc64
 from cairn.checkpoint.manifest import Damaged
 
 READERS = 3  # threads of each rank
@@ -45,6 +47,11 @@ class Piece:
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
     """The values of a contiguous tensor as uint8 [nbytes], sharing its memory."""
     return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """The bytes of a contiguous tensor on the CPU."""
+    return memoryview(as_bytes(tensor).numpy())  # pyright: ignore[reportArgumentType] # numpy before 3.12
 
 
 def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
@@ -119,7 +126,7 @@ def _read(fd: int, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]
         position += sum(map(len, block))
         if first.counted:
             for view in block:
-                crc = crc64nvme(view, crc)
+                crc = crc64(view, crc)
             if position % CHUNK_BYTES == 0:
                 sums.append((begin, position - begin, crc))
                 begin, crc = position, 0
@@ -135,7 +142,7 @@ def _blocks(buffers: list[torch.Tensor], offset: int) -> Iterator[list[memoryvie
     """The memory to fill with each read; reads end at multiples of READ_BYTES, so where chunks end."""
     block: list[memoryview] = []
     for buffer in buffers:
-        view = memoryview(as_bytes(buffer).numpy())
+        view = as_memory(buffer)
         while view:
             part = view[: READ_BYTES - offset % READ_BYTES]
             block.append(part)

@@ -44,6 +44,7 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
         for number in numbers[-rules.keep_last :]:
             reasons[number].append("last")
     if rules.keep_best is not None:
+        assert rules.metric is not None  # as the settings see to
         sign = 1 if rules.mode == "max" else -1
         rated = [
             (sign * step.metrics[rules.metric], step.step)
@@ -69,7 +70,7 @@ def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
 
 def read_steps(store: CheckpointStore) -> list[Step]:
     """The steps of a store with their metrics; one whose manifest is damaged has none."""
-    found = []
+    found: list[Step] = []
     for number in store.steps():
         try:
             found.append(Step(number, load_manifest(store.folder(number)).metrics))
@@ -120,7 +121,7 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
         return []
     # Manifests are only read where the rules look into them.
     steps = read_steps(store) if rules.keep_best else [Step(number, {}) for number in store.steps()]
-    deleted = []
+    deleted: list[int] = []
     for number, reasons in reasons_to_keep(steps, rules, pinned).items():
         if reasons:
             continue
@@ -158,7 +159,7 @@ def prune(
         "debris": [folder for folder in store.debris() if step_of(folder) < newest],
         "abandoned": _branches(store) if abandoned else [],
     }
-    failed = []
+    failed: list[str] = []
     for group, folders in groups.items():
         for folder in [] if dry_run else list(folders):
             try:

@@ -6,6 +6,9 @@ each holds whole rows, which are one range. It takes memory for a second copy of
 they are copied, and communication on the calling thread; shards on dimension 0 never need it.
 """
 
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from collections.abc import Callable, Mapping
 
 import torch
@@ -59,7 +62,7 @@ def _blank_rows(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 
 def _exchanged(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
     with torch.no_grad():
-        return tensor.detach().redistribute(tensor.device_mesh, placements)
+        return tensor.redistribute(tensor.device_mesh, placements)
 
 
 def _row_placements(tensor: DTensor) -> tuple[Placement, ...] | None:

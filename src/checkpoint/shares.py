@@ -6,6 +6,9 @@ dimension is one range for each row, and a mesh of several dimensions cuts those
 the same ranges one owns them: it writes them, and counts them in the checksums of what it reads.
 """
 
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence

@@ -10,7 +10,7 @@ import datetime
 import fcntl
 import os
 import shutil
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -91,7 +91,7 @@ class CheckpointStore:
         Args:
             content: False checks names and sizes only.
         """
-        passed_over = []
+        passed_over: list[str] = []
         for step in reversed(self._folders()):
             if not self.exists(step):
                 continue
@@ -159,7 +159,7 @@ class CheckpointStore:
             read_back: read the files again from the disk, and compare, before the part counts.
         """
         folder = self.folder(step)
-        checksums = {}
+        checksums: dict[str, FileChecksum] = {}
         for name, content in files.items():
             write_atomic(folder / name, content, durable=True)
             checksums[name] = FileChecksum(len(content))
@@ -296,7 +296,7 @@ class CheckpointStore:
         remove_folder(folder)
 
     @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
+    def alone(self) -> Generator[None]:
         """Keep other `ckpt` commands that change something out; a run that saves is not kept out."""
         fd = os.open(self.root, os.O_RDONLY)
         try:
@@ -347,7 +347,7 @@ def remove_folder(folder: Path) -> None:
 
 def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
     """What a writer's note says, if it is there and of this attempt or session."""
-    content = read_note(path, dict)
+    content = read_note(path, dict[str, Any])
     return content if content and content.get("attempt") == attempt else None
 
 

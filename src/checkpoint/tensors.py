@@ -32,7 +32,7 @@ from cairn.checkpoint.manifest import (
     holds_tensors,
     load_manifest,
 )
-from cairn.checkpoint.reader import Piece, as_bytes, read_pieces
+from cairn.checkpoint.reader import Piece, as_memory, read_pieces
 from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Stored, share_of
 
@@ -80,7 +80,7 @@ def write_tensors(
                     continue
                 for first, values in share.cut(share.local.cpu().reshape(-1)):
                     offset = start + first * values.element_size()
-                    view = memoryview(as_bytes(values).numpy())
+                    view = as_memory(values)
                     while view:
                         written = os.pwrite(fd, view, offset + values.nbytes - len(view))
                         view = view[written:]

@@ -23,9 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from awscrt.checksums import crc64nvme
-
-from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.checksums import FileChecksum, crc64
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
 from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
@@ -110,7 +108,7 @@ class ArenaWriter:
                         )
                         to = (fd, direct if aligned else None)
                         pending.append(pool.submit(_write_all, *to, data, offset))
-                        checksum.add_crc(offset, nbytes, crc64nvme(data))
+                        checksum.add_crc(offset, nbytes, crc64(data))
                         if len(pending) > 2 * WRITERS:
                             pending.pop(0).result()
                 for write in pending:

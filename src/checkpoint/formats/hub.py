@@ -6,6 +6,9 @@ tells for every name of the hub which part of which tensor in memory it is. That
 one, so each rank still writes and reads its own ranges of files, without a gather.
 """
 
+# torch and transformers are typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 import re
 import weakref
 from collections.abc import Collection, Iterable, Mapping
@@ -103,19 +106,19 @@ def hub_layout(config: "PreTrainedConfig") -> Layout:
     model.tie_weights()
     mine = tensors_in_memory(model)
     blanks = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
-    owners = {blank.untyped_storage()._cdata: name for name, blank in blanks.items()}
+    owners = {_storage(blank): name for name, blank in blanks.items()}
     with _Views():
         converted = revert_weight_conversion(model, dict(blanks))
     places: dict[str, Place] = {}
     for name, view in converted.items():
-        owner = owners.get(view.untyped_storage()._cdata)
+        owner = owners.get(_storage(view))
         if owner is None or not view.is_contiguous():
             raise LayoutUnknown(
                 f"{type(model).__name__} can't be trained: its files hold {name}, which transformers makes "
                 "of its own tensors by more than cutting and renaming, and Cairn writes and reads files in "
                 "parts"
             )
-        places[name] = Place(owner, view.storage_offset(), tuple(view.shape))
+        places[name] = Place(owner, int(view.storage_offset()), tuple(view.shape))
     order = {name: number for number, name in enumerate(blanks)}
     places = dict(sorted(places.items(), key=lambda item: (order[item[1].name], item[1].first)))
     hub_names = {place.name: name for name, place in places.items()}
@@ -142,6 +145,11 @@ def layout_of(model: "PreTrainedModel") -> Layout:
 
 
 _LAYOUTS: "weakref.WeakKeyDictionary[torch.nn.Module, Layout]" = weakref.WeakKeyDictionary()
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Identifies the memory that a tensor is a view of; on the meta device there is no address to go by."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage] # no public identity
 
 
 class _Views(TorchFunctionMode):
