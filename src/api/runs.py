@@ -139,7 +139,7 @@ class Run:
         """
         import pandas as pd
 
-        from cairn.tools.audit.ledger import open_ledger
+        from cairn.orchestrator.ledger import open_ledger
 
         ledger = self._view.run.ledger
         if not ledger.exists():

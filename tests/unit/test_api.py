@@ -19,7 +19,7 @@ from cairn.api import training
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
-from cairn.orchestrator.rollouts import Group, Rollout
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.directory import Attempt, RunDirectory
 from cairn.run.files import write_json
 from cairn.run.messages import ShippedBatch
@@ -127,7 +127,7 @@ def test_rollouts_are_what_the_ledger_holds(run: RunDirectory):
     late = Rollout(6, [7], [-0.5], [("run:branch_1:0", 0, 1)], "length", "g", None)
     partial = Rollout(7, [9], [-0.5], [("run:branch_1:0", 0, 1)])
     for place, answers in enumerate(([whole, whole], [late, partial])):
-        group = Group(place, 10 + place, place, [4, 70, 71, 5], answers)
+        group = AnswerGroup(place, 10 + place, place, [4, 70, 71, 5], answers)
         ledger.issue(group)
         ledger.record(place, dict(enumerate(answers)))
     ledger.ship(ShippedBatch(1, [[0, 0]], 2, 4, "digest", 0), {0: 10})

@@ -24,6 +24,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.environments import ReverseText
+from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerDisagrees
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
@@ -33,7 +34,7 @@ from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
 from cairn.run.messages import PolicyName, Probe, write_probe
 from cairn.run.seeds import permutation
-from cairn.tools.audit.ledger import check_ledger, read_ledger
+from cairn.tools.audit.ledger import check_ledger
 from cairn.tools.audit.report import Report
 
 MODEL = REPOSITORY / CONFIGS / "model"

@@ -8,9 +8,10 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
+from cairn.orchestrator.ledger import read_ledger
 from cairn.run.errors import UsageError
 from cairn.run.view import RunView
-from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_ledger
+from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots
 from cairn.tools.audit.positions import check_records
 from cairn.tools.audit.recipes import check_recipes, read_recipes
 from cairn.tools.audit.report import Report

@@ -1,23 +1,27 @@
-"""The ledger: what became of each prompt, so that nothing is asked for twice and nothing is left out.
-
-One SQLite file in the run directory with one writer. It holds every prompt from when it was given to a
-server until a committed checkpoint holds the training on it, with the tokens that came back so far; and, for
-ever, one small row for each batch and for each group of answers that was dropped. The life of a prompt:
-
-    issued -> partial tokens -> whole answers -> shipped in a batch -> trained, and folded
-                             -> dropped, and issued again
-"""
+"""The ledger as the orchestrator writes it."""
 
 import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Iterable, Mapping
-from dataclasses import astuple, dataclass
+from collections.abc import Mapping
+from dataclasses import astuple
 from pathlib import Path
 
-from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger_checks import check_format, oddity, wrong_with
+from cairn.orchestrator.ledger.checks import oddity
+from cairn.orchestrator.ledger.opening import begin, connect, open_existing, remove_journal, set_aside
+from cairn.orchestrator.ledger.schema import (
+    INSERT_SAMPLE,
+    SELECT_SAMPLES,
+    UNSHIP,
+    UNSHIP_ONE,
+    LedgerRun,
+    batch_of,
+    batch_row,
+    rollout_of,
+    sample_row,
+    write_owner,
+)
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
@@ -25,72 +29,9 @@ from cairn.run.messages import ShippedBatch
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
-SCHEMA = """
-CREATE TABLE run (
-    run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,
-    problems INTEGER NOT NULL,          -- in an epoch
-    prompts_per_step INTEGER NOT NULL, samples_per_prompt INTEGER NOT NULL,
-    max_off_policy_steps INTEGER NOT NULL
-);
-CREATE TABLE sampling (                 -- of all answers that wait; missing in ledgers of earlier versions
-    temperature REAL NOT NULL
-);
-CREATE TABLE groups (                   -- prompts on which the training is in no checkpoint yet
-    place INTEGER PRIMARY KEY,          -- in the run's prompt order; epoch, index = divmod(place, problems)
-    problem INTEGER NOT NULL,
-    tries INTEGER NOT NULL,             -- 1, and 1 more for each time that its answers were dropped
-    policy_step INTEGER NOT NULL,       -- of the policy that was served when it was issued
-    batch INTEGER,                      -- the optimiser step that it was shipped for
-    prompt_ids TEXT                     -- [] until it is known; NULL where all that is left is the batch
-);
-CREATE TABLE samples (                  -- their answers
-    place INTEGER NOT NULL, sample INTEGER NOT NULL, seed INTEGER NOT NULL,
-    token_ids TEXT NOT NULL, logprobs TEXT NOT NULL,
-    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
-    finish_reason TEXT,                 -- stop, length; NULL while it is partial
-    text TEXT NOT NULL,                 -- of a whole answer
-    reward REAL,                        -- finite; NULL until the environment has given it
-    PRIMARY KEY (place, sample)
-);
-CREATE TABLE batches (
-    step INTEGER PRIMARY KEY,           -- the optimiser step that it is for
-    places TEXT NOT NULL,               -- [[first, last], ...]
-    samples INTEGER NOT NULL, tokens INTEGER NOT NULL,
-    digest TEXT NOT NULL,               -- of what is learned from; in metrics.jsonl as batch/digest
-    oldest_step INTEGER NOT NULL        -- of the oldest policy that any of its tokens come from
-);
-CREATE TABLE dropped (
-    place INTEGER NOT NULL, try INTEGER NOT NULL, reason TEXT NOT NULL,
-    step INTEGER NOT NULL               -- the batch that was made up when they were
-);
-"""
-
-# Without its prompt a group can't be shipped again, and is issued anew.
-UNSHIP = (
-    "DELETE FROM groups WHERE batch > ? AND prompt_ids IS NULL",
-    "UPDATE groups SET batch = NULL WHERE batch > ?",
-    "DELETE FROM batches WHERE step > ?",
-)
-UNSHIP_ONE = tuple(statement.replace("batch > ?", "batch = ?") for statement in UNSHIP[:2])
-
 
 class LedgerFailed(CairnError):
     """The ledger can't be written or read any more; the message says how to go on."""
-
-
-@dataclass(frozen=True)
-class LedgerRun:
-    """Whose ledger it is."""
-
-    run_id: str
-    branch: str
-    format: int
-    seed: int
-    problems: int
-    prompts_per_step: int
-    samples_per_prompt: int
-    max_off_policy_steps: int
 
 
 class Ledger:
@@ -108,32 +49,15 @@ class Ledger:
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        found = _open(path, run, snapshot, step)
+        found = open_existing(path, run, snapshot, step)
         self.begun = found is None
         """Whether it begins here, empty or as the snapshot has it, and nobody has written to it since."""
-        self._database = found or self._begin(path, run, snapshot, step)
+        self._database = found or begin(path, run, snapshot, step)
         self._inode = path.stat().st_ino
         self._run = run
         rows = self._database.execute("SELECT * FROM batches").fetchall()
-        self._shipped = {row[0]: ShippedBatch(row[0], json.loads(row[1]), *row[2:]) for row in rows}
+        self._shipped = {row[0]: batch_of(*row) for row in rows}
         """All batches: nobody else's changes to the file count (`_mend`)."""
-
-    def _begin(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection:
-        """The ledger as the snapshot has it, or an empty one."""
-        _remove_journal(path)  # of a file that was removed; SQLite would apply it to the new one
-        if snapshot:
-            write_atomic(path, snapshot.read_bytes(), durable=True)
-        database = _connect(path)
-        with database:
-            if snapshot:
-                check_format(database, snapshot, FORMAT)
-                _rewind(database, step)
-                if odd := oddity(database):
-                    raise CheckpointError(f"{snapshot}: {odd}; go on from another step (--ckpt.resume-step)")
-            else:
-                database.executescript(SCHEMA)
-            _own(database, run)
-        return database
 
     # Prompts and answers
 
@@ -155,21 +79,9 @@ class Ledger:
 
     def record(self, place: int, rollouts: Mapping[int, Rollout]) -> None:
         """Write down how far these answers to the prompt at `place` have come, by their number."""
-        rows = [
-            {
-                "place": place,
-                "sample": i,
-                **vars(rollout),
-                **{key: json.dumps(getattr(rollout, key)) for key in ("token_ids", "logprobs", "versions")},
-            }
-            for i, rollout in rollouts.items()
-        ]
+        rows = [sample_row(place, i, rollout) for i, rollout in rollouts.items()]
         with self._database:
-            self._database.executemany(
-                "INSERT OR REPLACE INTO samples VALUES "
-                "(:place, :sample, :seed, :token_ids, :logprobs, :versions, :finish_reason, :text, :reward)",
-                rows,
-            )
+            self._database.executemany(INSERT_SAMPLE, rows)
 
     def drop(self, place: int, reason: str, step: int) -> None:
         """Forget the answers to a prompt, which is to be issued again; `step` would have been their batch."""
@@ -189,14 +101,11 @@ class Ledger:
             )
         }
         rows = self._database.execute(
-            "SELECT place, seed, token_ids, logprobs, versions, finish_reason, text, reward FROM samples "
-            "WHERE place IN (SELECT place FROM groups WHERE batch IS NULL) ORDER BY place, sample"
+            f"{SELECT_SAMPLES} WHERE place IN (SELECT place FROM groups WHERE batch IS NULL) "
+            "ORDER BY place, sample"
         )
-        for place, seed, token_ids, logprobs, versions, finish_reason, text, reward in rows:
-            spans = [tuple(span) for span in json.loads(versions)]
-            groups[place].rollouts.append(
-                Rollout(seed, json.loads(token_ids), json.loads(logprobs), spans, finish_reason, text, reward)
-            )
+        for place, *answer in rows:
+            groups[place].rollouts.append(rollout_of(answer))
         return list(groups.values())
 
     def sample_at(self, temperature: float, step: int) -> int:
@@ -235,7 +144,7 @@ class Ledger:
         self._shipped[batch.step] = batch
 
     def _note(self, batch: ShippedBatch) -> None:
-        self._database.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", _row(batch))
+        self._database.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", batch_row(batch))
 
     def shipped(self, step: int) -> ShippedBatch | None:
         """The batch of that step, if it was shipped."""
@@ -295,14 +204,14 @@ class Ledger:
         rows = self._database.execute("SELECT * FROM batches ORDER BY step").fetchall()
         owners = self._database.execute("SELECT * FROM run").fetchall()
         if (
-            rows == sorted(map(_row, self._shipped.values()))
+            rows == sorted(map(batch_row, self._shipped.values()))
             and owners == [astuple(self._run)]
             and not oddity(self._database)
         ):
             return
         logger.warning("another program has changed %s: its batches are written again", self.path)
         with self._database:
-            _own(self._database, self._run)
+            write_owner(self._database, self._run)
             self._database.execute("DELETE FROM batches")
             for batch in self._shipped.values():
                 self._note(batch)
@@ -318,81 +227,11 @@ class Ledger:
         if self.path.exists():
             if self.path.stat().st_ino == self._inode:
                 return
-            _set_aside(self.path)
+            set_aside(self.path)
         logger.warning("%s was removed or replaced: it is written again", self.path)
         content = self._database.serialize()
         self._database.close()
-        _remove_journal(self.path)
+        remove_journal(self.path)
         self.path.parent.mkdir(parents=True, exist_ok=True)
         write_atomic(self.path, content, durable=True)
-        self._database, self._inode = _connect(self.path), self.path.stat().st_ino
-
-
-def to_ranges(places: Iterable[int]) -> list[list[int]]:
-    """Numbers as [first, last] of the runs that they make."""
-    ranges: list[list[int]] = []
-    for place in sorted(places):
-        if ranges and place == ranges[-1][1] + 1:
-            ranges[-1][1] = place
-        else:
-            ranges.append([place, place])
-    return ranges
-
-
-def _row(batch: ShippedBatch) -> tuple[int, str, int, int, str, int]:
-    places = json.dumps(batch.places)
-    return batch.step, places, batch.samples, batch.tokens, batch.digest, batch.oldest_step
-
-
-def _connect(path: Path) -> sqlite3.Connection:
-    database = sqlite3.connect(path)
-    database.execute("PRAGMA journal_mode = WAL")
-    # Survives a kill; of what a power cut may take, the batches' files tell.
-    database.execute("PRAGMA synchronous = NORMAL")
-    return database
-
-
-def _open(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection | None:
-    """The ledger at `path`, if there is one and nothing speaks against it; otherwise it is set aside."""
-    if not path.exists():
-        return None
-    if wrong := wrong_with(path, astuple(run)[:3], snapshot, step):
-        logger.warning("the ledger is set aside as %s: %s", _set_aside(path), wrong)
-        return None
-    database = _connect(path)
-    with database:
-        _own(database, run)
-    return database
-
-
-def _own(database: sqlite3.Connection, run: LedgerRun) -> None:
-    """Write down whose ledger it is now."""
-    database.execute("DELETE FROM run")
-    database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(run))
-
-
-def _rewind(database: sqlite3.Connection, step: int) -> None:
-    """Go back to when `step` steps were trained: what was shipped for later ones is waiting again."""
-    for statement in (
-        "DELETE FROM samples WHERE place IN (SELECT place FROM groups WHERE batch <= ?)",
-        "DELETE FROM groups WHERE batch <= ?",
-        *UNSHIP,
-        "DELETE FROM dropped WHERE step > ?",
-    ):
-        database.execute(statement, (step,))
-
-
-def _remove_journal(path: Path) -> None:
-    for suffix in ("-wal", "-shm"):
-        Path(f"{path}{suffix}").unlink(missing_ok=True)
-
-
-def _set_aside(path: Path) -> Path:
-    """Rename the ledger, with what SQLite keeps beside it, to a name that is free."""
-    n = 1
-    while (target := path.with_name(f"{path.stem}_aside_{n}{path.suffix}")).exists():
-        n += 1
-    for suffix in ("-wal", "-shm", ""):
-        if (part := Path(f"{path}{suffix}")).exists():
-            part.rename(f"{target}{suffix}")
-    return target
+        self._database, self._inode = connect(self.path), self.path.stat().st_ino

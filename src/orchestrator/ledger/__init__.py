@@ -1,0 +1,25 @@
+"""The ledger: what became of each prompt, so that nothing is asked for twice and nothing is left out.
+
+One SQLite file in the run directory with one writer. It holds every prompt from when it was given to a
+server until a committed checkpoint holds the training on it, with the tokens that came back so far; and, for
+ever, one small row for each batch and for each group of answers that was dropped. The life of a prompt:
+
+    issued -> partial tokens -> whole answers -> shipped in a batch -> trained, and folded
+                             -> dropped, and issued again
+"""
+
+from cairn.orchestrator.ledger.ledger import Ledger, LedgerFailed
+from cairn.orchestrator.ledger.reading import LedgerContent, open_ledger, read_ledger
+from cairn.orchestrator.ledger.schema import FORMAT, SCHEMA, LedgerRun, to_ranges
+
+__all__ = [
+    "FORMAT",
+    "SCHEMA",
+    "Ledger",
+    "LedgerContent",
+    "LedgerFailed",
+    "LedgerRun",
+    "open_ledger",
+    "read_ledger",
+    "to_ranges",
+]

@@ -1,0 +1,80 @@
+"""Opening a ledger: the file that is there, or if something speaks against it the checkpoint's copy."""
+
+import logging
+import sqlite3
+from pathlib import Path
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.orchestrator.ledger.checks import check_format, oddity, wrong_with
+from cairn.orchestrator.ledger.schema import FORMAT, SCHEMA, UNSHIP, LedgerRun, write_owner
+from cairn.run.files import write_atomic
+
+logger = logging.getLogger(__name__)
+
+
+def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection | None:
+    """The ledger at `path`, if there is one and nothing speaks against it; otherwise it is set aside."""
+    if not path.exists():
+        return None
+    if wrong := wrong_with(path, run.owner, snapshot, step):
+        logger.warning("the ledger is set aside as %s: %s", set_aside(path), wrong)
+        return None
+    database = connect(path)
+    with database:
+        write_owner(database, run)
+    return database
+
+
+def begin(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection:
+    """The ledger as the snapshot has it, or an empty one."""
+    remove_journal(path)  # of a file that was removed; SQLite would apply it to the new one
+    if snapshot:
+        write_atomic(path, snapshot.read_bytes(), durable=True)
+    database = connect(path)
+    with database:
+        if snapshot:
+            check_format(database, snapshot, FORMAT)
+            _rewind(database, step)
+            if odd := oddity(database):
+                raise CheckpointError(f"{snapshot}: {odd}; go on from another step (--ckpt.resume-step)")
+        else:
+            database.executescript(SCHEMA)
+        write_owner(database, run)
+    return database
+
+
+def connect(path: Path) -> sqlite3.Connection:
+    """The ledger at `path`, to be written by this process only."""
+    database = sqlite3.connect(path)
+    database.execute("PRAGMA journal_mode = WAL")
+    # Survives a kill; of what a power cut may take, the batches' files tell.
+    database.execute("PRAGMA synchronous = NORMAL")
+    return database
+
+
+def _rewind(database: sqlite3.Connection, step: int) -> None:
+    """Go back to when `step` steps were trained: what was shipped for later ones is waiting again."""
+    for statement in (
+        "DELETE FROM samples WHERE place IN (SELECT place FROM groups WHERE batch <= ?)",
+        "DELETE FROM groups WHERE batch <= ?",
+        *UNSHIP,
+        "DELETE FROM dropped WHERE step > ?",
+    ):
+        database.execute(statement, (step,))
+
+
+def remove_journal(path: Path) -> None:
+    """Remove what SQLite keeps beside a ledger; it would apply it to a new file of the same name."""
+    for suffix in ("-wal", "-shm"):
+        Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def set_aside(path: Path) -> Path:
+    """Rename the ledger, with what SQLite keeps beside it, to a name that is free."""
+    n = 1
+    while (target := path.with_name(f"{path.stem}_aside_{n}{path.suffix}")).exists():
+        n += 1
+    for suffix in ("-wal", "-shm", ""):
+        if (part := Path(f"{path}{suffix}")).exists():
+            part.rename(f"{target}{suffix}")
+    return target

@@ -1,0 +1,72 @@
+"""Reading a ledger from outside: while its run goes on, or the copy in a checkpoint."""
+
+import contextlib
+import json
+import sqlite3
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.orchestrator.ledger.schema import FORMAT, batch_of
+from cairn.run.messages import ShippedBatch
+
+Row = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class LedgerContent:
+    """What an audit needs of a ledger, read at one moment."""
+
+    run: Row
+    groups: list[Row]
+    samples: list[Row]
+    batches: dict[int, ShippedBatch]
+    dropped: list[Row]
+
+
+@contextlib.contextmanager
+def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Connection]:
+    """A ledger to read, as it is at this moment, also while its run goes on; rows come by column name.
+
+    Args:
+        immutable: nobody writes to it, and nothing may be written beside it, as in a checkpoint.
+
+    Raises:
+        CheckpointError: it is missing, damaged, or of another format; also if a query finds that.
+    """
+    if not path.exists():
+        raise CheckpointError(f"{path}: there is no ledger, so what was trained can't be proved")
+    mode = "immutable=1" if immutable else "mode=ro"
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True)) as database:
+            database.row_factory = sqlite3.Row
+            database.execute("BEGIN")
+            (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
+            if verdict != "ok":
+                raise sqlite3.DatabaseError(verdict)
+            (found,) = database.execute("SELECT format FROM run").fetchone()
+            if found != FORMAT:
+                raise ValueError(f"it has format {found}, this version of Cairn reads {FORMAT}")
+            yield database
+    except (sqlite3.DatabaseError, ValueError, TypeError) as error:
+        raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
+
+
+def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
+    """What an audit needs of a ledger; see `open_ledger`."""
+    with open_ledger(path, immutable=immutable) as database:
+        tables = {
+            name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
+            for name in ("run", "groups", "batches", "dropped")
+        }
+        samples = database.execute(
+            "SELECT place, sample, json_array_length(token_ids) AS tokens, "
+            "json_array_length(logprobs) AS logprobs, versions, reward, finish_reason FROM samples"
+        )
+        tables["samples"] = [{**row, "versions": json.loads(row["versions"])} for row in samples]
+        (run,) = tables["run"]
+        batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
+    return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
