@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
+from cairn.inference.backoff import Backoff
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.errors import CairnError
@@ -248,12 +249,13 @@ class InferenceClient:
     ) -> dict[str, Any]:
         """One call, retried while the server is unreachable. All calls are safe to repeat."""
         end = time.monotonic() + self.retry_for
-        delay = 0.1
+        backoff = Backoff()
         while True:
+            backoff.grow()
             try:
                 async with asyncio.timeout(self.timeout):
                     response = await self._send(method, path, body, protected)
-                if response.status_code not in BUSY or time.monotonic() + delay > end:
+                if response.status_code not in BUSY or time.monotonic() + backoff.seconds > end:
                     return self._answer(response)
             except TimeoutError:
                 raise ServerUnavailable(
@@ -261,12 +263,11 @@ class InferenceClient:
                     f"({self.timeout_setting} allows more)"
                 ) from None
             except httpx.TransportError as error:
-                if time.monotonic() + delay > end:
+                if time.monotonic() + backoff.seconds > end:
                     raise ServerUnavailable(self._not_running(str(error) or type(error).__name__)) from error
             except httpx.HTTPError as error:
                 raise ServerUnavailable(f"{self.url}{path}: {error!r}") from error
-            await asyncio.sleep(delay)
-            delay = min(2 * delay, 2.0)
+            await asyncio.sleep(backoff.seconds)
 
     async def _send(
         self, method: str, path: str, body: dict[str, Any] | None, protected: bool

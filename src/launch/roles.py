@@ -91,6 +91,7 @@ def run_orchestrator(
     """
     turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop")
     from cairn.inference.pool.server_pool import ServerPool
+    from cairn.inference.pool.settings import PoolSettings
     from cairn.orchestrator.loop import Orchestrator
 
     async def show_progress() -> None:
@@ -103,11 +104,13 @@ def run_orchestrator(
         try:
             async with ServerPool(
                 config.inference_url,
+                PoolSettings(
+                    timeout=config.request_timeout,
+                    retry_for=config.request_timeout,
+                    # Where generating and training take turns, no answer is in flight when weights change.
+                    keep_cache=config.max_off_policy_steps > 0 and not config.recompute_kv_cache,
+                ),
                 servers_file=run.servers,
-                timeout=config.request_timeout,
-                retry_for=config.request_timeout,
-                # Where generating and training take turns, no answer is in flight when weights change.
-                keep_cache=config.max_off_policy_steps > 0 and not config.recompute_kv_cache,
             ) as servers:
                 await servers.wait_ready(config.server_timeout)
                 return await Orchestrator(config, attempt, servers).run()

@@ -7,6 +7,7 @@ from pathlib import Path
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient
 from cairn.inference.pool.server_pool import ServerPool
+from cairn.inference.pool.settings import PoolSettings
 from cairn.inference.server import Server
 from cairn.policy.generation import Generation, SamplingParams
 
@@ -39,7 +40,7 @@ def test_answers_do_not_depend_on_which_servers_live(
         async with ServerPool([inference_server.url]) as pool:
             await pool.serve(model, "run:1")
             alone = await answers(pool)
-        async with ServerPool([inference_server.url, second.url], retry_for=60) as pool:
+        async with ServerPool([inference_server.url, second.url], PoolSettings(retry_for=60)) as pool:
             await pool.wait_ready(10)
             await pool.serve(model, "run:1")
             await asyncio.to_thread(second.wait_ready)

@@ -16,6 +16,7 @@ import pytest
 from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
+from cairn.inference.pool.settings import PoolSettings
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsRefused
 from cairn.policy.generation import SamplingParams
 from cairn.run.messages import Probe
@@ -125,15 +126,21 @@ class FakeServer:
 
 
 @contextlib.asynccontextmanager
-async def servers(count: int, **options: Any) -> AsyncIterator[tuple[ServerPool, list[FakeServer]]]:
+async def servers(
+    count: int, servers_file: Path | None = None, **options: Any
+) -> AsyncIterator[tuple[ServerPool, list[FakeServer]]]:
     """A pool that looks often at its servers, which run."""
     started = [FakeServer() for _ in range(count)]
     for server in started:
         await server.start()
     urls = [server.url for server in started]
-    async with ServerPool(urls, **{"token": "t", "retry_for": 20, "look_every": 0.02, **options}) as pool:
+    settings = PoolSettings(**{"retry_for": 20, "look_every": 0.02, **options})
+    async with ServerPool(urls, settings, servers_file=servers_file, token="t") as pool:
         await until(
-            lambda: len(pool._roster.members) == count and all(m.ready for m in pool._roster.members.values())
+            lambda: (
+                len(pool._membership.members) == count
+                and all(m.ready for m in pool._membership.members.values())
+            )
         )
         yield pool, started
     for server in started:
@@ -173,7 +180,7 @@ async def test_the_smallest_context_of_all_servers_is_known():
         assert pool.max_model_len is None
         for fake, limit in zip(fakes, (100, 80, None), strict=True):
             await fake.die()
-            await until(lambda url=fake.url: not pool._roster.members[url].ready)
+            await until(lambda url=fake.url: not pool._membership.members[url].ready)
             fake.more_status = {} if limit is None else {"max_model_len": limit}
             await fake.start()
         await until(lambda: pool.max_model_len == 80)
@@ -695,7 +702,7 @@ async def test_a_server_that_is_down_at_the_start_joins_later(caplog: pytest.Log
     for server in (fake, late):
         await server.start()
     await late.die()
-    async with ServerPool([fake.url, late.url], token="t", look_every=0.02) as pool:
+    async with ServerPool([fake.url, late.url], PoolSettings(look_every=0.02), token="t") as pool:
         await pool.wait_ready(10)
         assert late.url in caplog.text
         await pool.serve("/w", "v1")

@@ -5,6 +5,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from cairn.inference.backoff import Backoff
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation
@@ -66,7 +67,8 @@ class Member:
         self.sequences = 0
         self.requests: set[asyncio.Task[list[Generation]]] = set()
         self.silent_since: float | None = None
-        self.delay = 0.0
+        self.backoff = Backoff()
+        """Before the next look at it while it is not ready."""
         self.pushing = asyncio.Lock()
         self.wake = asyncio.Event()
         self.keeper: asyncio.Task[None] | None = None

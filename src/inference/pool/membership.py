@@ -10,12 +10,11 @@ from cairn.inference.client import InferenceClient, Unauthorized
 from cairn.inference.pool.counts import Counts
 from cairn.inference.pool.member import Member, Weights
 from cairn.inference.pool.server_list import ServerList
+from cairn.inference.pool.settings import PoolSettings
 from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
 
 logger = logging.getLogger(__name__)
 
-SLOWEST_LOOK = 2.0
-"""Most seconds between two looks at a server that is gone."""
 LOOK_TIMEOUT = 10.0
 """Seconds that a server has for saying how it is."""
 STRAGGLERS = 1.0
@@ -23,14 +22,14 @@ STRAGGLERS = 1.0
 REFUSALS = (WeightsRefused, WeightsGone, Unauthorized)
 
 
-class Roster:
+class Membership:
     """Watches over servers in the background, from `begin` to `close`.
 
     Args:
         servers: Which servers there should be; read again and again.
         counts: Told of the weights that servers are given.
         connect: Makes the client of a server from its URL.
-        look_every, hangs_after, keep_cache: As for `ServerPool`.
+        settings: Of the pool.
     """
 
     def __init__(
@@ -38,10 +37,7 @@ class Roster:
         servers: ServerList,
         counts: Counts,
         connect: Callable[[str], InferenceClient],
-        *,
-        look_every: float,
-        hangs_after: float,
-        keep_cache: bool,
+        settings: PoolSettings,
     ):
         self.members: dict[str, Member] = {}
         """The servers that belong to the pool now, healthy or not, by URL."""
@@ -50,9 +46,7 @@ class Roster:
         self._servers = servers
         self._counts = counts
         self._connect = connect
-        self._look_every = look_every
-        self._hangs_after = hangs_after
-        self._keep_cache = keep_cache
+        self._settings = settings
         self._leaving: list[Member] = []
         self._changed = asyncio.Event()
         self._watcher: asyncio.Task[None] | None = None
@@ -89,7 +83,7 @@ class Roster:
 
     async def _watch(self) -> None:
         while True:
-            await asyncio.sleep(self._look_every)
+            await asyncio.sleep(self._settings.look_every)
             self._meet()
             for member in [member for member in self._leaving if not member.requests]:
                 self._leaving.remove(member)
@@ -114,11 +108,11 @@ class Roster:
         while True:
             if member.ready:
                 with contextlib.suppress(TimeoutError):
-                    async with asyncio.timeout(self._look_every):
+                    async with asyncio.timeout(self._settings.look_every):
                         await member.wake.wait()
             else:
-                await asyncio.sleep(member.delay)
-                member.delay = min(2 * member.delay + 0.05, SLOWEST_LOOK)
+                await asyncio.sleep(member.backoff.seconds)
+                member.backoff.grow()
             member.wake.clear()
             if not member.ready:
                 await self._try_attach(member)
@@ -161,8 +155,12 @@ class Roster:
     def _give_up_on(self, member: Member) -> None:
         """Have others answer what a server that hangs was asked for."""
         silent = member.silent_since and time.monotonic() - member.silent_since
-        if silent and silent > self._hangs_after and any(other.ready for other in self.members.values()):
-            member.abandoned = f"{member.url} hangs: no sign of life for {self._hangs_after:g} s"
+        if (
+            silent
+            and silent > self._settings.hangs_after
+            and any(other.ready for other in self.members.values())
+        ):
+            member.abandoned = f"{member.url} hangs: no sign of life for {self._settings.hangs_after:g} s"
             for request in member.requests:
                 request.cancel()
 
@@ -208,7 +206,7 @@ class Roster:
         async with member.pushing:
             while (weights := self.weights) is not None and member.weights is not weights:
                 # What weights of somebody else have left there goes in any case.
-                keep_cache = self._keep_cache and member.weights is not None
+                keep_cache = self._settings.keep_cache and member.weights is not None
                 await member.give(weights, keep_cache=keep_cache)
                 self._counts.push_bytes += weights.size
                 self._notify()

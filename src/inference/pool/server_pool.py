@@ -12,8 +12,9 @@ from urllib.parse import urlsplit
 from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.counts import Counts
 from cairn.inference.pool.member import Member, Weights, tensor_bytes
-from cairn.inference.pool.membership import Roster
+from cairn.inference.pool.membership import Membership
 from cairn.inference.pool.server_list import ServerList
+from cairn.inference.pool.settings import PoolSettings
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.messages import Probe
@@ -36,43 +37,30 @@ class ServerPool:
         servers_file: A file that a user may write at any time: a JSON list of URLs, or `{"urls": [...]}`. As
             long as it is there it says which servers there are; those that are not in it any more finish what
             they have.
-        timeout: Longest wait for one answer of one server, in seconds.
-        retry_for: How long after its first failure a request goes on to be tried, and how long `serve` waits
-            for any server, in seconds.
         token: The token of all servers; default: each server's own, looked up when it is first needed.
-        look_every: Seconds between two looks at a healthy server, and at the file.
-        hangs_after: Seconds without a sign of life after which a server's requests go to another one, if
-            there is any.
-        keep_cache: Whether answers in flight go on from the keys and values that earlier weights have made;
-            otherwise a server recomputes them with every update, as it would a prompt of that length.
     """
 
     def __init__(
         self,
         urls: Iterable[str],
+        settings: PoolSettings | None = None,
         *,
         servers_file: str | Path | None = None,
-        timeout: float = 600.0,
-        retry_for: float = 600.0,
         token: str | None = None,
-        look_every: float = 1.0,
-        hangs_after: float = 30.0,
-        keep_cache: bool = False,
     ):
-        self._retry_for = retry_for
+        settings = settings or PoolSettings()
+        self._retry_for = settings.retry_for
         self._counts = Counts()
         self._homes: OrderedDict[int, str] = OrderedDict()
-        self._roster = Roster(
+        self._membership = Membership(
             ServerList(urls, servers_file),
             self._counts,
-            lambda url: InferenceClient(url, token, timeout=timeout, retry_for=0),
-            look_every=look_every,
-            hangs_after=hangs_after,
-            keep_cache=keep_cache,
+            lambda url: InferenceClient(url, token, timeout=settings.timeout, retry_for=0),
+            settings,
         )
 
     async def __aenter__(self) -> "ServerPool":
-        self._roster.begin()
+        self._membership.begin()
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -81,12 +69,12 @@ class ServerPool:
     @property
     def urls(self) -> list[str]:
         """The servers that belong to the pool now, healthy or not."""
-        return list(self._roster.members)
+        return list(self._membership.members)
 
     @property
     def max_model_len(self) -> int | None:
         """Tokens that a prompt and its answer may have together on each server; None if none has said."""
-        known = (member.max_model_len for member in self._roster.members.values())
+        known = (member.max_model_len for member in self._membership.members.values())
         return min((limit for limit in known if limit is not None), default=None)
 
     async def wait_ready(self, deadline: float) -> None:
@@ -95,19 +83,19 @@ class ServerPool:
         Raises:
             ServerUnavailable: none is by then.
         """
-        self._roster.begin()
-        members = self._roster.members
-        if not await self._roster.until(lambda: any(m.ready for m in members.values()), deadline):
+        self._membership.begin()
+        members = self._membership.members
+        if not await self._membership.until(lambda: any(m.ready for m in members.values()), deadline):
             raise ServerUnavailable(
                 f"no inference server is healthy after {deadline:g} s (--orchestrator.server-timeout allows "
-                f"more); {self._roster.problems()}"
+                f"more); {self._membership.problems()}"
             )
         if missing := [url for url, member in members.items() if not member.ready]:
             logger.warning("going on without these servers, which may join later: %s", ", ".join(missing))
 
     async def close(self) -> None:
         """Give up what is in flight and close all connections."""
-        await self._roster.close()
+        await self._membership.close()
 
     async def serve(
         self, folder: str | Path, version: str, *, probe: Probe | None = None, probe_follows: bool = False
@@ -128,14 +116,14 @@ class ServerPool:
                 again and again.
             ServerUnavailable: no server has them after `retry_for` seconds.
         """
-        self._roster.begin()
+        self._membership.begin()
         started = time.monotonic()
         size = tensor_bytes(Path(folder))
-        self._roster.weights = Weights(str(folder), version, size, probe, probe_follows)
-        members = [member for member in self._roster.members.values() if member.ready]
-        for member in self._roster.members.values():
+        self._membership.weights = Weights(str(folder), version, size, probe, probe_follows)
+        members = [member for member in self._membership.members.values() if member.ready]
+        for member in self._membership.members.values():
             member.refusal = None
-        await self._roster.push_to_all(members, started)
+        await self._membership.push_to_all(members, started)
 
         def refusals(members: Iterable[Member]) -> list[Exception]:
             return [member.refusal for member in members if member.refusal]
@@ -143,9 +131,9 @@ class ServerPool:
         for refusal in refusals(members):
             raise refusal
         try:
-            await self._until_served(lambda: bool(refusals(self._roster.members.values())))
+            await self._until_served(lambda: bool(refusals(self._membership.members.values())))
         except ServerUnavailable:
-            for refusal in refusals(self._roster.members.values()):
+            for refusal in refusals(self._membership.members.values()):
                 raise refusal from None
             raise
         finally:
@@ -158,11 +146,11 @@ class ServerPool:
             ServerDisagrees: all come to something else than the trainer, also when given the weights again.
             ServerUnavailable: no server has proven itself after `retry_for` seconds.
         """
-        weights = self._roster.weights
+        weights = self._membership.weights
         assert weights is not None
         weights.probe, weights.probe_follows = probe, False
-        given = [member for member in self._roster.members.values() if member.weights is weights]
-        await asyncio.gather(*(self._roster.prove_or_lose(member, weights) for member in given))
+        given = [member for member in self._membership.members.values() if member.weights is weights]
+        await asyncio.gather(*(self._membership.prove_or_lose(member, weights) for member in given))
         await self._until_served()
 
     async def _until_served(self, or_until: Callable[[], bool] = lambda: False) -> None:
@@ -171,7 +159,7 @@ class ServerPool:
         Raises:
             ServerDisagrees, ServerUnavailable: see `serve`.
         """
-        weights, members = self._roster.weights, self._roster.members
+        weights, members = self._membership.weights, self._membership.members
         assert weights is not None, "there is nothing to serve yet"
 
         def served() -> bool:
@@ -180,7 +168,7 @@ class ServerPool:
         def disagree() -> bool:
             return bool(members) and all(member.is_given_up_on(weights) for member in members.values())
 
-        await self._roster.until(lambda: served() or disagree() or or_until(), self._retry_for)
+        await self._membership.until(lambda: served() or disagree() or or_until(), self._retry_for)
         if served():
             return
         if disagree():
@@ -189,7 +177,7 @@ class ServerPool:
             raise kind("; ".join(map(str, errors)))
         raise ServerUnavailable(
             f"no inference server has taken weights {weights.version} within {self._retry_for:g} s "
-            f"(--orchestrator.request-timeout allows more); {self._roster.problems()}"
+            f"(--orchestrator.request-timeout allows more); {self._membership.problems()}"
         )
 
     async def generate(
@@ -209,13 +197,13 @@ class ServerPool:
         end, stale = math.inf, 0
         self._counts.requests += 1
         while True:
-            self._roster.begin()
+            self._membership.begin()
             member = await self._pick(affinity, versions, end)
             pushes = member.pushes
             try:
                 generations = await self._ask(member, prompt_ids, params)
             except ServerUnavailable as error:
-                self._roster.lose(member, str(error))
+                self._membership.lose(member, str(error))
                 end = min(end, time.monotonic() + self._retry_for)
                 if time.monotonic() > end:
                     raise
@@ -225,7 +213,7 @@ class ServerPool:
                     return generations
                 if member.pushes == pushes:  # else it has been given the right ones meanwhile
                     member.weights = None
-                    self._roster.lose(
+                    self._membership.lose(
                         member, f"answered from weights {min(wrong)!r} instead of {sorted(versions)}"
                     )
                 stale += 1
@@ -244,9 +232,10 @@ class ServerPool:
         disagreed with the trainer is named, in `servers/disagreed/HOST:PORT`, with how often.
         """
         return {
-            "servers/healthy": sum(member.ready for member in self._roster.members.values()),
+            "servers/healthy": sum(member.ready for member in self._membership.members.values()),
             "servers/quarantined": sum(
-                member.is_quarantined(self._roster.weights) for member in self._roster.members.values()
+                member.is_quarantined(self._membership.weights)
+                for member in self._membership.members.values()
             ),
             **self._disagreements(),
             **self._counts.take(),
@@ -255,7 +244,7 @@ class ServerPool:
     def _disagreements(self) -> dict[str, float]:
         """How often each server that did so has disagreed with the trainer since the last call."""
         found: dict[str, float] = {}
-        for member in self._roster.members.values():
+        for member in self._membership.members.values():
             if member.disagreements:
                 found[f"servers/disagreed/{urlsplit(member.url).netloc}"] = member.disagreements
                 member.disagreements = 0
@@ -272,12 +261,12 @@ class ServerPool:
         end = min(end, time.monotonic() + self._retry_for)
 
         def usable() -> list[Member]:
-            return [m for m in self._roster.members.values() if m.ready and m.version in versions]
+            return [m for m in self._membership.members.values() if m.ready and m.version in versions]
 
-        if not await self._roster.until(lambda: bool(usable()), end - time.monotonic()):
+        if not await self._membership.until(lambda: bool(usable()), end - time.monotonic()):
             raise ServerUnavailable(
                 f"no inference server with weights {sorted(versions)} within {self._retry_for:g} s "
-                f"(--orchestrator.request-timeout allows more); {self._roster.problems()}"
+                f"(--orchestrator.request-timeout allows more); {self._membership.problems()}"
             )
         least = min(usable(), key=lambda member: member.load)
         home = next((member for member in usable() if member.url == self._homes.get(affinity)), least)
@@ -313,5 +302,5 @@ class ServerPool:
             self._counts.end()
         if any(generation.finish_reason == "abort" for generation in generations):
             raise ServerUnavailable(f"{member.url} aborted a request: it is stopping")
-        member.delay = 0.0
+        member.backoff.reset()
         return generations
