@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.run.jsonlines import JsonLines
-from cairn.run.lifetime import die_with
+from cairn.run.processes import die_with
 
 CONFIGS = Path(__file__).parents[1] / "configs" / "reverse_text"
 

@@ -36,7 +36,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import token_for
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.server import Server
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.files import sync
 from cairn.run.messages import Probe
 from cairn.trainer.group import RankGroup
@@ -150,7 +151,7 @@ async def rounds(
 
     async def push(step: int) -> float:
         started = time.perf_counter()
-        await pool.serve(run.version_folder(step), attempt.version(step))
+        await pool.serve(run.versions.folder(step), attempt.version(step))
         return time.perf_counter() - started
 
     for step in range(1, arguments.repeats + WARM_UP + 1):
@@ -164,9 +165,9 @@ async def rounds(
         if step > WARM_UP:
             for name, value in zip(names, (copied, written, pushed, written + pushed, empty), strict=False):
                 times[name].append(value)
-        run.forget_versions(step)  # as the orchestrator does
+        run.versions.forget_before(step)  # as the orchestrator does
     for _ in range(arguments.repeats if arguments.transport == "files" else 0):
-        drop_from_page_cache(run.version_folder(step))
+        drop_from_page_cache(run.versions.folder(step))
         times["disk"].append(await push(step))
     return times
 

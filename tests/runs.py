@@ -26,7 +26,7 @@ from filelock import FileLock
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
-from cairn.run.lifetime import die_with
+from cairn.run.processes import die_with
 
 T = TypeVar("T")
 

@@ -28,7 +28,7 @@ from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
 from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise
-from cairn.run.lifetime import die_with
+from cairn.run.processes import die_with
 from cairn.run.signals import ignore_stop_signals
 
 LIBC = ctypes.CDLL(None, use_errno=True)

@@ -25,8 +25,8 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
 from cairn.run import heartbeat
+from cairn.run.output import outlive_terminal
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
-from cairn.run.terminal import outlive_terminal
 from cairn.run.waiting import Patience
 
 GRACE = 5.0

@@ -19,7 +19,8 @@ from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.launch.exits import EXIT_DAMAGED
 from cairn.launch.kinds import RunConfig
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, read_note, write_atomic, write_json
 
@@ -269,7 +270,7 @@ def begin(
     for change in recipe["trainer"].get("changes", []):
         if change["step"] == start.step:
             run.history.change(change)
-    run.clear_weights()
+    run.versions.clear()
     write_json(run.recipe, recipe, durable=True)
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode(), durable=True)
     run.begin(attempt)

@@ -35,7 +35,7 @@ from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.logs import start_logging
+from cairn.run.output import start_logging
 from cairn.run.waiting import run_async, wait_for
 from cairn.trainer.tracking import check_login
 

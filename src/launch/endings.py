@@ -5,7 +5,8 @@ from pathlib import Path
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
 from cairn.launch.kinds import RunConfig
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 
 RANK_DIED = "a rank of the trainer died"
 

@@ -15,8 +15,8 @@ from cairn.launch.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
-from cairn.run.lifetime import die_with
-from cairn.run.logs import start_logging
+from cairn.run.output import start_logging
+from cairn.run.processes import die_with
 
 
 def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:

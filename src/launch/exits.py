@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from cairn import __version__
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.logs import printable
+from cairn.run.output import printable
 from cairn.run.signals import on_stop_signals, say
 
 EXIT_USAGE = UsageError.exit_code

@@ -26,7 +26,7 @@ from ray._private.resource_and_label_spec import ResourceAndLabelSpec
 from ray._raylet import GcsClient  # pyright: ignore[reportAttributeAccessIssue]  # compiled
 
 from cairn.launch.ray_folder import make_private_folder
-from cairn.run.lifetime import die_with
+from cairn.run.processes import die_with
 from cairn.run.waiting import Patience
 
 T = TypeVar("T")

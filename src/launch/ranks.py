@@ -24,7 +24,8 @@ from cairn.launch.ray_group import Placement, Process, end_ray, kill, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
 from cairn.run import heartbeat
-from cairn.run.directory import Attempt, Outcome, RunDirectory
+from cairn.run.attempt import Attempt, Outcome
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.heartbeat import Watch
 from cairn.run.metrics import MetricsLog

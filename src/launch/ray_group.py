@@ -17,9 +17,8 @@ from cairn.launch import local_ray
 from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
-from cairn.run.background import in_background
-from cairn.run.directory import Attempt, Outcome
-from cairn.run.lifetime import die_after
+from cairn.run.attempt import Attempt, Outcome
+from cairn.run.processes import die_after, in_background
 from cairn.run.signals import stop_signals_blocked
 
 PING_SECONDS = 2.0
@@ -93,7 +92,7 @@ class Worker:
         heartbeat.start(run.heartbeat(role))
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
-        from cairn.run.logs import start_logging
+        from cairn.run.output import start_logging
         from cairn.trainer.group import RankGroup
         from cairn.trainer.loop import train
 

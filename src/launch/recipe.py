@@ -13,7 +13,8 @@ from cairn.config.trainer import SFTDataConfig
 from cairn.launch.attempt import Start
 from cairn.launch.kinds import RunConfig, RunKind
 from cairn.orchestrator.identity import changes_since
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, read_json, write_json
 from cairn.run.recipe import (

@@ -15,8 +15,9 @@ from cairn.launch.attempt import newest_start
 from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
-from cairn.run.background import in_background
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
+from cairn.run.processes import in_background
 
 
 class Turn:

@@ -11,10 +11,11 @@ from cairn.launch.kinds import KINDS, RunConfig
 from cairn.launch.process import stop_on_signals
 from cairn.launch.ray_folder import remove_private_folders
 from cairn.launch.role_place import RolePlace
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
-from cairn.run.terminal import outlive_terminal
+from cairn.run.output import outlive_terminal
 
 
 def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: RunConfig) -> int:

@@ -12,7 +12,8 @@ from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.saving import save_part
 from cairn.orchestrator.state import OrchestratorState
 from cairn.policy.errors import WeightsGone
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import Announcement, Probe, read_probe
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed, Patience
@@ -49,7 +50,7 @@ class TrainerFollower:
             AttemptOver: another attempt of the run has begun.
         """
         state = self.state
-        announced = state.run.announced_versions(state.attempt)
+        announced = state.run.versions.all_announced(state.attempt)
         step = announced[0] - 1 if announced else state.attempt.start_step
         if not announced:
             await self._serve_first(step)
@@ -84,11 +85,11 @@ class TrainerFollower:
         """The announcement of version `step`; it can be there before its batch is noted as shipped."""
         if step > self.state.shipped.newest.step:
             return None
-        return self.state.run.announced_version(self.state.attempt, step)
+        return self.state.run.versions.announced(self.state.attempt, step)
 
     async def _first_probe(self, step: int) -> Probe:
         """What the trainer gives the probe with the policy that it starts from."""
-        timeout, folder = self.state.config.version_timeout, self.state.run.version_folder(step)
+        timeout, folder = self.state.config.version_timeout, self.state.run.versions.folder(step)
         return await self._wait(
             lambda: read_probe(folder),
             runs=lambda: True,
@@ -139,7 +140,7 @@ class TrainerFollower:
 
     async def _serve_announced(self, step: int) -> None:
         """Serve a policy that the trainer has published."""
-        folder = self.state.run.version_folder(step)
+        folder = self.state.run.versions.folder(step)
         probe = read_probe(folder) if self.state.config.self_check else None
         first = step == self.state.attempt.start_step + 1
         with explained(self.first_policy) if first else contextlib.nullcontext():
@@ -160,7 +161,7 @@ class TrainerFollower:
         except WeightsGone:
             logger.info("version %s is gone: the trainer is about to announce a newer one", version)
             return
-        state.run.forget_versions(step)
+        state.run.versions.forget_before(step)
         state.policy.step = step
         state.policy.changed.set()
         logger.info("version %s is served", version)

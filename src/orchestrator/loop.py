@@ -19,7 +19,7 @@ from cairn.orchestrator.ledger import LedgerFailed
 from cairn.orchestrator.resume import first_policy, take_up
 from cairn.orchestrator.sampling import Sampler
 from cairn.orchestrator.servers import PolicyServers
-from cairn.run.directory import Attempt
+from cairn.run.attempt import Attempt
 from cairn.run.recipe import template_arguments
 
 

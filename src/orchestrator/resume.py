@@ -15,7 +15,8 @@ from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.servers import PolicyServers
 from cairn.orchestrator.state import OrchestratorState, ShippedSteps, ShippingProgress
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.files import read_json
 from cairn.run.messages import ShippedBatch
 

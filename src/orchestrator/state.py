@@ -11,7 +11,8 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.servers import PolicyServers
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.messages import ShippedBatch
 
 

@@ -18,7 +18,7 @@ from typing import Union
 import torch
 import torch.distributed as dist
 
-from cairn.run.rendezvous import address_towards
+from cairn.policy.rendezvous import address_towards
 
 PATIENCE = timedelta(seconds=60)
 """How long the two wait for each other when they are at it; then each gives the other up."""

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from cairn.checkpoint.shares import Stored, share_of
 from cairn.policy.checksums import as_numbers, contribution
 from cairn.policy.network import ANSWER, PATIENCE, PairGroup, join_pair
+from cairn.policy.rendezvous import host_store
 from cairn.policy.source import Rank, Source
-from cairn.run.rendezvous import host_store
 
 logger = logging.getLogger(__name__)
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 from pydantic import TypeAdapter
 
-from cairn.run.directory import WEIGHT_SOURCE
 from cairn.run.files import read_json, write_json
+from cairn.run.versions import WEIGHT_SOURCE
 
 
 @dataclass(frozen=True)

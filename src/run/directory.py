@@ -1,11 +1,10 @@
-"""The run directory: what lies where, who is running, and the small messages between roles."""
+"""The run directory: what lies where, who is at work in it, and what it was asked."""
 
 import contextlib
 import fcntl
 import logging
 import os
 import re
-import shutil
 import socket
 import time
 from collections.abc import Iterator
@@ -13,74 +12,24 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeVar
 
+from cairn.run.attempt import Attempt, RoleEntry
 from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
-from cairn.run.files import DamagedFile, read_json, read_note, set_aside, write_json
+from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History
-from cairn.run.messages import Announcement, PolicyName, StopRequest
+from cairn.run.messages import StopRequest
 from cairn.run.metrics import MetricsLog
+from cairn.run.versions import PolicyVersions
 
 logger = logging.getLogger(__name__)
 
 Config = TypeVar("Config")
 
-VERSION_NOTE = re.compile(r"v([0-9]+)\.json")
-OF_VERSION = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*")
 BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
 LOCK_TRIES, LOCK_SECONDS = 5, 0.02
 """How often a launcher tries to lock a run directory before it says that another one is at work, and how long
 it waits in between."""
-
-WEIGHT_SOURCE = "source.json"
-"""In a policy version's folder, in place of its tensors: where servers get them."""
-
-
-@dataclass(frozen=True)
-class Attempt:
-    """One start of a run, first or resumed; every message between roles carries its id."""
-
-    run_id: str
-    number: int
-    command: str
-    """The command that started it: sft, rl or trainer."""
-    start_step: int
-    """Optimiser steps that were done before this attempt."""
-    resume_from: str | None
-    """The step_N folder that every role goes on from; None starts fresh."""
-    branch: str
-    """The branch of the run that its checkpoints belong to."""
-
-    @property
-    def id(self) -> str:
-        """Names the attempt in messages."""
-        return f"{self.run_id}:{self.number}"
-
-    def version(self, step: int) -> str:
-        """The name under which a server knows the policy after `step` optimiser steps."""
-        return str(PolicyName(self.run_id, self.branch, step))
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """How training ended."""
-
-    step: int
-    stopped: str | None
-    """Why it stopped before its last step, if it did."""
-    saved: bool
-    """Whether the last step's checkpoint exists."""
-
-
-@dataclass(frozen=True)
-class RoleEntry:
-    """What roles.json says of one role. `state`: running, waiting, done, stopped or failed."""
-
-    role: str
-    pid: int
-    host: str
-    attempt: int
-    state: str
 
 
 @dataclass(frozen=True)
@@ -114,6 +63,7 @@ class RunDirectory:
         self.batches = self.path / "batches"
         self.ledger = self.path / "ledger.sqlite"
         self.weights = self.path / "weights"
+        self.versions = PolicyVersions(self.weights)
         self.servers = self.path / "servers.json"
         self._stop = self.path / "stop.json"
         self._lock: int | None = None
@@ -130,7 +80,7 @@ class RunDirectory:
             OSError: something can't be moved.
         """
         files = [self.roles, self.config, self.recipe, self._stop, self.metrics.path, self.history.path]
-        files += _entries(self.heartbeats, ".json")
+        files += entries(self.heartbeats, ".json")
         folders = [self.logs, self.heartbeats, self.batches, self.weights]
         wrong = [path for path in files if os.path.lexists(path) and not path.is_file()]
         wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
@@ -192,7 +142,7 @@ class RunDirectory:
 
     def beats(self) -> dict[str, Beat]:
         """The newest sign of life of each process that ever gave one here, by the name of its role."""
-        notes = {path.stem: read_note(path, Beat) for path in _entries(self.heartbeats, ".json")}
+        notes = {path.stem: read_note(path, Beat) for path in entries(self.heartbeats, ".json")}
         return {role: beat for role, beat in sorted(notes.items()) if beat is not None}
 
     def last_sign(self) -> float | None:
@@ -284,15 +234,6 @@ class RunDirectory:
         trainer = content.roles.get("trainer") if content else None
         return content.attempt if content and trainer and trainer.state == "running" else None
 
-    def clear_weights(self) -> None:
-        """Remove the policy versions of an earlier attempt, which nobody waits for any more."""
-        if not self.weights.is_symlink():
-            shutil.rmtree(self.weights, ignore_errors=True)
-            return
-        for path in self.weights.iterdir():  # of a link, to memory perhaps, only what is ours
-            if OF_VERSION.fullmatch(path.name):
-                shutil.rmtree(path) if path.is_dir() else path.unlink()
-
     def set_batches_aside(self, folder: Path, attempt: Attempt) -> None:
         """Move into `folder` the batches that `attempt` does not go on with, and another branch's ledger."""
         earlier = self.attempt()
@@ -334,7 +275,7 @@ class RunDirectory:
         )
 
     def _batch_files(self) -> list[Path]:
-        return [path for path in _entries(self.batches, "") if BATCH_NAME.fullmatch(path.name)]
+        return [path for path in entries(self.batches, "") if BATCH_NAME.fullmatch(path.name)]
 
     # Asking a run to stop: any role may, the trainer heeds it at the next step boundary.
 
@@ -346,58 +287,6 @@ class RunDirectory:
         """The reason for which somebody asked the run to stop, if so."""
         content = read_note(self._stop, StopRequest)
         return content.reason if content else None
-
-    # Policy versions, published by the trainer and picked up by the orchestrator.
-
-    def announce_version(self, attempt: Attempt, step: int, *, save: bool, last: bool) -> None:
-        """Say that the policy after `step` steps lies in `weights/v<step>`; see `Announcement`."""
-        message = Announcement(attempt.id, step, save, last)
-        write_json(self.version_folder(step).with_suffix(".json"), message.to_json())
-
-    def announced_version(self, attempt: Attempt, step: int) -> Announcement | None:
-        """The announcement of version `step` by this attempt, if it is there yet."""
-        message = read_note(self.version_folder(step).with_suffix(".json"), Announcement)
-        return message if message and message.attempt == attempt.id else None
-
-    def announced_versions(self, attempt: Attempt) -> list[int]:
-        """The versions that this attempt has announced and not yet removed, oldest first."""
-        return sorted(step for step in self._version_notes() if self.announced_version(attempt, step))
-
-    def _version_notes(self) -> Iterator[int]:
-        names = (VERSION_NOTE.fullmatch(path.name) for path in _entries(self.weights, ".json"))
-        return (int(match[1]) for match in names if match)
-
-    def forget_versions(self, step: int) -> None:
-        """Remove the policy versions before `step`, which no server will be given any more.
-
-        One of their folders becomes `spare_weights`, for the trainer to write a new version into: memory that
-        the page cache has already is several times as fast to write as new memory.
-        """
-        for older in self._version_notes():
-            if older < step:
-                folder = self.version_folder(older)
-                with contextlib.suppress(OSError):  # there is one already, or nothing to keep
-                    os.rename(folder, self.spare_weights)
-                shutil.rmtree(folder, ignore_errors=True)
-                folder.with_suffix(".json").unlink(missing_ok=True)
-
-    @property
-    def spare_weights(self) -> Path:
-        """A version's folder that nobody needs any more, if it is there."""
-        return self.weights / ".spare"
-
-    def version_folder(self, step: int) -> Path:
-        """The Hugging Face directory of the policy after `step` steps, while it is in transit."""
-        return self.weights / f"v{step}"
-
-
-def _entries(folder: Path, suffix: str) -> list[Path]:
-    """What lies in a folder under names that end so, hidden files left out; nothing if it is none."""
-    try:
-        names = os.listdir(folder)
-    except (FileNotFoundError, NotADirectoryError):
-        return []
-    return [folder / name for name in names if name.endswith(suffix) and not name.startswith(".")]
 
 
 def _kind(file: bool) -> str:

@@ -135,6 +135,15 @@ def free_name(path: Path) -> Path:
     return aside
 
 
+def entries(folder: Path, suffix: str) -> list[Path]:
+    """What lies in a folder under names that end so, hidden files left out; nothing if it is no folder."""
+    try:
+        names = os.listdir(folder)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    return [folder / name for name in names if name.endswith(suffix) and not name.startswith(".")]
+
+
 def make_folders(path: Path) -> None:
     """Make a folder, and those above it that are missing, durable."""
     missing = [folder for folder in (path, *path.parents) if not folder.exists()]

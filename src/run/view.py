@@ -11,7 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-from cairn.run.directory import Attempt, RoleEntry, RunDirectory
+from cairn.run.attempt import Attempt, RoleEntry
+from cairn.run.directory import RunDirectory
 from cairn.run.files import read_json, read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.history import Account, Costs, History

@@ -17,7 +17,7 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json
-from cairn.run.logs import printable
+from cairn.run.output import printable
 from cairn.tools.ckpt_output import (
     print_audit,
     print_diff,

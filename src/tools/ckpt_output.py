@@ -16,8 +16,8 @@ from rich.table import Table
 from rich.text import Text
 
 from cairn.checkpoint.manifest import Manifest
-from cairn.run.logs import printable
 from cairn.run.metrics import number
+from cairn.run.output import printable
 from cairn.run.recipe import short_identity
 
 if TYPE_CHECKING:

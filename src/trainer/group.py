@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from cairn.run.rendezvous import address_towards, host_store
+from cairn.policy.rendezvous import address_towards, host_store
 
 
 @dataclass(frozen=True)

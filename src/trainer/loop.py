@@ -17,7 +17,7 @@ from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
-from cairn.run.directory import Attempt, Outcome
+from cairn.run.attempt import Attempt, Outcome
 from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import RankGroup

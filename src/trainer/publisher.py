@@ -10,9 +10,11 @@ from pathlib import Path
 from cairn.checkpoint.tensors import Stored, write_tensors
 from cairn.policy.checksums import checksums, merged, remove_checksums, write_checksums
 from cairn.policy.sender import WeightSender
-from cairn.run.directory import WEIGHT_SOURCE, Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.messages import Probe, write_probe
+from cairn.run.versions import WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup
 
 
@@ -45,8 +47,8 @@ class VersionPublisher:
         if make_probe and step == attempt.start_step:  # servers take this policy from elsewhere
             probe = make_probe()
             if group.rank == 0:
-                run.version_folder(step).mkdir(parents=True, exist_ok=True)
-                write_probe(run.version_folder(step), probe)
+                run.versions.folder(step).mkdir(parents=True, exist_ok=True)
+                write_probe(run.versions.folder(step), probe)
         self._sender: WeightSender | None = None
         if network:
             self._sender = WeightSender(served(), rank=group.rank, host=group.address, device=group.device)
@@ -63,7 +65,7 @@ class VersionPublisher:
         if self._sender:
             self._sender.offer(step)
             self.group.barrier()
-            folder = self.run.version_folder(step)
+            folder = self.run.versions.folder(step)
             if self.group.rank == 0 and (folder / WEIGHT_SOURCE).exists():
                 with contextlib.suppress(FileNotFoundError):  # nobody needs it any more
                     self._sender.source(step, self._ranks).write(folder)
@@ -76,7 +78,7 @@ class VersionPublisher:
         Over the network nothing but where they are is written, except for the last, which outlives us.
         """
         fault_point("publish.begin")
-        folder = self.run.version_folder(step)
+        folder = self.run.versions.folder(step)
         if self._sender:
             self._sender.offer(step)
         unfinished = folder.with_name(f".{folder.name}.tmp")
@@ -85,7 +87,7 @@ class VersionPublisher:
             shutil.rmtree(unfinished, ignore_errors=True)
             shutil.rmtree(folder, ignore_errors=True)
             try:
-                os.rename(self.run.spare_weights, unfinished)
+                os.rename(self.run.versions.spare, unfinished)
             except OSError:
                 unfinished.mkdir(parents=True)
             remove_checksums(unfinished)  # of what was here before
@@ -101,7 +103,7 @@ class VersionPublisher:
                 write_probe(unfinished, probe)
             os.rename(unfinished, folder)
             fault_point("publish.before_announce")
-            self.run.announce_version(self.attempt, step, save=save, last=last)
+            self.run.versions.announce(self.attempt, step, save=save, last=last)
             fault_point("publish.announced")
 
     def _write(self, folder: Path) -> None:

@@ -3,8 +3,9 @@
 from functools import partial
 
 from cairn.config.trainer import TrainerConfig
+from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
 from cairn.trainer.losses import make_loss
@@ -73,13 +74,13 @@ class Replay:
         """Look which these are; nothing has been announced by this process yet."""
         self.run = run
         self.attempt = attempt
-        self._newest = max(run.announced_versions(attempt), default=attempt.start_step)
+        self._newest = max(run.versions.all_announced(attempt), default=attempt.start_step)
 
     def earlier(self, step: int) -> Earlier:
         """What was decided for `step`: a later version's announcement may be all that is left of it."""
         if step > self._newest:
             return Earlier()
-        message = self.run.announced_version(self.attempt, step)
+        message = self.run.versions.announced(self.attempt, step)
         return Earlier(True, message.save, message.last) if message else Earlier(done=True)
 
 

@@ -10,8 +10,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import RunDirectory
 from cairn.trainer.losses import Loss
 from cairn.trainer.state import TrainerState
 

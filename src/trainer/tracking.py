@@ -3,7 +3,8 @@
 from typing import Any, Protocol
 
 from cairn.config.trainer import TrainerBase
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.history import Account
 from cairn.run.signals import stop_signals_blocked

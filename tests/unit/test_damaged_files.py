@@ -30,8 +30,9 @@ from cairn.launch.kinds import KINDS
 from cairn.launch.recipe import plan_recipe
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError
 from cairn.run.files import write_json
 from cairn.run.heartbeat import Beat, Watch
@@ -109,8 +110,8 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
             continue
         row = {"step": step, "loss": 1 / step, "time/step": 1.0, "time/wait": 0.0, "run/useful_seconds": step}
         run.metrics.append(row | {"total_tokens": 3 * step, "total_samples": step})
-        run.version_folder(step).mkdir(parents=True)
-        run.announce_version(ATTEMPT, step, save=False, last=False)
+        run.versions.folder(step).mkdir(parents=True)
+        run.versions.announce(ATTEMPT, step, save=False, last=False)
         if step % 2 == 0:
             save(store, ledger, step)
             run.forget_batches(step)
@@ -132,7 +133,7 @@ def go_on(path: Path) -> int:
     assert role.attempt() == attempt
     assert role.read_config(TrainerConfig).max_steps == 20
     assert role.stop_requested() is None
-    assert role.announced_versions(attempt) == []
+    assert role.versions.all_announced(attempt) == []
     role.set_role("trainer", "running")
     assert Watch(role.heartbeat("trainer"), 4, silence=9, standstill=9).problem() is None
     display = StepDisplay(run, attempt.start_step, 20)
@@ -152,10 +153,10 @@ def go_on(path: Path) -> int:
     trained = ShippedBatches(run, attempt, config.batch_timeout).next_batch(step)
     assert trained.digest() == make_batch(step).digest()
     ledger.close()
-    role.version_folder(step).mkdir(parents=True)
-    role.announce_version(attempt, step, save=True, last=False)
-    assert role.announced_versions(attempt) == [step]
-    assert role.announced_version(attempt, step) == Announcement(attempt.id, step, save=True, last=False)
+    role.versions.folder(step).mkdir(parents=True)
+    role.versions.announce(attempt, step, save=True, last=False)
+    assert role.versions.all_announced(attempt) == [step]
+    assert role.versions.announced(attempt, step) == Announcement(attempt.id, step, save=True, last=False)
     counts = {"step": step, "total_samples": step, "total_tokens": 3 * step}
     role.metrics.append({**counts, **account.after_step(0.0, 1.0)})
     display.update(final=True)

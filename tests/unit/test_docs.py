@@ -10,7 +10,8 @@ import pytest
 from runs import REPOSITORY
 
 from cairn.run import faults
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 
 DOCS = REPOSITORY / "docs"
 

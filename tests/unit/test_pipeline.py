@@ -28,8 +28,9 @@ from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerDisagrees
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
+from cairn.run.attempt import Attempt
 from cairn.run.batches import RLBatch, batch_path
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json, write_json
 from cairn.run.messages import PolicyName, Probe, write_probe
@@ -122,7 +123,7 @@ class Trainer:
     async def train(self) -> None:
         """Announce the versions that were not announced yet, and commit checkpoints."""
         store = CheckpointStore(self.run.checkpoints)
-        newest = max(self.run.announced_versions(self.attempt), default=self.attempt.start_step)
+        newest = max(self.run.versions.all_announced(self.attempt), default=self.attempt.start_step)
         self._write_probe(self.attempt.start_step)
         for step in range(newest + 1, self.last + 1):
             while (batch := self.run.batch(self.attempt, step)) is None:
@@ -131,12 +132,12 @@ class Trainer:
             self.trained.append(batch)
             save = step % self.save_every == 0 or step == self.last
             self._write_probe(step)
-            self.run.announce_version(self.attempt, step, save=save, last=step == self.last)
+            self.run.versions.announce(self.attempt, step, save=save, last=step == self.last)
             if save:
                 await self._commit(store, step)
 
     def _write_probe(self, step: int) -> None:
-        folder = self.run.version_folder(step)
+        folder = self.run.versions.folder(step)
         folder.mkdir(parents=True, exist_ok=True)
         write_probe(folder, Probe([1, 2], [float(step)], "float32"))
 
@@ -177,7 +178,7 @@ def begin(config: OrchestratorConfig, attempt: Attempt) -> RunDirectory:
     """The run directory of an attempt that starts now."""
     run = RunDirectory(config.output_dir)
     run.path.mkdir(exist_ok=True)
-    run.clear_weights()
+    run.versions.clear()
     run.begin(attempt)
     return run
 

@@ -27,7 +27,8 @@ from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.identity import orchestrator_recipe, same_environment
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json, write_json
 from cairn.run.recipe import ORCHESTRATOR, TRAINER, settings_of, template_arguments

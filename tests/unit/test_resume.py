@@ -19,7 +19,8 @@ from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.attempt import Start, StartDamaged, choose_start, newest_start
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 
 PARTS = ["trainer", "orchestrator"]

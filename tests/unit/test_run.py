@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from cairn.run.attempt import Attempt
 from cairn.run.batches import (
     COLUMNS,
     FROM_TEXT,
@@ -33,7 +34,7 @@ from cairn.run.batches import (
     read_origin,
     write_batch,
 )
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import RunDirectory
 from cairn.run.faults import POINTS
 from cairn.run.files import DamagedFile, read_json, read_note, write_atomic, write_json
 from cairn.run.history import Account, History
@@ -489,29 +490,29 @@ def test_a_stop_is_asked_of_one_attempt_only(run: RunDirectory):
 def test_an_earlier_attempts_versions_are_not_taken(run: RunDirectory):
     """Nor is one that is still in transit when an attempt begins."""
     run.weights.mkdir()
-    run.announce_version(run.attempt(), 11, save=True, last=False)
-    announced = run.announced_version(run.attempt(), 11)
+    run.versions.announce(run.attempt(), 11, save=True, last=False)
+    announced = run.versions.announced(run.attempt(), 11)
     assert (announced.save, announced.last) == (True, False)
-    assert run.announced_version(run.attempt(), 12) is None
-    assert run.announced_version(dataclasses.replace(ATTEMPT, number=3), 11) is None
-    run.clear_weights()
-    assert run.announced_version(run.attempt(), 11) is None
+    assert run.versions.announced(run.attempt(), 12) is None
+    assert run.versions.announced(dataclasses.replace(ATTEMPT, number=3), 11) is None
+    run.versions.clear()
+    assert run.versions.announced(run.attempt(), 11) is None
 
 
 def test_versions_that_nobody_needs_go_and_one_folder_is_kept_for_the_next(run: RunDirectory):
     for step in (10, 11, 12):
-        run.version_folder(step).mkdir(parents=True)
-        (run.version_folder(step) / "model.safetensors").write_text(f"version {step}")
-        run.announce_version(run.attempt(), step, save=False, last=False)
-    run.forget_versions(12)
-    run.forget_versions(12)
-    assert run.announced_versions(run.attempt()) == [12]
-    assert (run.version_folder(12) / "model.safetensors").read_text() == "version 12"
-    assert not run.version_folder(10).exists()
-    assert not run.version_folder(11).exists()
-    assert [file.name for file in run.spare_weights.iterdir()] == ["model.safetensors"]
-    run.clear_weights()
-    assert not run.spare_weights.exists()
+        run.versions.folder(step).mkdir(parents=True)
+        (run.versions.folder(step) / "model.safetensors").write_text(f"version {step}")
+        run.versions.announce(run.attempt(), step, save=False, last=False)
+    run.versions.forget_before(12)
+    run.versions.forget_before(12)
+    assert run.versions.all_announced(run.attempt()) == [12]
+    assert (run.versions.folder(12) / "model.safetensors").read_text() == "version 12"
+    assert not run.versions.folder(10).exists()
+    assert not run.versions.folder(11).exists()
+    assert [file.name for file in run.versions.spare.iterdir()] == ["model.safetensors"]
+    run.versions.clear()
+    assert not run.versions.spare.exists()
 
 
 def ship(run: RunDirectory, steps: range, *, run_id: str = "abc", branch: str = "branch_1") -> None:
@@ -578,7 +579,7 @@ def test_a_message_comes_back_from_its_json_and_lacks_nothing(message: Message):
 def test_messages_lie_in_their_files_as_in_earlier_versions(run: RunDirectory):
     """Byte by byte: a run may go on with another version of Cairn than it began with."""
     run.weights.mkdir()
-    run.announce_version(ATTEMPT, 11, save=True, last=False)
+    run.versions.announce(ATTEMPT, 11, save=True, last=False)
     announcement = '{\n  "attempt": "abc:2",\n  "version": 11,\n  "save": true,\n  "last": false\n}\n'
     assert (run.weights / "v11.json").read_text() == announcement
     run.request_stop("SIGTERM")

@@ -126,7 +126,7 @@ def test_a_role_starts_deaf_and_with_a_ray_token_of_its_own(tmp_path: Path, monk
 
 OUTLIVES = """
 import sys
-from cairn.run.terminal import outlive_terminal
+from cairn.run.output import outlive_terminal
 outlive_terminal()
 print("before", flush=True)
 sys.stdin.readline()

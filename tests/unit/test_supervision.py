@@ -17,7 +17,8 @@ from cairn.launch.exits import EXIT_LOST, RoleFailed
 from cairn.launch.restarts import RestartRule
 from cairn.launch.role_process import RoleProcess
 from cairn.launch.supervisor import hopeless
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.files import write_json
 from cairn.run.heartbeat import INTERVAL, Beat, Watch
 from cairn.run.history import Account, History

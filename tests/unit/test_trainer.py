@@ -28,8 +28,9 @@ from cairn.config.trainer import (
     TrainerConfig,
 )
 from cairn.policy.source import read_source
+from cairn.run.attempt import Attempt
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.trainer import sft_data
 from cairn.trainer.group import RankGroup
@@ -222,13 +223,13 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
             for parameter in model.parameters():
                 parameter.add_(step)
         publisher.publish(step, save=False, last=False)
-        assert run.announced_version(attempt, step).version == step
-        file = run.version_folder(step) / "model.safetensors"
+        assert run.versions.announced(attempt, step).version == step
+        file = run.versions.folder(step) / "model.safetensors"
         inodes.append(file.stat().st_ino)
         published = load_file(file)
         assert published.keys() == weights(model).keys()
         assert all(torch.equal(published[name], weight) for name, weight in weights(model).items())
-        run.forget_versions(step)  # leaves this one for whoever reads it
+        run.versions.forget_before(step)  # leaves this one for whoever reads it
     assert inodes[2:] == inodes[:2]
 
 
@@ -238,7 +239,7 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
     publishers = [VersionPublisher(run, attempt, group, partial(weights, model), 0, network=True)]
-    folders = [run.version_folder(step) for step in range(3)]
+    folders = [run.versions.folder(step) for step in range(3)]
     publishers[0].publish(1, save=False, last=False)
     first = read_source(folders[1])
     publishers.append(VersionPublisher(run, attempt, group, partial(weights, model), 1, network=True))
@@ -246,7 +247,7 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
     assert [source.step for source in (first, second)] == [1, 1]
     assert first.ranks[0].port != second.ranks[0].port
     assert first.shapes == {name: list(weight.shape) for name, weight in weights(model).items()}
-    run.forget_versions(2)  # its folder is used again
+    run.versions.forget_before(2)  # its folder is used again
     publishers[1].publish(2, save=False, last=True)
     assert [path.name for path in folders[2].iterdir()] == ["model.safetensors"]
     for publisher in publishers:

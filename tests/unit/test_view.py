@@ -9,7 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, write_json
 from cairn.run.view import RunView
 

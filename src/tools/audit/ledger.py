@@ -9,7 +9,8 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.step import LEDGER, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.ledger import LedgerContent, read_ledger
-from cairn.run.directory import Attempt, RunDirectory
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.messages import PolicyName, ShippedBatch
 from cairn.run.seeds import permutation
 from cairn.tools.audit.report import Epoch, Report, Row

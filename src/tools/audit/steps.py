@@ -8,7 +8,7 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.directory import Attempt
+from cairn.run.attempt import Attempt
 from cairn.run.files import DamagedFile
 from cairn.run.metrics import MetricsLog
 from cairn.tools.audit.report import Report, Row

@@ -14,7 +14,7 @@ from pathlib import Path
 MARK = "CAIRN_CHAOS"
 STARTER = """
 import os, signal, sys
-from cairn.run.lifetime import die_with
+from cairn.run.processes import die_with
 die_with(int(sys.argv[1]))
 for number in (signal.SIGHUP, signal.SIGINT):  # nohup and `&` have them ignored
     signal.signal(number, signal.SIG_DFL)
