@@ -24,9 +24,9 @@ from cairn.run.errors import CairnError
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
 EPOCH_VARIABLE = "CAIRN_INFERENCE_EPOCH"
-"""What a server that is started is to call itself, so that whoever started it knows it again."""
+"""The id that a server reports as its epoch, so that the process that started it recognises it."""
 BUSY = (409, 429, 503)
-"""Status codes of a server that should be asked again later; 409: another update of its weights is open."""
+"""Status codes after which a request is sent again; 409: another update of the weights is open."""
 
 
 NOT_LOADED = {422: WeightsRefused, 412: WeightsAltered, 410: WeightsGone, 501: WeightsRefused}

@@ -30,15 +30,15 @@ from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocke
 from cairn.run.waiting import Patience
 
 GRACE = 5.0
-"""Seconds that a server has for stopping by itself before it is killed."""
+"""Seconds that a server has to stop by itself before it is killed."""
 
 
 ANSWER_SECONDS = 10.0
-"""Seconds that a busy server may take for answering whether it is well."""
+"""Seconds that a busy server may take to answer a status request."""
 
 
 FIRST_ANSWER_SECONDS = 120.0
-"""Seconds for the first request, with which what is compiled late is compiled."""
+"""Seconds for the first request, during which kernels are compiled."""
 
 
 class AddressUnusable(RuntimeError):
@@ -143,7 +143,7 @@ class Server:
         config: Address and options of the server.
         model: A Hugging Face directory or hub name.
         log: File for vLLM's output, written over; default: beside the token file.
-        deaf: Whether its processes outlive stop signals that are sent to them; `stop` then kills them.
+        deaf: Whether its processes ignore stop signals; `stop` then kills them.
     """
 
     def __init__(self, config: InferenceConfig, model: str, log: Path | None = None, *, deaf: bool = False):
@@ -217,7 +217,7 @@ class Server:
         self._generate_once()
 
     def _generate_once(self) -> None:
-        """Ask for two tokens: what its kernels can't do, vLLM dies of at the first request only."""
+        """Ask for two tokens: vLLM dies only at the first request of what its kernels don't support."""
         body = {"token_ids": [1, 2, 3], "sampling_params": {"max_tokens": 2, "detokenize": False}}
         try:
             answer = self._http.post("/inference/v1/generate", json=body, timeout=FIRST_ANSWER_SECONDS)
@@ -244,7 +244,7 @@ class Server:
             raise ServerFailed(f"the inference server died; {self._log_tail()}")
 
     def answers(self, timeout: float = ANSWER_SECONDS) -> bool:
-        """Whether it comes on: its engine, not only its front, answers within a few seconds.
+        """Whether it makes progress: its engine, not only its HTTP front end, answers within seconds.
 
         Only the process that `start` has started knows the epoch that it was given.
         """
@@ -255,7 +255,7 @@ class Server:
             return False
 
     def _death(self) -> Exception:
-        """What to raise of a server that died before it was ready."""
+        """The exception for a server that died before it was ready."""
         why = reason(self.log.read_text(errors="replace"))
         if self._listening():  # not ours, which is dead
             return AddressUnusable(

@@ -8,6 +8,7 @@ import contextlib
 import json
 import logging
 from collections.abc import AsyncIterator, Callable, Coroutine
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,8 @@ from cairn.inference.client import InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.pool.settings import PoolSettings
-from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsRefused
+from cairn.orchestrator.disagreement import explained
+from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams
 from cairn.run.messages import Probe
 
@@ -476,6 +478,20 @@ async def test_a_server_that_fails_the_push_gets_it_again_before_it_generates():
         assert {answer[0].weight_versions[0].version for answer in answers} == {"v2"}
 
 
+@dataclass
+class Altered:
+    """The answer of a server to which other weights came than were published, so many times."""
+
+    times: int
+    count: int = 0
+
+    async def __call__(self, path: str, body: dict) -> Answer | None:
+        if path != "/cairn/update_weights" or self.count >= self.times:
+            return None
+        self.count += 1
+        return 412, {"error": {"message": "tensor w is another"}}
+
+
 PROBE = Probe([5, 6, 7], [-1.0, -1.0], "float32")
 
 
@@ -520,6 +536,37 @@ async def test_a_run_without_a_server_that_agrees_ends():
             await pool.serve("/w", "v1", probe=PROBE)
         assert all(fake.url in str(error.value) for fake in fakes)
         assert [fake.pushed for fake in fakes] == [["v1"] * 3] * 2
+
+
+@in_loop
+async def test_a_server_whose_weights_were_altered_on_the_way_is_given_them_again():
+    async with servers(2) as (pool, (bad, good)):
+        altered = Altered(times=1)
+        bad.fault = altered
+        await pool.serve("/w", "v1", probe=PROBE)
+        await until(lambda: pool.take_metrics()["servers/healthy"] == 2)
+        assert (altered.count, bad.pushed, good.pushed) == (1, ["v1"], ["v1"])
+        altered.times = 10**6
+        await pool.serve("/w", "v2", probe=PROBE)
+        await until(lambda: altered.count == 4)
+        await asyncio.gather(*(ask(pool, group, ("v2",)) for group in range(4)))
+        assert bad.asked == []
+        metrics = pool.take_metrics()
+        assert metrics["servers/quarantined"] == 1
+        assert metrics[f"servers/disagreed/127.0.0.1:{bad.port}"] == 3
+        assert f"servers/disagreed/127.0.0.1:{good.port}" not in metrics
+
+
+@in_loop
+async def test_weights_that_no_server_gets_as_they_were_end_the_run():
+    """It is not said to be the model's fault, as with servers that compute otherwise."""
+    async with servers(1) as (pool, (fake,)):
+        fake.fault = Altered(times=10**6)
+        with (
+            pytest.raises(WeightsAltered, match=rf"{fake.url}: tensor w is another"),
+            explained(Path("/model")),
+        ):
+            await pool.serve("/w", "v1", probe=PROBE)
 
 
 @in_loop

@@ -1,4 +1,4 @@
-"""What stands before every route of the server: the token, and how large a request may be."""
+"""In front of every route of the server: the token check, and the limit on the size of a request."""
 
 import hmac
 
@@ -15,7 +15,7 @@ OPEN_ROUTES = {
         "/detokenize",
     },
 }
-"""What whoever reaches the port may do: generate, and see how the server is."""
+"""Routes that need no token: generation and status."""
 MAX_BODY = 32 << 20
 """Bytes of a request's body; a prompt of a million tokens takes a quarter of it."""
 
@@ -51,7 +51,7 @@ class Guard:
             return await self._app(scope, receive, send)
         body = await self._body(headers, receive)
         if body is None:
-            # Whoever sends too much may not listen before the end: closing the connection is what stops it.
+            # A client may read no answer before it has sent its whole body; closing the connection stops it.
             refusal = failure(413, f"the body has more than {self._max_body} bytes", {"Connection": "close"})
             return await refusal(scope, receive, send)
         unread: list[Message] = [body]

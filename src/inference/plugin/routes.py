@@ -35,7 +35,7 @@ HOW_TO_GET_THE_TOKEN = (
     f"clients take it from {TOKEN_VARIABLE} or from the file that the server leaves for its own user"
 )
 UNCHANGED = {Refused.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.mark: 503}
-"""What weights that are not to be had are answered with, by what marks the reason."""
+"""Status codes for weights that were not loaded, by the mark of the reason."""
 
 
 class WeightUpdate(BaseModel):
@@ -73,7 +73,7 @@ class CairnRoutes:
         self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
 
     async def status(self) -> Status:
-        """Version of the weights, and what identifies this start of the server."""
+        """Version of the weights, and the id of this start of the server."""
         return await self._status(paused=await self._engine.is_paused())
 
     async def _status(self, *, paused: bool) -> Status:
@@ -121,7 +121,7 @@ class CairnRoutes:
             return JSONResponse(status)
 
     async def _failed(self, error: Exception, was_paused: bool) -> JSONResponse:
-        """Say why an update failed, and generate on if nothing has been changed."""
+        """Answer why an update failed, and resume generation if nothing was changed."""
         mark = next((mark for mark in UNCHANGED if mark in str(error)), None)
         # Another process of a server with several may have got the weights just before they were gone.
         if mark and (mark in (Refused.mark, Altered.mark) or self._alone):

@@ -50,8 +50,8 @@ class FilesystemInitInfo(WeightTransferInitInfo):
 
 @dataclass
 class FilesystemUpdateInfo(WeightTransferUpdateInfo):
-    """`path`: a directory with model.safetensors, or shards and their index, or the word of a trainer that
-    has them in memory. Must not change once pushed."""
+    """`path`: a directory with model.safetensors, or shards and their index, or source.json, by which a
+    trainer offers the tensors in its memory. Its files must not change once pushed."""
 
     path: str
 
@@ -120,8 +120,8 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
         )
 
     def _offered(self, path: str) -> tuple[Iterable[dict[str, torch.Tensor]], Mapping[str, int], int]:
-        """A folder's tensors, checked, or those that its trainer is about to send; their checksums, of which
-        there are as many as tensors have come; and how many values there are."""
+        """The tensors of a folder, checked, or those that its trainer is about to send; their checksums,
+        which are filled in as tensors arrive; and the number of values in all."""
         try:
             source = read_source(Path(path))
         except (DamagedFile, ValueError, OSError, RecursionError) as error:

@@ -1,4 +1,4 @@
-"""What a pool of servers knows of each one, and the weights that it gives them."""
+"""One server of a pool: its state, the weights that it was given, and whether it has proven them."""
 
 import asyncio
 import logging
@@ -15,15 +15,16 @@ from cairn.run.messages import Probe
 logger = logging.getLogger(__name__)
 
 PROOFS = 3
-"""How often a server is given the same weights before it is given up on, until there are others."""
+"""Pushes of the same weights to a server that disagrees; then it is left alone until there are new ones."""
 
 
 @dataclass(eq=False)
 class Weights:
     """A policy version that servers are given.
 
-    folder, version: where it is, and its name. size: bytes of its tensor files. probe: what a server has to
-    reproduce before it is believed. probe_follows: that comes later, and nothing counts until then.
+    folder: where its tensors are, or the address of the trainer that sends them. size: bytes of its tensors.
+    probe: tokens and the trainer's logprobs, which a server has to reproduce before its answers count.
+    probe_follows: the probe is still to come, and no answer counts until then.
     """
 
     folder: str
@@ -34,7 +35,7 @@ class Weights:
 
 
 class Member:
-    """One server of the pool, and what is known of it."""
+    """One server of the pool. `ready`: it is healthy and has the current weights."""
 
     def __init__(self, url: str, client: InferenceClient):
         self.url = url
@@ -46,15 +47,15 @@ class Member:
         self.version: str | None = None
         """The version that it last confirmed."""
         self.weights: Weights | None = None
-        """What this pool gave it last, in its present life; None: something else, or nobody knows."""
+        """The weights that this pool gave it last since it was started; None: it may have any."""
         self.pushes = 0
         self.disproofs = 0
         """How often it has disagreed with the trainer about `disputed`, since it agreed or was restarted."""
         self.disputed: Weights | None = None
         self.disagreement: ServerDisagrees | None = None
-        """The latest."""
+        """The latest one."""
         self.disagreements = 0
-        """How many there were since the pool's metrics were last taken."""
+        """Count since the pool's metrics were last taken."""
         self.abandoned = ""
         """Why its requests were given up."""
         self._proving: str | None = None
@@ -87,7 +88,7 @@ class Member:
         return self.disputed is weights and self.disproofs >= PROOFS
 
     def note(self, status: ServerStatus) -> None:
-        """Take in what it says of itself."""
+        """Record its status."""
         if (status.epoch, status.weight_version) != (self.epoch, self.version):
             if status.epoch != self.epoch:
                 self.disproofs = 0
@@ -115,8 +116,9 @@ class Member:
                 await self.prove(weights)
         except WeightsAltered as error:
             self._settle(False)
-            self._note_disagreement(weights, error)
-            raise
+            named = WeightsAltered(f"{self.url}: {error}")
+            self._note_disagreement(weights, named)
+            raise named from error
         except BaseException:
             self._settle(False)
             raise
@@ -151,7 +153,7 @@ class Member:
             self._settle(agrees)
 
     def _note_disagreement(self, weights: Weights, error: ServerDisagrees) -> None:
-        """It does not have these weights: what it was asked for is given up."""
+        """Count a disagreement about these weights, and cancel the server's requests."""
         again = self.disproofs if self.disputed is weights else 0
         self.disputed, self.disproofs, self.weights = weights, again + 1, None
         self.disagreement, self.abandoned = error, str(error)

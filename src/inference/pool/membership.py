@@ -1,4 +1,4 @@
-"""The servers of a pool: which there are, whether they are well, and that they have the current weights."""
+"""Which servers belong to a pool, whether they are healthy, and that they have the current weights."""
 
 import asyncio
 import contextlib
@@ -16,9 +16,9 @@ from cairn.policy.errors import ServerUnavailable, WeightsGone, WeightsRefused
 logger = logging.getLogger(__name__)
 
 LOOK_TIMEOUT = 10.0
-"""Seconds that a server has for saying how it is."""
+"""Seconds to wait for a server's status."""
 STRAGGLERS = 1.0
-"""Least seconds that slower servers get for new weights once the first one has them."""
+"""Seconds that slower servers get at least to load new weights once the first one has them."""
 REFUSALS = (WeightsRefused, WeightsGone, Unauthorized)
 
 
@@ -57,7 +57,7 @@ class Membership:
         """Watch over the servers from now on, if that has not begun.
 
         Raises:
-            ServerUnavailable: it is over.
+            ServerUnavailable: the pool was closed.
         """
         if self._closed:
             raise ServerUnavailable("this pool of servers is closed")
@@ -66,7 +66,7 @@ class Membership:
             self._watcher = asyncio.create_task(self._watch())
 
     async def close(self) -> None:
-        """Give up what is in flight and close all connections."""
+        """Cancel the requests in flight and close all connections."""
         members = [*self.members.values(), *self._leaving]
         tasks = [self._watcher, *self._pushes, *(member.keeper for member in members)]
         tasks = [task for task in tasks if task is not None]
@@ -90,7 +90,7 @@ class Membership:
                 await member.client.close()
 
     def _meet(self) -> None:
-        """Take in the servers that are new in the list, and let go those that are not in it any more."""
+        """Add the servers that are new in the list, and release those that have left it."""
         urls = self._servers.read()
         for url in [url for url in self.members if url not in urls]:
             member = self.members.pop(url)
@@ -145,7 +145,7 @@ class Membership:
         self._notify()
 
     def lose(self, member: Member, problem: str) -> None:
-        """Give a server no more requests until it was looked at and has the current weights."""
+        """Send a server no requests until it has answered again and has the current weights."""
         if member.ready:
             logger.warning("%s: %s", member.url, problem)
         member.ready, member.problem = False, f"{member.url}: {problem}"
@@ -153,7 +153,7 @@ class Membership:
         member.wake.set()
 
     def _give_up_on(self, member: Member) -> None:
-        """Have others answer what a server that hangs was asked for."""
+        """Cancel the requests of a server that hangs, so that another one answers them."""
         silent = member.silent_since and time.monotonic() - member.silent_since
         if (
             silent
@@ -205,7 +205,7 @@ class Membership:
         """Put the current weights into a server that does not have them."""
         async with member.pushing:
             while (weights := self.weights) is not None and member.weights is not weights:
-                # What weights of somebody else have left there goes in any case.
+                # Keys and values that another run's weights made are never kept.
                 keep_cache = self._settings.keep_cache and member.weights is not None
                 await member.give(weights, keep_cache=keep_cache)
                 self._counts.push_bytes += weights.size

@@ -22,9 +22,9 @@ from cairn.run.messages import Probe
 logger = logging.getLogger(__name__)
 
 STALE_ATTEMPTS = 5
-"""How often a request is answered from wrong weights before that is an error."""
+"""Answers from wrong weights after which a request fails."""
 HOMES = 10_000
-"""Most affinities that are remembered."""
+"""Affinities that are remembered, at most."""
 
 
 class ServerPool:
@@ -78,7 +78,7 @@ class ServerPool:
         return min((limit for limit in known if limit is not None), default=None)
 
     async def wait_ready(self, deadline: float) -> None:
-        """Wait until one server is healthy, at most `deadline` seconds; tells which are not.
+        """Wait until one server is healthy, at most `deadline` seconds; those that are not are logged.
 
         Raises:
             ServerUnavailable: none is by then.
@@ -94,7 +94,7 @@ class ServerPool:
             logger.warning("going on without these servers, which may join later: %s", ", ".join(missing))
 
     async def close(self) -> None:
-        """Give up what is in flight and close all connections."""
+        """Cancel the requests in flight and close all connections."""
         await self._membership.close()
 
     async def serve(
@@ -104,9 +104,9 @@ class ServerPool:
 
         Requests in flight go on under the new weights. Returns when all healthy servers have confirmed the
         version; one that takes much longer than the others gets no requests for this version until it has.
-        A server that scores the `probe` otherwise gets none either, and is given the weights again; answers
-        that come from them are kept back until it has proven itself. With `probe_follows` they wait until
-        `prove` was told the probe.
+        A server that gives the `probe` other logprobs than the trainer gets no requests either, and is given
+        the weights again. Answers under the version are held back until their server has scored the probe;
+        with `probe_follows` that begins when `prove` is called.
 
         Raises:
             WeightsRefused: a server refused the weights. (One that does so when it joins is only reported.)
@@ -185,9 +185,9 @@ class ServerPool:
     ) -> list[Generation]:
         """Sample `params.n` continuations of `prompt_ids`, each token from one of `versions`.
 
-        Asked again, of another server where there is one, if a server dies, hangs, fails, or answers from
-        other weights; so give a seed. Requests with the same `affinity` go to the same server, which has
-        their prompt in its cache, unless it has more to do than another one.
+        The request is sent again, to another server if there is one, when a server dies, hangs, fails, or
+        answers from other weights; with a seed the answer is the same. Requests with the same `affinity` go
+        to the same server, which has their prompt in its cache, unless it has more to do than another one.
 
         Raises:
             ServerUnavailable: no server has answered `retry_for` seconds after the first failure.
@@ -253,7 +253,7 @@ class ServerPool:
     # Requests
 
     async def _pick(self, affinity: int, versions: Collection[str], end: float) -> Member:
-        """The server that a request goes to; waits for one, until `end`.
+        """Choose the server that a request goes to; waits for one, until `end`.
 
         Raises:
             ServerUnavailable: there is none by then, or within `retry_for` seconds.
