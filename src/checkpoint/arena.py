@@ -53,7 +53,7 @@ class Arena:
     def __init__(self, tensors: Tensors, rank: int, max_file_bytes: int):
         self.rank = rank
         self.broken = False
-        """After a failed save nobody knows what the writer waits for: the next save gets a new one."""
+        """Set after a failed save: the writer's state is unknown, so the next save takes a new arena."""
         self.layout = _describe(tensors)
         files: list[FileLayout] = []
         self.indices: dict[str, bytes] = {}
@@ -107,7 +107,7 @@ class Arena:
         self._ready.start()
 
     def _populate(self) -> None:
-        """Have the kernel map the memory now, outside the interpreter's lock, and pin it for the GPU."""
+        """Have the kernel map the memory now (ctypes releases the GIL), and pin it for a GPU's copies."""
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE
         )
@@ -123,7 +123,7 @@ class Arena:
         return self.layout == _describe(tensors)
 
     def start_copy(self, tensors: Tensors) -> None:
-        """Note which values to copy; on a GPU also have it copy behind what it is doing now."""
+        """Note which values to copy; on a GPU the copies come after the work that is queued there now."""
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad():
@@ -132,7 +132,7 @@ class Arena:
                 self._sources += [(start, source[begin:end]) for start, begin, end in places]
 
     def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
-        """Tell the writer that a save comes."""
+        """Tell the writer that a save begins."""
         self._ready.join()
         self._send({"save": str(folder), "receipt": str(receipt), "attempt": attempt, "read_back": read_back})
 
@@ -171,7 +171,7 @@ class Arena:
             raise SaveFailed(answer["error"])
 
     def kill_writer(self) -> None:
-        """End the writer at once; whoever waits for it gets an error."""
+        """Kill the writer; threads that wait for it get WriterDied."""
         self._writer.kill()
 
     def close(self) -> None:
@@ -203,9 +203,9 @@ def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]
 
 
 def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, int, int]]:
-    """Which of a tensor's local bytes are copied to where in the arena: place, begin, end.
+    """The copies that fill a tensor's ranges in the arena: where to, and which of its local bytes.
 
-    Ranges that follow each other in the arena, as short ones do, are copied at once.
+    Ranges that follow each other in the arena, as short ones do, are one copy.
     """
     joined: list[tuple[int, int, int]] = []
     position = 0

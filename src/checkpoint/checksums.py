@@ -1,9 +1,9 @@
 """Checksums of files that several ranks write and read in pieces.
 
-Every chunk of CHUNK_BYTES of a file has a CRC-64/NVME (the one that S3 uses for whole objects). A CRC is
-linear: the chunk's is the exclusive or of what each piece of it contributes, whoever computes that. So ranks
-that each hold some of a file's bytes come to the same checksums on any number of ranks, without showing each
-other a byte; and a reader checks the file from what the ranks have read anyway.
+Every chunk of CHUNK_BYTES of a file has a CRC-64/NVME (the one that S3 uses for whole objects). CRCs are
+linear: a chunk's CRC is the exclusive or of the contributions of its pieces, each of which another process
+may compute. Ranks that each hold some of a file's bytes therefore arrive at the same checksums whatever their
+number, without exchanging data, and a reader checks the file with the bytes that its ranks read anyway.
 """
 
 from pathlib import Path
@@ -31,7 +31,7 @@ class FileChecksum:
         self.nbytes = nbytes
 
     def add(self, offset: int, data: memoryview | bytes) -> None:
-        """Count in the bytes `data`, which stand in the file at `offset`."""
+        """Add the bytes `data`, which are in the file at `offset`."""
         view = memoryview(data)
         while view:
             piece = view[: CHUNK_BYTES - offset % CHUNK_BYTES]
@@ -40,23 +40,23 @@ class FileChecksum:
             view = view[len(piece) :]
 
     def add_crc(self, offset: int, nbytes: int, crc: int) -> None:
-        """Count in `nbytes` bytes at `offset` with that CRC; they must not cross the end of a chunk."""
+        """Add `nbytes` bytes at `offset` whose CRC is `crc`; they must lie within one chunk."""
         chunk = offset // CHUNK_BYTES
         end = min((chunk + 1) * CHUNK_BYTES, self.size)
         self.crcs[chunk] = self.crcs.get(chunk, 0) ^ crt.combine_crc64nvme(crc, 0, end - offset - nbytes)
         self.nbytes += nbytes
 
     def merge(self, other: "FileChecksum") -> None:
-        """Count in what another process saw of the same file."""
+        """Add the contributions of another process to the same file."""
         for chunk, crc in other.crcs.items():
             self.crcs[chunk] = self.crcs.get(chunk, 0) ^ crc
         self.nbytes += other.nbytes
 
     def chunks(self) -> list[int]:
-        """The CRC of each chunk, once every byte was counted in.
+        """The CRC of each chunk, when every byte has been added.
 
         Raises:
-            ValueError: some were not, or some twice.
+            ValueError: some bytes are missing, or were added twice.
         """
         if self.nbytes != self.size:
             raise ValueError(f"{self.nbytes} bytes of a file of {self.size} were checksummed")

@@ -1,4 +1,4 @@
-"""What is different between two checkpoints: configuration, versions, metrics, and every weight."""
+"""The differences between two checkpoints: configuration, versions, metrics, and every weight."""
 
 # torch is typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false

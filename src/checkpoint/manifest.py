@@ -61,7 +61,7 @@ class Manifest(BaseModel):
     run_id: str
     attempt: int
     branch: str
-    """Changes whenever the run is taken back to an earlier step and goes another way."""
+    """Changes whenever the run goes back to an earlier step and continues from there."""
     parent: Origin | None
     created: str
     """When it was committed, in UTC, ISO 8601."""
@@ -168,12 +168,12 @@ def check_files(
     tensors: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Compare every file of a step with its size and, in parallel, its checksums; look for files too many.
+    """Check every file of a step against the manifest: sizes, no other files and, in parallel, checksums.
 
     Args:
         content: False checks names and sizes only.
         tensors: False leaves the content of tensor files to whoever loads them.
-        on_bytes: told how many bytes were checked, again and again, for a progress bar.
+        on_bytes: called with the number of bytes checked since the last call, for a progress bar.
 
     Raises:
         Damaged: naming a file that is missing, short, long, changed or unknown, and where in it.

@@ -7,8 +7,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, load_manifest
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore, remove_folder, step_of
+from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
 from cairn.run.files import DamagedFile, read_json, write_json
 
@@ -68,12 +69,12 @@ def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
     return isinstance(value, int | float) and value == value
 
 
-def read_steps(store: CheckpointStore) -> list[Step]:
-    """The steps of a store with their metrics; one whose manifest is damaged has none."""
+def read_steps(tier: Tier) -> list[Step]:
+    """The steps of a tier with their metrics; one whose manifest is damaged has none."""
     found: list[Step] = []
-    for number in store.steps():
+    for number in tier.steps():
         try:
-            found.append(Step(number, load_manifest(store.folder(number)).metrics))
+            found.append(Step(number, tier.manifest(number).metrics))
         except CheckpointError:
             found.append(Step(number, {}))
     return found
@@ -102,8 +103,8 @@ def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
 def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
     """Delete what the rules do not keep, and the debris of earlier saves; returns the deleted steps.
 
-    To be called when a step was committed, so that its predecessors only go once it is there. What can't be
-    deleted is reported and left.
+    Call it after a commit: a step is deleted only when its successor exists. A step that can't be deleted is
+    reported and left.
     """
     newest = store.latest()
     if newest is None:
@@ -119,14 +120,19 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
     except CheckpointError as error:
         logger.warning("no checkpoint is deleted: %s", error)
         return []
+    return delete_unkept(store, rules, pinned)
+
+
+def delete_unkept(tier: Tier, rules: CkptConfig, pinned: set[int]) -> list[int]:
+    """Delete the steps of a tier that the rules do not keep, and return them; failures are reported."""
     # Manifests are only read where the rules look into them.
-    steps = read_steps(store) if rules.keep_best else [Step(number, {}) for number in store.steps()]
+    steps = read_steps(tier) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
     deleted: list[int] = []
     for number, reasons in reasons_to_keep(steps, rules, pinned).items():
         if reasons:
             continue
         try:
-            store.delete(number)
+            tier.delete(number)
             deleted.append(number)
         except OSError as error:
             logger.warning("could not delete checkpoint %d: %s", number, error)
@@ -177,7 +183,7 @@ def prune(
 
 
 def _branches(store: CheckpointStore) -> list[Path]:
-    """What runs that went back have left; what a link leads to is somebody else's."""
+    """The folders of abandoned steps; links are left alone, since their targets are not the run's."""
     if store.abandoned.is_symlink() or not store.abandoned.is_dir():
         return []
     return sorted(path for path in store.abandoned.iterdir() if path.is_dir() and not path.is_symlink())

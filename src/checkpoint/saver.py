@@ -3,8 +3,8 @@
 Parameters and optimiser state change only inside `optimizer.step()`. So a save copies them in a thread while
 the next forward and backward run, into an arena of shared memory that is allocated once; a process of its own
 (`cairn.checkpoint.writer`) writes the arena out and makes it durable; and rank 0 commits the step when every
-rank's part, and every other role's, has arrived. The loop waits only where the copy is not done when the next
-update comes, or where a save falls due while the one before is still under way.
+rank's part, and every other role's, is there. The loop waits only if the copy is not finished when the next
+update comes, or if a save falls due while the previous one is still under way.
 """
 
 import logging
@@ -25,7 +25,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A save that is over. Seconds: the training loop stood still; until it was durable and committed."""
+    """A completed save: how long the training loop waited for it, and how long it took until the commit."""
 
     step: int
     stall_seconds: float

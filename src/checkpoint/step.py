@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.layout import StoredTensor, find_tensors
-from cairn.checkpoint.manifest import Manifest, load_manifest
 from cairn.run.files import read_json
 
 MODEL = "model/model"
@@ -68,14 +67,6 @@ class StepFolder:
         self.model = self.path / "model"
         """The Hugging Face directory."""
         self.ledger = self.path / LEDGER
-
-    def manifest(self) -> Manifest:
-        """The step's manifest.
-
-        Raises:
-            CheckpointError: the folder is no checkpoint.
-        """
-        return load_manifest(self.path)
 
     def trainer_state(self) -> TrainerRecord | None:
         """What the trainer saved beside its tensors; None in a checkpoint of weights alone.

@@ -1,8 +1,8 @@
 """The store: the step_N folders of a run, and the one rule that says which of them exist.
 
-A step exists if and only if its manifest.json does. Each role writes its own part into the step's folder and
-then a small part file that lists what it wrote; the committer waits for all parts and writes the manifest
-last. Whatever has no manifest is debris that no reader looks at. A link to a folder is no step.
+A step exists if and only if its manifest.json does. Each role and rank writes its part into the step's
+folder, then a receipt that lists what it wrote. Rank 0 waits for all receipts and writes the manifest last. A
+folder without a manifest is debris, which no reader looks at. A symbolic link is never a step.
 """
 
 import contextlib
@@ -39,7 +39,7 @@ class CheckpointStore:
     def __init__(self, root: str | Path):
         self.root = Path(root).absolute()
         self.abandoned = self.root / "abandoned"
-        """Steps that the run went back behind, where no reader looks."""
+        """Holds the steps that were set aside when the run went back to an earlier one."""
 
     def folder(self, step: int) -> Path:
         """Where step `step` lies, or would lie."""
@@ -56,8 +56,16 @@ class CheckpointStore:
         folder = self.folder(step)
         return (folder / FILE_NAME).exists() and not folder.is_symlink()
 
+    def manifest(self, step: int) -> Manifest:
+        """The manifest of a step.
+
+        Raises:
+            CheckpointError: the step does not exist, or its manifest is damaged.
+        """
+        return load_manifest(self.folder(step))
+
     def links(self) -> list[Path]:
-        """Links that are called like steps: they are not read, written or deleted, nor what they lead to."""
+        """Symbolic links that are named like steps; neither they nor their targets are read or changed."""
         return sorted(Path(entry) for entry in self._entries() if entry.is_symlink())
 
     def debris(self) -> list[Path]:
@@ -81,12 +89,12 @@ class CheckpointStore:
             raise UsageError(f"{self.root}: is no folder, and checkpoints need one; move it") from None
 
     def latest(self) -> int | None:
-        """The newest step that exists; without a look at all the others."""
+        """The newest step that exists; older ones are not looked at."""
         numbers = reversed(self._folders())
         return next((step for step in numbers if self.exists(step)), None)
 
     def newest_good(self, *, content: bool = True) -> tuple[Path | None, list[str]]:
-        """The newest step whose files are all as they were written, and what is wrong with newer ones.
+        """The newest undamaged step, and what is wrong with the newer ones.
 
         Args:
             content: False checks names and sizes only.
@@ -106,7 +114,7 @@ class CheckpointStore:
     # Writing
 
     def begin(self, step: int, folders: list[str], attempt: str | None = None) -> None:
-        """Make empty `folders` in step `step`; what a save that was never completed left there is removed.
+        """Create empty `folders` in step `step`; what an unfinished save left in them is removed.
 
         Args:
             attempt: if given, `wait_for_begin` of other processes of this attempt returns.
@@ -132,9 +140,9 @@ class CheckpointStore:
     def wait_for_begin(
         self, step: int, attempt: str, *, timeout: float, on_poll: Callable[[], None] = lambda: None
     ) -> None:
-        """Wait until the folders of step `step` are there to be written into.
+        """Wait until rank 0 has created the folders of step `step`.
 
-        `on_poll` is called again and again meanwhile, and ends the wait by raising an error.
+        `on_poll` is called repeatedly meanwhile; an error that it raises ends the wait.
 
         Raises:
             DeadlinePassed: rank 0 did not make them within `timeout` seconds.
@@ -153,7 +161,7 @@ class CheckpointStore:
     def write_part(
         self, step: int, part: str, files: Mapping[str, bytes], attempt: str, *, read_back: bool = False
     ) -> None:
-        """Write a part that consists of small files, by name within the step, and make it durable.
+        """Write a part that consists of small files, by name within the step, and its receipt; all durable.
 
         Args:
             read_back: read the files again from the disk, and compare, before the part counts.
@@ -187,7 +195,7 @@ class CheckpointStore:
             timeout: seconds to wait for a part.
             about: the manifest's fields other than step, files and created.
             read_back: read the manifest again from the disk, and compare, before it counts.
-            on_poll: called again and again while waiting, which it ends by raising an error.
+            on_poll: called repeatedly while waiting; an error that it raises ends the wait.
 
         Raises:
             DeadlinePassed: a part did not arrive.
@@ -213,10 +221,10 @@ class CheckpointStore:
         return manifest
 
     def adopt(self, source: Path, manifest: Manifest) -> Path:
-        """Make a step exist whose files lie elsewhere, as copies of them; returns its folder.
+        """Commit a step with copies of files that lie elsewhere; returns its folder.
 
-        This is what commits without the roles of a run: a fork, an import. Nothing is left of one that fails;
-        one that is killed leaves debris, which the next one removes.
+        It is the commit without the roles of a run, as for a fork. A failure leaves nothing behind; a process
+        that is killed leaves debris, which the next call removes.
 
         Args:
             source: the folder with the files that `manifest` lists.
@@ -249,7 +257,7 @@ class CheckpointStore:
         return folder
 
     def _publish(self, manifest: Manifest, *, read_back: bool = False) -> None:
-        """The one way in which a step comes to exist: all its files are durable, now comes the manifest."""
+        """Write the manifest, with which the step exists; every commit ends here, its other files durable."""
         folder = self.folder(manifest.step)
         self._remove_leftovers(folder, set(manifest.files))
         temporary = folder / f".{FILE_NAME}"
@@ -268,7 +276,7 @@ class CheckpointStore:
 
     @staticmethod
     def _remove_leftovers(folder: Path, wanted: set[str]) -> None:
-        """Remove what an earlier save of the same step left behind that this one has no use for."""
+        """Remove files that an earlier save of the same step left behind and this one does not have."""
         for path in folder.rglob("*"):
             name = path.relative_to(folder).as_posix()
             if path.is_file() and name not in wanted and not name.startswith("."):
@@ -285,7 +293,7 @@ class CheckpointStore:
     def delete(self, step: int) -> None:
         """Delete a step: first its manifest, with which it ceases to exist, then the rest.
 
-        Somebody else may do the same at the same time.
+        Another process may delete it at the same time.
         """
         fault_point("retention.before_delete")
         folder = self.folder(step)
@@ -297,7 +305,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Keep other `ckpt` commands that change something out; a run that saves is not kept out."""
+        """Hold the lock that `ckpt` commands take before they change something; saving does not take it."""
         fd = os.open(self.root, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -306,9 +314,8 @@ class CheckpointStore:
             os.close(fd)
 
     def set_aside_after(self, step: int, name: str) -> Path | None:
-        """Move the steps after `step` out of every reader's sight, and remove debris from there on.
+        """Move the steps after `step` to `abandoned/<name>`, where no reader looks, and remove later debris.
 
-        A run that goes on from an earlier step leaves its abandoned future under `abandoned/<name>`.
         Returns that folder, or None if there was nothing to move.
         """
         later = [number for number in self._folders() if number > step]
@@ -332,7 +339,7 @@ def step_of(folder: "Path | os.DirEntry[str]") -> int:
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder with all that is in it, also while somebody else does.
+    """Remove a folder and its content; another process may be doing the same.
 
     Raises:
         OSError: something can't be removed, or `folder` is a link.
@@ -346,7 +353,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
-    """What a writer's note says, if it is there and of this attempt or session."""
+    """The content of a receipt or of BEGUN, if it is there and of this attempt or session."""
     content = read_note(path, dict[str, Any])
     return content if content and content.get("attempt") == attempt else None
 
@@ -363,7 +370,7 @@ def verify(
     Args:
         content: False checks names and sizes only.
         tensors: False leaves the content of tensor files to whoever loads them.
-        on_bytes: told how many bytes were checked, again and again, for a progress bar.
+        on_bytes: called with the number of bytes checked since the last call, for a progress bar.
 
     Raises:
         CheckpointError: it is no checkpoint.

@@ -131,7 +131,7 @@ def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _open(path: Path, size: int):
-    """The file for buffered and, where the file system can, for direct writing; it gets its final size."""
+    """Descriptors for buffered and, where O_DIRECT works, direct writing; sets the file's final size."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     direct = None
     try:
@@ -151,7 +151,7 @@ def _open(path: Path, size: int):
 
 
 def _allocate(fd: int, extent: Extent) -> None:
-    """Have the file system find room for a long extent at once, where it can; that makes writing faster."""
+    """Preallocate a long extent where the file system can (fallocate), which makes writing faster."""
     if extent.nbytes >= DIRECT_BYTES:
         offset, nbytes = ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes)
         if LIBC.fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, nbytes) and ctypes.get_errno() == errno.ENOSPC:
@@ -166,7 +166,7 @@ def _write_all(fd: int, direct: int | None, data: memoryview, offset: int) -> No
         except OSError as error:
             if direct is None or error.errno != errno.EINVAL:
                 raise
-            direct = None  # it lets files be opened for direct writing and refuses the write
+            direct = None  # this file system takes O_DIRECT in open, and refuses such a write
             continue
         data = data[written:]
         offset += written
@@ -207,7 +207,7 @@ class _Commands:
 def main() -> None:
     """Serve one training process until it closes its end."""
     arena_fd, nbytes, trainer = map(int, sys.argv[1:])
-    die_with(trainer)  # whoever comes after it may save the same step
+    die_with(trainer)  # the next trainer may save the same step
     ignore_stop_signals()  # the trainer decides when it ends
     os.nice(10)
     os.posix_fallocate(arena_fd, 0, nbytes)  # have the kernel fetch the memory now, not during a save

@@ -292,7 +292,7 @@ def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
         numbers.append(run.history.newest_attempt())
         for step in store.steps():
             with contextlib.suppress(CheckpointError):
-                numbers.append(load_manifest(store.folder(step)).attempt)
+                numbers.append(store.manifest(step).attempt)
     return max(numbers, default=0)
 
 

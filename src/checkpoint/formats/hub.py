@@ -1,9 +1,9 @@
-"""Under which names a model's tensors stand in files: the hub's, which transformers and vLLM both open.
+"""The names of a model's tensors in files: those of the hub, which transformers and vLLM both read.
 
-transformers 5 keeps some models' tensors otherwise in memory than their makers publish them: the experts of a
-layer are one tensor, and some modules have other names. Its own conversion, run on tensors without memory,
-tells for every name of the hub which part of which tensor in memory it is. That part is always a contiguous
-one, so each rank still writes and reads its own ranges of files, without a gather.
+transformers 5 holds some models' tensors in another form than their makers publish them: the experts of a
+layer are one tensor, and some modules have other names. Its own conversion, run on tensors of the meta
+device, tells which part of which tensor in memory each name of the hub is. The part is always contiguous, so
+each rank writes and reads its own ranges of files, without a gather.
 """
 
 # torch and transformers are typed in part.
@@ -138,7 +138,7 @@ def tensors_in_memory(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
 
 
 def layout_of(model: "PreTrainedModel") -> Layout:
-    """`hub_layout` of a model that is there, kept as long as the model is."""
+    """`hub_layout` of a model, computed once and kept as long as the model."""
     if model not in _LAYOUTS:
         _LAYOUTS[model] = hub_layout(model.config)
     return _LAYOUTS[model]
@@ -153,7 +153,7 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 class _Views(TorchFunctionMode):
-    """Leaves views as they are where they would be copied, so that they tell what they are parts of."""
+    """Makes `contiguous` do nothing, so that converted tensors stay views of the originals."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None

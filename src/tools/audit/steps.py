@@ -5,7 +5,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.attempt import Attempt
@@ -73,7 +73,7 @@ def read_manifests(store: CheckpointStore, report: Report) -> dict[int, Manifest
     manifests = {}
     for step in store.steps():
         try:
-            manifests[step] = load_manifest(store.folder(step))
+            manifests[step] = store.manifest(step)
         except CheckpointError as error:
             if store.exists(step):  # and was not deleted just now
                 report.broken("manifest", str(error), step)
