@@ -22,9 +22,9 @@ class RankGroup:
 
     @classmethod
     def join(cls, *, threads: int, deterministic: bool) -> "RankGroup":
-        """Meet the other ranks where the environment says (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
+        """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-        CUDA with NCCL where there is a GPU, else the CPU with gloo.
+        NCCL on CUDA where there is a GPU, else gloo on the CPU.
         """
         torch.set_num_threads(threads)
         if deterministic:
@@ -42,10 +42,10 @@ class RankGroup:
         return cls(dist.get_rank(), world_size, device, mesh)
 
     def seed(self, seed: int) -> None:
-        """Seed what this rank draws from, on the CPU and on its GPU.
+        """Seed this rank's generators of random numbers, on the CPU and on its GPU.
 
-        `torch.manual_seed` also asks all the devices that are not there, for which it notes a stack trace
-        each time, and never forgets it.
+        `torch.manual_seed` would leak memory: for every kind of device that is absent it queues a call, with
+        a stack trace, each time.
         """
         torch.default_generator.manual_seed(seed)
         if self.device.type == "cuda":
@@ -61,7 +61,7 @@ class RankGroup:
         dist.barrier()
 
     def gather_rows(self, rows: torch.Tensor) -> torch.Tensor:
-        """All ranks' `rows` (float64 [n, k], the same n and k on each): [world_size, n, k]."""
+        """The `rows` of all ranks (float64 [n, k], equal n and k on each), on the CPU: [world_size, n, k]."""
         if self.world_size == 1:
             return rows[None].cpu()
         rows = rows.to(self.device)
@@ -70,7 +70,7 @@ class RankGroup:
         return torch.stack(gathered).cpu()
 
     def any_of(self, *flags: bool) -> list[bool]:
-        """For each flag, whether it is set on any rank; the ranks come to the same decision."""
+        """For each flag, whether it is set on any rank; the answer is the same on all ranks."""
         return self.gather_rows(torch.tensor([flags], dtype=torch.float64)).amax((0, 1)).bool().tolist()
 
     def gather_objects(self, mine: Any) -> list[Any]:
@@ -80,12 +80,12 @@ class RankGroup:
         return gathered
 
     def leave(self) -> None:
-        """Take leave of the other ranks."""
+        """Destroy the process group."""
         dist.destroy_process_group()
 
 
 def _meeting_place() -> dict[str, Any]:
-    """The store through which the ranks find each other."""
+    """Arguments of `init_process_group`: the store through which the ranks find each other."""
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ["MASTER_ADDR"]
     join = host_store if rank == 0 else dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)

@@ -23,17 +23,17 @@ logger = logging.getLogger(__name__)
 
 
 def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
-    """The sharded model that the Hugging Face directory `folder` describes, its weights still undefined.
+    """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
-    Master weights are float32 whatever the files hold. Before it is sharded no weight is ever written to, so
-    a rank does not hold the whole model in memory. One rank that computes in float32 has nothing to shard and
-    nothing to convert: there the model is as it is, which costs less and computes the same bits.
+    Master weights are float32, whatever the data type of the files. No weight is written before the model is
+    sharded, so that a rank never holds the whole model in memory. A single rank that computes in float32 has
+    nothing to shard or to convert: it gets the plain model, which is faster and computes the same bits.
     """
     with no_init_weights():
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
     model.tie_weights()
     if _caps_attention(model) and model.config._attn_implementation == "sdpa":
-        model.set_attn_implementation("eager")  # sdpa leaves the cap out, without a word
+        model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     model.train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -77,10 +77,10 @@ def weights(model: PreTrainedModel) -> Mapping[str, Stored]:
 
 
 def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
-    """The same tensors, under the names that they have in the files in `folder`, which may be older ones.
+    """The model's tensors, by the names that the files in `folder` give them, which may be older names.
 
-    Tensors in the files that are none of the model's, such as DeepSeek-V3's layer for multi-token prediction,
-    are named in the log: they are neither trained nor saved.
+    Tensors that the files hold and the model lacks, such as DeepSeek-V3's layer for multi-token prediction,
+    are neither trained nor saved; a warning in the log names them.
 
     Raises:
         FileNotFoundError: there are no files.
@@ -91,7 +91,7 @@ def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
     if left_out := sorted(stored - places.keys() - layout.tied.keys()):
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
         logger.warning(
-            "%s: these tensors are none of %s's and are left out of checkpoints: %s%s",
+            "%s: these tensors are not part of %s and are left out of checkpoints: %s%s",
             folder,
             type(model).__name__,
             ", ".join(left_out[:3]),
@@ -101,7 +101,7 @@ def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
 
 
 def companions(model: PreTrainedModel, source: Path) -> dict[str, bytes]:
-    """What else a Hugging Face directory holds, by file name: configuration, tokenizer and the like."""
+    """The other files of the Hugging Face directory `source`, by name: configuration, tokenizer and so on."""
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         for path in source.iterdir():

@@ -11,7 +11,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.batches import COLUMNS, Batch, Sample, columns_of
 
 ROW_TOKENS = 64
-"""Rows are no longer than this where all samples are shorter."""
+"""Length of rows whose samples are all shorter, unless seq_len is less."""
 Arrange = Callable[[list[int], int], list[list[int]]]
 """Which samples share a row, from their lengths and that of a row."""
 
@@ -103,9 +103,9 @@ def make_rank_batch(
 
 
 def pack(lengths: list[int], row_length: int) -> list[list[int]]:
-    """Which samples share a row: as few rows as first-fit decreasing needs, filled as evenly as they go.
+    """Which samples share a row: as many rows as first-fit decreasing needs, filled evenly.
 
-    Even rows are narrower ones, so that less of them is padding.
+    Rows of even length need less padding.
 
     Raises:
         ValueError: a sample is longer than a row.
@@ -123,7 +123,7 @@ def pack(lengths: list[int], row_length: int) -> list[list[int]]:
             room.append(row_length)
         tight[row].append(i)
         room[row] -= lengths[i]
-    # Each into the row that holds least so far (Graham 1969, longest processing time first).
+    # Longest first, each into the row that is shortest so far (longest processing time, Graham 1969).
     even: list[list[int]] = [[] for _ in tight]
     filled = [(0, r) for r in range(len(tight))]
     for i in longest_first:
@@ -149,12 +149,12 @@ def make_micro_batches(
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a step: number rank, rank + world_size, ... of the whole step's.
 
-    A micro-batch has at most `rows_each` rows of `row_length` tokens, or more and shorter ones of as many
-    tokens in all: attention costs less in rows that are no longer than the samples. The step's rows are
-    spread evenly, the fullest first, so that micro-batches that run at the same time take equally long.
+    A micro-batch has at most `rows_each` rows of `row_length` tokens, or a larger number of shorter rows with
+    as many tokens in all: attention costs less in short rows. Rows are dealt out evenly, the fullest first,
+    so that micro-batches that run at the same time take equally long.
 
-    How samples are packed does not depend on the number of ranks. Every rank gets equally many, since they
-    run in step with each other: where there are too few, the last ones learn nothing.
+    How samples are packed does not depend on the number of ranks. Every rank gets equally many micro-batches,
+    since the ranks run in lockstep; empty ones, from which nothing is learned, make up the number.
     """
     lengths = [len(sample.token_ids) for sample in samples]
     width = min(row_length, max(*lengths, ROW_TOKENS))

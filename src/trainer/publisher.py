@@ -19,13 +19,13 @@ from cairn.trainer.group import RankGroup
 
 
 class VersionPublisher:
-    """Puts each policy version where the orchestrator finds it: its weights, or where servers get them.
+    """Announces each policy version to the orchestrator, with its weights or the address to get them from.
 
     Args:
         served: the tensors that servers get; with `network`, from this process's memory.
-        step: how many optimiser steps made them what they are now.
-        network: whether they do.
-        make_probe: scores what servers are checked by; None: they are not. All ranks call it together.
+        step: the number of optimiser steps that the weights have seen so far.
+        network: whether servers get weights over the network instead of from files.
+        make_probe: scores the probe that servers are checked by, on all ranks; None: they are not checked.
     """
 
     def __init__(
@@ -56,12 +56,12 @@ class VersionPublisher:
             self.publish_again(step)
 
     def before_update(self) -> None:
-        """The weights are about to change: wait for servers that are getting them."""
+        """Wait for servers that are reading the weights from memory, which are about to change."""
         if self._sender:
             self._sender.withdraw()
 
     def publish_again(self, step: int) -> None:
-        """The policy of `step`, which the orchestrator may know, is there again; all ranks call it."""
+        """Offer the policy of `step` again, which the orchestrator may know already; all ranks call it."""
         if self._sender:
             self._sender.offer(step)
             self.group.barrier()
@@ -73,9 +73,10 @@ class VersionPublisher:
     def publish(self, step: int, *, save: bool, last: bool) -> None:
         """Write the weights after `step` optimiser steps, then announce them; all ranks call it.
 
-        A version is written once, under a path of its own, and not changed while it is there: servers map
-        the file. The orchestrator removes it when they have a newer one; the folder is then written over.
-        Over the network nothing but where they are is written, except for the last, which outlives us.
+        A version is written once, under a path of its own, and never changed, because servers map its files
+        into memory. When all servers have a newer version the orchestrator frees the folder for the trainer
+        to write over. With `network` only the address of the weights is written, except for the run's last
+        version, which must outlive this process.
         """
         fault_point("publish.begin")
         folder = self.run.versions.folder(step)

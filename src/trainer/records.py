@@ -1,6 +1,6 @@
-"""The records of a data set: read from where they lie, checked, and told from others by what they hold.
+"""The records of a data set: read, checked, and identified by their content.
 
-Neither torch nor a tokenizer is needed for this, so whoever starts a run does it first.
+This needs neither torch nor a tokenizer, so that the launcher can do it before anything is started.
 """
 
 import bz2
@@ -23,7 +23,7 @@ BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "p
 COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
 UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
 ROWS_AT_ONCE = 1000
-"""Records that are looked at together; more would only take more memory."""
+"""Records that are checked together; more would only take more memory."""
 
 
 class BadRecord(CairnError):
@@ -74,9 +74,9 @@ def load_records(config: SFTDataConfig) -> Any:
 
 
 def examine(config: SFTDataConfig, records: Any) -> dict[str, Any]:
-    """Look at every record: all must have what training needs; what they hold is the data set's identity.
+    """Check every record, and return what identifies the data set.
 
-    It takes a second for 100,000 records, once: the outcome is kept in the user's cache folder, under the
+    It takes a second for 100,000 records, once: the result is kept in the user's cache folder, keyed by the
     size, time and inode of the files that the records were read from.
 
     Returns:

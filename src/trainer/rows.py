@@ -1,8 +1,9 @@
 """How samples lie in rows so that none sees another, which depends on the model.
 
-Most models keep samples apart by their positions, which start anew with each, so rows are packed. Some do so
-only if they are given masks. Those that carry state from token to token (state spaces, convolutions, linear
-attention), or take a token's distance from its place in the row (ALiBi), get one sample a row.
+Most models keep samples apart by their positions, which start at 0 with each sample, so that several samples
+can share a row. Some models need masks for that. Models that carry state from token to token (state spaces,
+convolutions, linear attention), or that measure distances by the place in the row (ALiBi), get one sample a
+row.
 """
 
 from collections.abc import Callable
@@ -18,10 +19,10 @@ from cairn.trainer.packing import Arrange, one_a_row, pack
 
 @dataclass(frozen=True)
 class Rows:
-    """One way; `ROWS` lists all.
+    """One way to lay samples in rows; `ROWS` lists all ways.
 
-    arrange: which samples share a row. arguments: what the model's forward gets beside tokens and positions
-    (int64 [R, T] both), made of its configuration and the positions.
+    arrange: which samples share a row. arguments: further arguments of the model's forward, computed from its
+    configuration and the positions of the tokens (int64 [R, T]).
     """
 
     name: str
@@ -30,7 +31,7 @@ class Rows:
 
 
 class NoMasks(Exception):
-    """transformers knows no masks for the model's layers."""
+    """transformers can't make masks for the model's layers."""
 
 
 def _nothing(config: PreTrainedConfig, position_ids: torch.Tensor) -> dict[str, Any]:
@@ -38,10 +39,10 @@ def _nothing(config: PreTrainedConfig, position_ids: torch.Tensor) -> dict[str, 
 
 
 def _masks(config: PreTrainedConfig, position_ids: torch.Tensor) -> dict[str, Any]:
-    """The masks that the model would make if it looked at positions, sliding windows included.
+    """Attention masks that keep samples apart by their positions, sliding windows included.
 
     Raises:
-        NoMasks: there are none for such layers.
+        NoMasks: transformers makes none for such layers.
     """
     like = torch.empty(*position_ids.shape, 0, device=position_ids.device)  # only its shape and type count
     masks = create_masks_for_generate(config, like, None, None, position_ids=position_ids)
@@ -54,4 +55,4 @@ BY_POSITIONS = Rows("packed", pack, _nothing)
 BY_MASKS = Rows("packed, with masks", pack, _masks)
 ALONE = Rows("one sample a row", one_a_row, _nothing)
 ROWS = (BY_POSITIONS, BY_MASKS, ALONE)
-"""In the order of how fast they are."""
+"""The fastest first."""

@@ -1,8 +1,8 @@
 """Logprobs of the learned tokens under the current weights, without the logits of all tokens at once.
 
-Only places whose next token is learned go through the output embeddings. Where the model returns what these
-give as it is, the logprobs are made there and then, chunk by chunk; where it scales or caps the logits first
-(Cohere, Granite, Gemma 2), its own logits are used.
+Only places whose next token is learned go through the output embeddings. If the model returns the logits of
+its output embeddings unchanged, logprobs are computed from hidden states, chunk by chunk. A model that scales
+or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these places itself.
 """
 
 from typing import Any
@@ -19,17 +19,17 @@ from cairn.trainer.packing import MicroBatch
 from cairn.trainer.rows import BY_POSITIONS, Rows
 
 CHUNK_LOGITS = 1 << 26
-"""How many logits there are at once: 256 MiB of float32."""
+"""Largest number of logits in memory at a time: 256 MiB of float32."""
 
 
 class Scorer:
     """Scores micro-batches with `model`, whose weights may change in between."""
 
     rows: Rows
-    """How samples lie in the rows of micro-batches; `self_check.find_rows` finds out how they must."""
+    """How samples lie in the rows of micro-batches; `self_check.find_rows` finds out which way is right."""
 
     def __init__(self, model: PreTrainedModel, device: torch.device, chunk_logits: int = CHUNK_LOGITS):
-        """Look at what the model does with its logits; all ranks call it."""
+        """Find out whether the model changes its logits; all ranks call it."""
         self.model = model
         self.rows = BY_POSITIONS
         self.chunk_logits = chunk_logits
@@ -75,13 +75,13 @@ class Scorer:
         return everywhere.view_as(micro.input_ids)[:, 1:]
 
     def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
-        # Without a cache the model keeps apart samples whose positions start anew; with one it does not.
+        # Models tell samples apart by their positions only if they keep no cache.
         more = self.rows.arguments(self.model.config, position_ids)
         return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more).logits
 
     @torch.no_grad()
     def _returns_them_as_they_are(self, head: nn.Linear, device: torch.device) -> bool:
-        """Whether the model returns its output embeddings' logits as they are: it is handed some of ours."""
+        """Whether the model returns its output embeddings' logits unchanged; tried with made-up logits."""
         ours = torch.linspace(-100, 100, 2 * head.out_features, device=device).view(1, 2, -1)
         hook = head.register_forward_hook(lambda *_: ours)
         try:
@@ -109,8 +109,8 @@ def token_logprobs(
         hidden: [L, H].
         weight: [V, H]; `bias`, if there is one: [V].
         tokens: int64 [L].
-        chunk_logits: where there are more logits, they are made in chunks of as many, and made again in the
-            backward pass.
+        chunk_logits: a larger number of logits is computed in chunks of this size, and again in the backward
+            pass.
     """
     if len(hidden) * len(weight) <= chunk_logits:
         return _of_logits(F.linear(hidden, weight, bias), tokens, temperature)

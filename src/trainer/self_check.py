@@ -1,8 +1,9 @@
-"""A model proves itself before it is trained: samples in a micro-batch are scored as if each were alone.
+"""A check of each model before it is trained: samples that share a micro-batch must be scored as if alone.
 
-The scorer that trains scores a few tokens. The first of the ways to lay samples in rows that
-is right is the one that is used, so no list of model families is needed. A way is right if what one sample
-holds changes nothing for the next in its row, and if logprobs are those of the samples alone, up to rounding.
+The scorer of the training loop scores a few tokens in each of the ways to lay samples in rows (`rows.ROWS`);
+the first way that is right is used, so that no list of model families is needed. A way is right if the
+content of one sample has no influence on the next in its row, and if logprobs are those of each sample alone,
+up to rounding.
 """
 
 import contextlib
@@ -29,19 +30,20 @@ logger = logging.getLogger(__name__)
 LENGTHS = (17, 11)
 """Tokens of the samples; longer than the kernels of convolutions, and not multiples of anything."""
 ROUNDING = {"float32": 5e-4, "bfloat16": 0.1}
-"""How far logprobs may be from those of a sample alone, on average, by the data type of the computation."""
+"""Largest mean difference of logprobs from those of a sample alone, by the data type of the computation."""
 LEAK = 1e-5
-"""How much a sample may change the next one's logprobs, on average. Rounding does not depend on the values of
-others, whatever the data type, but where experts get more or fewer tokens."""
+"""Largest mean change of a sample's logprobs when the sample before it in the row is replaced. Rounding of
+one sample does not depend on the values of another in any data type, except where experts get other numbers
+of tokens."""
 ABOVE_ROUNDING = 4.0
-"""There a sample may change the next one's logprobs so many times as much as those of one in another row."""
+"""In models with such experts: largest ratio of that change to the change for a sample in another row."""
 MANY_TOKENS = 4096
-"""Tokens are drawn from so many at most."""
+"""Tokens of the samples are drawn from the first so many of the vocabulary."""
 
 
 @dataclass(frozen=True)
 class _Verdict:
-    """What is wrong with one way of laying samples in rows; None if nothing is."""
+    """One way to lay samples in rows, and what is wrong with it; None if nothing is."""
 
     rows: Rows
     problem: str | None
@@ -98,14 +100,14 @@ def find_rows(
 
 
 def uncompiled(model: torch.nn.Module) -> contextlib.AbstractContextManager[object]:
-    """Compiled layers run as they are: these few tokens are not worth a compilation of their own."""
+    """Compiled layers run uncompiled: a compilation for these few tokens would cost more than it saves."""
     if any(module._compiled_call_impl is not None for module in model.modules()):
         return torch.compiler.set_stance("force_eager")
     return contextlib.nullcontext()
 
 
 class _Check:
-    """The samples, and what they score when each is alone."""
+    """Compares the scores of samples that share a row with those of each sample alone."""
 
     def __init__(
         self, scorer: Scorer, group: RankGroup, samples: tuple[Sample, Sample, Sample], rounding: float
@@ -117,7 +119,7 @@ class _Check:
 
     @cached_property
     def alone(self) -> torch.Tensor:
-        """What each scores with nothing beside it, one after the other."""
+        """Logprobs of the two samples, each scored alone, one after the other."""
         rows, self.scorer.rows = self.scorer.rows, ALONE
         alone = torch.cat([self._score([[sample]]) for sample in (self.first, self.second)])
         self.scorer.rows = rows
@@ -158,12 +160,12 @@ class _Check:
         return self._agreed((together - changed)[1 - len(self.second.token_ids) :].abs().mean())
 
     def _agreed(self, value: torch.Tensor) -> float:
-        """The largest on any rank, NaN above all: ranks must go through the same forward passes."""
+        """The largest value of all ranks, or NaN: ranks must decide alike, to run the same forward passes."""
         return self.group.gather_rows(value.double().view(1, 1)).max().item()
 
     @cached_property
     def _leak_of_rounding(self) -> float:
-        """The same where nothing flows from one to the other, since each has a row of its own."""
+        """`_leak` with a row for each sample, where only rounding can differ."""
         rows, self.scorer.rows = self.scorer.rows, ALONE
         leak = self._leak(self._score(self._arranged(self.first, ALONE)))
         self.scorer.rows = rows

@@ -17,19 +17,17 @@ from cairn.trainer.records import BadRecord, load_records, locate, problem_of
 logger = logging.getLogger(__name__)
 
 CACHED_TOKENS = 1 << 24
-"""Tokens of encoded records that are kept for later epochs; with their masks they take 80 MiB."""
-
-
+"""Encoded records are kept for later epochs up to so many tokens, which take 80 MiB with their masks."""
 FIRST_RECORDS = 64
-"""At least so many records must not all be without anything to learn, or a run does not start."""
+"""A run does not start if nothing can be learned from this many of its first records, or its first batch."""
 WARNINGS = 5
-"""Records that are named in the log because nothing of them is learned; metrics count them all."""
+"""So many records from which nothing is learned are named in the log; metrics count all of them."""
 
 
 class SFTData:
     """Cuts an endless stream of epochs, each in its own seeded order, into batches.
 
-    `position` counts the records taken so far: all that a resumed run needs to go on.
+    `position` counts the records taken so far; a resumed run needs nothing else to go on.
     """
 
     def __init__(
@@ -62,12 +60,12 @@ class SFTData:
         self._warnings = WARNINGS
 
     def check_start(self) -> None:
-        """See that something is learned of the records that a fresh run begins with.
+        """Check that something can be learned from the records that a fresh run begins with.
 
-        They are the same wherever this run goes on, so one that could begin can also go on.
+        A resumed run checks the same records, so that a run that could begin can also go on.
 
         Raises:
-            UsageError: of none of them is anything learned; or one can't be trained on.
+            UsageError: nothing can be learned from any of them; or one can't be trained on.
         """
         count = min(max(self.config.batch_size, FIRST_RECORDS), len(self.records))
         indices = [self._index(i) for i in range(count)]
@@ -123,7 +121,7 @@ class SFTData:
         return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
     def _teaches(self, sample: Sample) -> bool:
-        """Whether any token of it is learned, as far as it goes into a row; nothing predicts the first."""
+        """Whether any token of the sample is learned, after cutting; nothing predicts the first token."""
         return bool(sample.loss_mask[1 : self.row_length].any())
 
     def _why_not(self, index: int, sample: Sample) -> str:
