@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from cairn.checkpoint.names import Place, hub_layout
+from cairn.checkpoint.formats.hub import Place, hub_layout
 
 
 @dataclass(frozen=True)
