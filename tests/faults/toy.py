@@ -18,7 +18,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.arena import SaveFailed
+from cairn.checkpoint.arena import SaveFailed, Tensors
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore, verify
@@ -27,6 +27,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.waiting import wait_for
+from cairn.trainer.trained import Trained
 
 LAST, INTERVAL = 6, 2
 SAVE_FAILED = 3
@@ -64,6 +65,14 @@ class Toy:
         return self.root / f"announced_{self.attempt}_{step}"
 
 
+class Plain(Trained):
+    """A model that is no Hugging Face one: its tensors have one name."""
+
+    def saved(self) -> dict[str, torch.Tensor]:
+        """By the model's own names."""
+        return self.module.state_dict()
+
+
 class Training:
     """A model with dropout, AdamW, and everything random seeded by the step."""
 
@@ -86,14 +95,9 @@ class Training:
         self.optimizer.step()
         self.optimizer.zero_grad()
 
-    def tensors(self) -> dict[str, dict[str, torch.Tensor]]:
+    def tensors(self) -> Tensors:
         """Weights and optimiser state."""
-        optimizer = {
-            f"{name}.{key}": value
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
-        }
-        return {"model/model": self.model.state_dict(), "trainer/optimizer": optimizer}
+        return Plain(self.model, self.optimizer).tensors()
 
     def load(self, folder: Path) -> int:
         """Go on from a checkpoint; returns its step."""
