@@ -1,6 +1,6 @@
 """Configuration of the orchestrator: prompts, rollouts, rewards, batches."""
 
-from typing import Any, ClassVar
+from typing import Any, ClassVar, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -95,13 +95,16 @@ class OrchestratorConfig(SharedConfig):
     @classmethod
     def _one_name_for_normalize(cls, data: Any) -> Any:
         """Move `normalize_advantages` to its place; it was a setting when there was one advantage only."""
-        if not isinstance(data, dict) or data.get("normalize_advantages") is None:
+        if not isinstance(data, dict):
             return data
+        settings = cast("dict[str, Any]", data)
+        if settings.get("normalize_advantages") is None:
+            return settings
         try:
-            normalize = TypeAdapter(bool).validate_python(data["normalize_advantages"])
-            advantage = AdvantageConfig.model_validate(data.get("advantage") or {})
+            normalize = TypeAdapter(bool).validate_python(settings["normalize_advantages"])
+            advantage = AdvantageConfig.model_validate(settings.get("advantage") or {})
         except ValidationError:
-            return data  # the check of each field says what is wrong
+            return settings  # the check of each field says what is wrong
         if advantage.type != "grpo":
             raise ValueError(
                 f"normalize_advantages is an argument of grpo, and advantage.type = {advantage.type!r}: "
@@ -110,13 +113,19 @@ class OrchestratorConfig(SharedConfig):
         args = {key: value for key, value in advantage.args.items() if key != "normalize"}
         if not normalize:  # true is the default, and needs no saying
             args["normalize"] = False
-        return {**data, "advantage": AdvantageConfig(type="grpo", args=args), "normalize_advantages": None}
+        return {
+            **settings,
+            "advantage": AdvantageConfig(type="grpo", args=args),
+            "normalize_advantages": None,
+        }
 
     @field_validator("inference_url", mode="before")
     @classmethod
     def _urls(cls, value: Any) -> Any:
-        urls = [value] if isinstance(value, str) else value
-        for url in urls if isinstance(urls, list) else []:
+        if not isinstance(value, str | list):
+            return value
+        urls = [value] if isinstance(value, str) else cast("list[Any]", value)
+        for url in urls:
             if not str(url).startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000")
-        return [url.rstrip("/") for url in urls] if isinstance(urls, list) else urls
+        return [url.rstrip("/") for url in urls]
