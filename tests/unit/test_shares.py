@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
 from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Section, Stored, ranges_of, share_of
 from cairn.checkpoint.tensors import read_tensors, write_tensors
 
@@ -129,3 +130,39 @@ def test_slices_of_a_mesh_hold_copies():
             assert share.ranges == ((6 * (rank % 2), 6),)
             owners += [rank] if share.owned else []
     assert owners == [0, 1]
+
+
+@pytest.mark.parametrize(
+    ("shape", "sharding", "exchanged"),
+    [
+        ((2000, 12), COLUMNS, True),
+        ((2000, 12), ROWS, False),
+        ((2000, 12), COPIES, False),
+        ((1000, 12), COLUMNS, False),
+        ((2000, 9000), COLUMNS, False),
+        ((40, 50, 6), Shard(2), True),
+    ],
+)
+def test_only_many_short_ranges_are_exchanged_for_rows(
+    shape: tuple[int, ...], sharding: Placement, exchanged
+):
+    """The same on every rank, for the tensor itself as for sections of it, which stay sections of one."""
+    for rank in range(2):
+        with FakeRank(rank, 2) as mesh:
+            local = local_of(torch.empty(shape, device="meta"), (sharding,), (2,), (rank,))
+            tensor = DTensor.from_local(
+                torch.zeros(local.shape), mesh, (sharding,), run_check=False, shape=shape,
+                stride=torch.empty(shape, device="meta").stride(),
+            )  # fmt: skip
+            sections: dict[str, Stored] = {
+                name: Section(tensor, 12 * i, (12,)) for i, name in enumerate("ab")
+            }
+            for found in (
+                in_rows({"whole": tensor, **sections}),
+                RowTargets({"whole": tensor, **sections}).tensors,
+            ):
+                whole, a, b = found.values()
+                assert (whole is not tensor) == exchanged
+                assert whole.placements == ((ROWS,) if exchanged else (sharding,))
+                assert a.tensor is b.tensor is whole
+                assert len(share_of("whole", whole, rank).ranges) <= max(shape[0], 1)
