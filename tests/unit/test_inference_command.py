@@ -79,3 +79,13 @@ def test_token_comes_from_the_environment_else_from_the_servers_file(
             token_for(other)
     monkeypatch.setenv("CAIRN_INFERENCE_TOKEN", "from the environment")
     assert token_for(url) == "from the environment"
+
+
+def test_the_window_of_cohere2_is_the_one_that_transformers_has(tmp_path: Path):
+    """vLLM adds a token to it."""
+    model = {"model_type": "cohere2", "sliding_window": 4096}
+    (tmp_path / "config.json").write_text(json.dumps(model))
+    argv, _ = command(InferenceConfig(), str(tmp_path))
+    assert json.loads(argv[argv.index("--hf-overrides") + 1]) == {"sliding_window": 4095}
+    (tmp_path / "config.json").write_text(json.dumps({**model, "model_type": "mistral"}))
+    assert "--hf-overrides" not in command(InferenceConfig(), str(tmp_path))[0]
