@@ -1,6 +1,6 @@
 """Configuration of the loss of RL: its type, and the settings that this type has."""
 
-from typing import Annotated, Any, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, field_validator
 
@@ -15,6 +15,8 @@ NAMES = AliasChoices("type", EARLIER_NAME)
 class LossConfig(BaseConfig):
     """What all types of losses have."""
 
+    is_own: ClassVar[bool] = False
+    """Whether it is a class of the user's own."""
     type: Any
     """Which loss: a built-in name, or module:Class."""
 
@@ -57,6 +59,7 @@ class MaskConfig(LossConfig):
 class CustomLossConfig(LossConfig):
     """A loss of your own."""
 
+    is_own = True
     type: str = Field(validation_alias=NAMES)
     """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
     args: dict[str, Any] = {}

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from cairn.config.base import BaseConfig
-from cairn.config.loss import ClipConfig, PolicyLossConfig
+from cairn.config.loss import ClipConfig, LossConfig, PolicyLossConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.supervision import SupervisionConfig
 
@@ -101,6 +101,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         """The records that it trains on; None if batches come from an orchestrator."""
         return None
 
+    @property
+    def own_loss(self) -> LossConfig | None:
+        """The loss, if it is a class of the user's own."""
+        return None
+
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":
         end = self.scheduler.steps or self.max_steps
@@ -148,3 +153,8 @@ class TrainerConfig(TrainerBase):
     """How servers get policies: from files, or from the trainer's memory over NCCL (GPUs) or gloo."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
+
+    @property
+    def own_loss(self) -> LossConfig | None:
+        """The loss, if it is a class of the user's own."""
+        return self.loss if self.loss.is_own else None

@@ -56,6 +56,10 @@ def start(command: str, config: RunConfig) -> int:
     if "orchestrator" in kind.roles:
         orchestrator = _check_environment(kind.of("orchestrator", config))
     check_login(kind.trainer(config))
+    if own_loss := kind.trainer(config).own_loss:
+        from cairn.trainer.losses import make_loss  # imports torch, which other runs need not wait for
+
+        make_loss(own_loss)
     chosen = choose_start(config, needs=kind.parts)
     if is_complete(config, chosen):
         print(

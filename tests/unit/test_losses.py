@@ -21,6 +21,7 @@ from cairn.config.loss import (
     TruncateConfig,
 )
 from cairn.config.trainer import TrainerConfig
+from cairn.launch.commands import start
 from cairn.run.batches import COLUMNS, Column, RLBatch, Sample, Sampling, read_batch, write_batch
 from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension
@@ -224,6 +225,15 @@ def test_the_documented_loss_sees_samples_however_they_are_packed(rows: list[lis
 def test_a_loss_that_can_not_be_made(section: dict, message: str):
     with pytest.raises(BadExtension, match=message):
         make_loss(PARSE(section))
+
+
+@pytest.mark.usefixtures("documented")
+def test_a_loss_that_can_not_be_made_is_refused_before_anything_is_written(tmp_path: Path):
+    folder = tmp_path / "run"
+    config = TrainerConfig(loss={"type": "my_mistakes:Mean"}, output_dir=str(folder))
+    with pytest.raises(BadExtension, match="does not extend"):
+        start("trainer", config)
+    assert not folder.exists()
 
 
 class ToReference(Loss):
