@@ -32,12 +32,12 @@ SUSPECTS = (
         "the server's and transformers' versions have to read them alike",
     ),
 )
-"""Settings of a config.json that trainer and server may implement otherwise, and what to do about each."""
+"""Settings in config.json that trainer and server may implement differently, and what to do about each."""
 
 
 @contextlib.contextmanager
 def explained(model: Path) -> Iterator[None]:
-    """A disagreement about the first policies of a run is one about the model: nothing but its user can help.
+    """Turn a disagreement about the first policies of a run into a usage error: it is about the model itself.
 
     Raises:
         UsageError: instead of ServerDisagrees.

@@ -1,4 +1,4 @@
-"""Following the trainer: each policy that it announces goes to the servers, and is saved where it says so."""
+"""Following the trainer: it announces policies, which go to the servers and into checkpoints."""
 
 import asyncio
 import contextlib
@@ -27,7 +27,7 @@ LAST_PUSH = 30
 
 
 class AttemptOver(Exception):
-    """The run was started anew; whoever served the earlier attempt has to join the new one."""
+    """The run was started again; who served the earlier attempt has to join the new one."""
 
 
 class TrainerFollower:

@@ -15,14 +15,14 @@ from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
 
 PROBLEMS = 4096
-"""So many problems' messages are looked at: all, or a sample that is spread over them."""
+"""Most problems whose messages are read; of a larger environment it is a seeded sample."""
 SECONDS = 1.0
-"""How long looking may take. What was seen until then counts, in powers of two, so that two environments are
-compared in what was seen of both, however fast the machine was."""
+"""Longest time to read messages. Digests are kept at powers of two, so that two environments are compared by
+as many problems as were read of both, however fast the machines were."""
 
 
 async def environment_of(environment: SingleTurn) -> dict[str, Any]:
-    """Names an environment by its problems.
+    """What identifies an environment: a digest of its problems.
 
     Returns:
         `problems`, their number; `messages`, by a count, a digest of the messages of so many problems; and
@@ -47,7 +47,7 @@ async def environment_of(environment: SingleTurn) -> dict[str, Any]:
 
 
 def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are of the same environment, as far as both say."""
+    """Whether two identities are of the same environment, compared in what both have."""
     if one["problems"] != other["problems"]:
         return False
     if "messages" in one and "messages" in other and one.get("own") != other.get("own"):

@@ -1,4 +1,4 @@
-"""What metrics.jsonl says of the answers in a batch."""
+"""The metrics of a batch's answers, for metrics.jsonl."""
 
 import statistics
 
@@ -8,9 +8,9 @@ from cairn.run.messages import PolicyName
 
 
 def batch_metrics(groups: list[AnswerGroup], step: int) -> dict[str, float]:
-    """What the row of optimiser step `step` in metrics.jsonl says about its rollouts.
+    """Metrics of the rollouts in the batch of optimiser step `step`.
 
-    staleness: by how many steps the policy that sampled a token is behind the newest possible one.
+    Staleness of a token: by how many steps the policy that sampled it is older than the newest possible one.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]

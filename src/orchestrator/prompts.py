@@ -1,4 +1,4 @@
-"""The prompts between their place in the prompt order and a batch."""
+"""The prompts that were issued and are in no batch yet."""
 
 import asyncio
 
@@ -10,14 +10,14 @@ class Prompts:
     """Which prompts are being answered, which are ready for a batch, and which place comes next."""
 
     def __init__(self, ledger: Ledger):
-        """Take up those that the ledger knows of."""
+        """Begin with those that wait in the ledger."""
         waiting = ledger.waiting()
         self.ready = {group.place: group for group in waiting if group.rollouts and group.whole}
         """Groups whose answers are all there, by place."""
         self.partial = [group for group in waiting if group.place not in self.ready]
         """Groups that were being answered when an earlier process died."""
         self.answering: dict[int, tuple[asyncio.Task[AnswerGroup], AnswerGroup]] = {}
-        """Groups that the servers are at work on, by place."""
+        """Groups that are being answered, by place."""
         self._again, self._following = ledger.never_issued()
 
     def __len__(self) -> int:

@@ -1,4 +1,4 @@
-"""From a prompt to its whole, rewarded answers, written down piece by piece."""
+"""Sampling: a prompt's answers are generated, rewarded and recorded in the ledger, piece by piece."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -23,9 +23,9 @@ class PromptRefused(CairnError):
 class Sampler:
     """Has the servers answer the run's prompts, and the environment reward the answers.
 
-    Long answers are asked for in pieces of `sampling.chunk_tokens`. Each piece is in the ledger before the
-    next is asked for, and draws from a seed of its own, so that an answer which is taken up again after a
-    crash comes out as if there had been none.
+    Long answers are requested in pieces of `sampling.chunk_tokens`. A piece is in the ledger before the next
+    one is requested, and each has a seed of its own. So an answer that is continued after a crash has the
+    same tokens as without the crash.
     """
 
     def __init__(
@@ -40,7 +40,7 @@ class Sampler:
         """Prepare to sample.
 
         Args:
-            versions: the policy versions that tokens may come from; the owner may change it at any time.
+            versions: the policy versions that tokens may come from; the set may change while this samples.
         """
         self.config = config
         self.environment = environment
@@ -52,7 +52,7 @@ class Sampler:
         self._order: list[int] = []
 
     def begin(self, place: int, policy_step: int) -> AnswerGroup:
-        """The group of the prompt at `place` in the prompt order, with nothing in it yet; in the ledger."""
+        """Issue the prompt at `place` in the prompt order: an empty group, which the ledger knows of."""
         problems = self.environment.problems
         epoch, index = divmod(place, problems)
         if epoch != self._epoch:
@@ -63,7 +63,7 @@ class Sampler:
         return group
 
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
-        """Sample and reward whatever of the group's answers is not there yet.
+        """Sample and reward the answers of the group that are missing or partial.
 
         Raises:
             EnvironmentFailed: the environment gave no conversation or no reward.
@@ -84,7 +84,7 @@ class Sampler:
         return group
 
     async def _finish(self, group: AnswerGroup, i: int) -> None:
-        """Ask for the rest of answer `i`, piece by piece, and have it rewarded."""
+        """Sample the rest of answer `i`, piece by piece, and have it rewarded."""
         rollout = group.rollouts[i]
         while rollout.finish_reason is None:
             done = len(rollout.token_ids)
@@ -96,7 +96,7 @@ class Sampler:
         await self._reward(group, [i])
 
     async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
-        """Have the environment reward those of these whole answers that are not, and write it down."""
+        """Have the environment reward those of these whole answers that have no reward yet; record them."""
         rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
 
         async def reward(rollout: Rollout) -> None:
@@ -116,10 +116,10 @@ class Sampler:
             raise PromptRefused(f"{about}: {error}") from error
 
     def _longest(self, group: AnswerGroup) -> int:
-        """How many tokens an answer may have: what the servers' context leaves of `sampling.max_tokens`.
+        """Most tokens of an answer: `sampling.max_tokens`, or what the servers' context leaves for it.
 
         Raises:
-            PromptRefused: it leaves nothing.
+            PromptRefused: the context leaves nothing.
         """
         limit, prompt = self.servers.max_model_len, len(group.prompt_ids)
         if limit is None:
@@ -134,11 +134,11 @@ class Sampler:
         return min(self.config.sampling.max_tokens, limit - prompt)
 
     def _seed(self, group: AnswerGroup, chunk: int) -> int:
-        """Of a piece of the group's first answer; those of the others follow it."""
+        """The seed for a piece of the group's first answer; answer i has this seed + i."""
         return derive(self.config.seed, "sample", group.place, group.policy_step, *([chunk] if chunk else []))
 
     async def _sample(self, group: AnswerGroup, numbers: Sequence[int], seed: int) -> None:
-        """Have the next piece sampled of these answers, which have come equally far, and write it down."""
+        """Sample and record the next piece of these answers, which all have equally many tokens."""
         so_far = group.rollouts[numbers[0]].token_ids
         longest = self._longest(group)
         asked = min(self.config.sampling.chunk_tokens, longest - len(so_far))

@@ -36,7 +36,7 @@ class ShippingProgress:
 
 
 class ShippedSteps:
-    """The progress after each step whose batch is shipped, from where the run was taken up on."""
+    """The progress after each step whose batch is shipped, beginning where the run was taken up."""
 
     def __init__(self, beginning: ShippingProgress):
         self._by_step = {beginning.step: beginning}
@@ -44,7 +44,7 @@ class ShippedSteps:
         """After the newest batch."""
 
     def add(self, batch: ShippedBatch) -> None:
-        """The batch of the next step is shipped."""
+        """Record that the batch of the next step is shipped."""
         self.newest = self._by_step[batch.step] = self.newest.after(batch)
 
     def at(self, step: int) -> ShippingProgress | None:
@@ -52,7 +52,7 @@ class ShippedSteps:
         return self._by_step.get(step)
 
     def forget_before(self, step: int) -> None:
-        """Nobody is going to ask for what was before `step`."""
+        """Forget the progress before `step`."""
         self._by_step = {later: progress for later, progress in self._by_step.items() if later >= step}
 
 
@@ -69,7 +69,7 @@ class ServedPolicy:
 
 
 class Disk:
-    """Does what waits for the disk in a thread, one after the other, while prompts and answers go on."""
+    """Runs what waits for the disk in one thread, in order, so that the event loop goes on meanwhile."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
@@ -79,7 +79,7 @@ class Disk:
         await asyncio.get_running_loop().run_in_executor(self._thread, write, *arguments)
 
     def close(self) -> None:
-        """Wait for what was begun."""
+        """Wait until all of it is done."""
         self._thread.shutdown()
 
 

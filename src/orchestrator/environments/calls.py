@@ -21,9 +21,9 @@ SHOWN = 300
 class Calls:
     """Calls a user's methods without holding up the event loop.
 
-    They run on `threads` threads, so that as many run at once: one by default, for code that can't be called
-    from several threads. What is awaitable of their results is awaited on an event loop in one more thread,
-    all of it at once. With 0 threads they run on the caller's thread, and hold up everything.
+    Methods run on `threads` threads, so that many run at once; with one thread they need not be thread-safe.
+    Coroutines that they return run concurrently, on an event loop in a thread of its own. With 0 threads
+    methods run on the caller's thread, and hold up everything.
 
     Args:
         whose: begins every message, such as "environment 'reverse_text'".
@@ -122,7 +122,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Raised(Exception):
-    """Carries what an environment raised, be it SystemExit or StopIteration, past those who act on it."""
+    """Carries an environment's exception through asyncio, which would act on SystemExit or StopIteration."""
 
     def __init__(self, error: BaseException):
         self.error = error

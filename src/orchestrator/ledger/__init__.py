@@ -1,8 +1,8 @@
 """The ledger: what became of each prompt, so that nothing is asked for twice and nothing is left out.
 
-One SQLite file in the run directory with one writer. It holds every prompt from when it was given to a
-server until a committed checkpoint holds the training on it, with the tokens that came back so far; and, for
-ever, one small row for each batch and for each group of answers that was dropped. The life of a prompt:
+It is one SQLite file in the run directory, with one writer. It holds every prompt, with the tokens sampled so
+far, from when the prompt is given to a server until a committed checkpoint contains the training on it. One
+small row for each batch and for each dropped group is kept for ever. The life of a prompt:
 
     issued -> partial tokens -> whole answers -> shipped in a batch -> trained, and folded
                              -> dropped, and issued again

@@ -1,6 +1,6 @@
-"""Whether a ledger can be gone on with: whole, this run's, and at odds neither with itself nor a checkpoint.
+"""Whether a run can go on with a ledger: undamaged, of this run, and without contradictions.
 
-What is looked for is what could train a prompt twice, or leave one out, without a word.
+The contradictions are those by which a prompt could be trained on twice, or never, without notice.
 """
 
 import bisect
@@ -18,12 +18,12 @@ SELECT place, sample FROM samples
 WHERE json_array_length(token_ids) IS NOT json_array_length(logprobs) OR json_valid(versions) = 0
 OR typeof(reward) NOT IN ('null', 'real') OR abs(reward) > 1e37 OR (reward NOT NULL AND finish_reason IS NULL)
 """
-"""Answers as the orchestrator never writes them."""
+"""Finds answers that the orchestrator would never have written."""
 NOWHERE = (0, -1, 0)
 
 
 def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, step: int) -> str | None:
-    """Why the ledger at `path` can't be gone on with, in words; None if it can.
+    """Why the run can't go on with the ledger at `path`, in words; None if it can.
 
     Args:
         owner: run id, branch and format that it must have.

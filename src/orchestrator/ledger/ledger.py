@@ -31,38 +31,40 @@ logger = logging.getLogger(__name__)
 
 
 class LedgerFailed(CairnError):
-    """The ledger can't be written or read any more; the message says how to go on."""
+    """The ledger can no longer be written or read; the message says how to go on."""
 
 
 class Ledger:
-    """The ledger of one branch of a run; to be opened by one process only."""
+    """The ledger of one branch of a run. Only one process may open it."""
 
     def __init__(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int):
         """Open the ledger of this run and branch.
 
-        One that is damaged, of another branch, or at odds with itself or with the snapshot is set aside, and
-        the truth is that snapshot: of the checkpoint that the run goes on from, after `step` steps. Without
-        one, nothing has happened yet.
+        A file that is damaged, of another branch, or contradicts itself or the snapshot is set aside, and the
+        ledger begins as a copy of the snapshot, or empty without one.
+
+        Args:
+            snapshot: the ledger in the checkpoint that the run goes on from, after `step` steps.
 
         Raises:
-            CheckpointError: the snapshot is of another format, or at odds with itself.
+            CheckpointError: the snapshot is of another format, or contradicts itself.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         found = open_existing(path, run, snapshot, step)
         self.begun = found is None
-        """Whether it begins here, empty or as the snapshot has it, and nobody has written to it since."""
+        """Whether it was empty or a copy of the snapshot when it was opened."""
         self._database = found or begin(path, run, snapshot, step)
         self._inode = path.stat().st_ino
         self._run = run
         rows = self._database.execute("SELECT * FROM batches").fetchall()
         self._shipped = {row[0]: batch_of(*row) for row in rows}
-        """All batches: nobody else's changes to the file count (`_mend`)."""
+        """All batches. Other programs' changes to them are undone (`_mend`)."""
 
     # Prompts and answers
 
     def issue(self, group: AnswerGroup) -> None:
-        """Write down that a prompt is about to be answered."""
+        """Record that a prompt is about to be answered."""
         tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
         row = (group.place, group.problem, tries.fetchone()[0] + 1, group.policy_step)
         with self._database:
@@ -72,19 +74,19 @@ class Ledger:
             )
 
     def set_prompt(self, group: AnswerGroup) -> None:
-        """Write down the tokens of a prompt that was issued."""
+        """Record the tokens of a prompt that was issued."""
         row = (json.dumps(group.prompt_ids), group.place)
         with self._database:
             self._database.execute("UPDATE groups SET prompt_ids = ? WHERE place = ?", row)
 
     def record(self, place: int, rollouts: Mapping[int, Rollout]) -> None:
-        """Write down how far these answers to the prompt at `place` have come, by their number."""
+        """Record these answers, by their number, to the prompt at `place`; whole or partial."""
         rows = [sample_row(place, i, rollout) for i, rollout in rollouts.items()]
         with self._database:
             self._database.executemany(INSERT_SAMPLE, rows)
 
     def drop(self, place: int, reason: str, step: int) -> None:
-        """Forget the answers to a prompt, which is to be issued again; `step` would have been their batch."""
+        """Delete the answers to a prompt, which is to be issued again; `step` would have been their batch."""
         with self._database:
             self._database.execute(
                 "INSERT INTO dropped SELECT place, tries, ?, ? FROM groups WHERE place = ?",
@@ -93,7 +95,7 @@ class Ledger:
             self._forget([place])
 
     def waiting(self) -> list[AnswerGroup]:
-        """The prompts that were issued and not shipped, with what is there of their answers."""
+        """The prompts that were issued and not shipped, with their answers so far."""
         groups = {
             place: AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), [])
             for place, problem, policy_step, prompt_ids in self._database.execute(
@@ -109,10 +111,10 @@ class Ledger:
         return list(groups.values())
 
     def sample_at(self, temperature: float, step: int) -> int:
-        """Answers are sampled at this temperature from now on; `step` is that of the next batch.
+        """Record that answers are sampled at this temperature from now on; `step` is the next batch's.
 
-        A batch has one temperature, so that waiting prompts with answers of another are dropped. Returns how
-        many there were.
+        A batch has one temperature, so waiting prompts with answers at another one are dropped. Returns how
+        many were.
         """
         with self._database:
             self._database.execute("CREATE TABLE IF NOT EXISTS sampling (temperature REAL NOT NULL)")
@@ -129,7 +131,7 @@ class Ledger:
     # Batches
 
     def ship(self, batch: ShippedBatch, problems: Mapping[int, int]) -> None:
-        """Write down that a batch's file is there; `problems` has the problem at each of its places."""
+        """Record that a batch's file exists; `problems` has the problem at each of its places."""
         groups = [(place, problem, batch.oldest_step) for place, problem in problems.items()]
         self._stay_in_place()
         with self._database:
@@ -151,21 +153,21 @@ class Ledger:
         return self._shipped.get(step)
 
     def unship_after(self, step: int) -> None:
-        """The batches after `step` are gone, as if they had never been shipped."""
+        """Make the prompts of all batches after `step` wait again, as if those had never been shipped."""
         with self._database:
             for statement in UNSHIP:
                 self._database.execute(statement, (step,))
         self._shipped = {number: batch for number, batch in self._shipped.items() if number <= step}
 
     def fold(self, step: int) -> None:
-        """Forget the answers in batches through `step`: a committed checkpoint holds the training on them."""
+        """Delete the answers in batches through `step`, which a committed checkpoint has been trained on."""
         places = self._database.execute("SELECT place FROM groups WHERE batch <= ?", (step,)).fetchall()
         if places:
             with self._database:
                 self._forget([place for (place,) in places])
 
     def never_issued(self) -> tuple[list[int], int]:
-        """The places at which no prompt was issued: holes among the others, and the first after them all."""
+        """The places at which no prompt was issued: the gaps, and the first place after all that were."""
         ranges = [[place, place] for (place,) in self._database.execute("SELECT place FROM groups")]
         for (places,) in self._database.execute("SELECT places FROM batches"):
             ranges += json.loads(places)
@@ -183,7 +185,7 @@ class Ledger:
         """A consistent copy of the whole ledger.
 
         Raises:
-            LedgerFailed: another program has changed it, so that it can't be put right.
+            LedgerFailed: another program has changed it, and that can't be undone.
         """
         self._mend()
         return self._database.serialize()
@@ -195,10 +197,10 @@ class Ledger:
         self._database.close()
 
     def _mend(self) -> None:
-        """Put right what another program has done to the file, as far as this process knows better.
+        """Undo what another program has changed in the tables of batches and of the run.
 
         Raises:
-            LedgerFailed: it does not.
+            LedgerFailed: it has changed something else, and the ledger contradicts itself.
         """
         self._stay_in_place()
         rows = self._database.execute("SELECT * FROM batches ORDER BY step").fetchall()

@@ -1,4 +1,4 @@
-"""Opening a ledger: the file that is there, or if something speaks against it the checkpoint's copy."""
+"""Opening a ledger: the file in the run directory, or the checkpoint's copy if that file is unusable."""
 
 import logging
 import sqlite3
@@ -13,7 +13,7 @@ logger = logging.getLogger(__name__)
 
 
 def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection | None:
-    """The ledger at `path`, if there is one and nothing speaks against it; otherwise it is set aside."""
+    """The ledger at `path`, if there is one and the checks find nothing wrong; otherwise it is set aside."""
     if not path.exists():
         return None
     if wrong := wrong_with(path, run.owner, snapshot, step):
@@ -47,13 +47,13 @@ def connect(path: Path) -> sqlite3.Connection:
     """The ledger at `path`, to be written by this process only."""
     database = sqlite3.connect(path)
     database.execute("PRAGMA journal_mode = WAL")
-    # Survives a kill; of what a power cut may take, the batches' files tell.
+    # Survives a kill. Rows that a power cut takes are made again from the batches' files.
     database.execute("PRAGMA synchronous = NORMAL")
     return database
 
 
 def _rewind(database: sqlite3.Connection, step: int) -> None:
-    """Go back to when `step` steps were trained: what was shipped for later ones is waiting again."""
+    """Go back to the state after `step` steps: prompts that were shipped for later ones wait again."""
     for statement in (
         "DELETE FROM samples WHERE place IN (SELECT place FROM groups WHERE batch <= ?)",
         "DELETE FROM groups WHERE batch <= ?",
