@@ -9,10 +9,10 @@ import hashlib
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
@@ -138,7 +138,7 @@ class Batch:
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
             columns = (sample.columns[name] for name in COLUMNS if name in sample.columns)
             for values in (sample.token_ids, sample.loss_mask, *columns):
-                digest.update(np.ascontiguousarray(values))
+                digest.update(np.ascontiguousarray(values).data)
         return digest.hexdigest()
 
 
@@ -157,7 +157,7 @@ def batch_path(folder: Path, step: int) -> Path:
 def write_batch(path: Path, batch: RLBatch) -> None:
     """Write a batch; readers see it whole or not at all."""
     samples = batch.samples
-    tensors = {
+    tensors: dict[str, np.ndarray] = {
         "lengths": np.array([len(sample.token_ids) for sample in samples], dtype=np.int32),
         "token_ids": np.concatenate([sample.token_ids for sample in samples]).astype(np.int32),
         "loss_mask": np.concatenate([sample.loss_mask for sample in samples]).astype(np.bool_),
@@ -181,8 +181,8 @@ def read_origin(path: Path) -> tuple[Any, Any]:
     """
     if not os.path.exists(path):
         raise FileNotFoundError(path)
-    with _damage_named(path), safe_open(path, framework="numpy") as file:
-        info = _object((file.metadata() or {}).get("info", "{}"))
+    with _damage_named(path):
+        info = _object(_read(path, tensors=False)[0].get("info", "{}"))
         return info.get("run_id"), info.get("branch")
 
 
@@ -197,9 +197,7 @@ def read_batch(path: Path) -> RLBatch:
     if not os.path.exists(path):
         raise FileNotFoundError(path)
     with _damage_named(path):
-        with safe_open(path, framework="numpy") as file:
-            metadata = file.metadata() or {}
-            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata, tensors = _read(path)
         ends = np.cumsum(tensors.pop("lengths"))[:-1]
         names = ["token_ids", "loss_mask"]
         names += sorted(tensors.keys() - set(names))
@@ -217,8 +215,16 @@ def read_batch(path: Path) -> RLBatch:
     return RLBatch(samples, batch.metrics, sampling=sampling, header=header)
 
 
+def _read(path: Path, *, tensors: bool = True) -> tuple[dict[str, str], dict[str, np.ndarray]]:
+    """What a safetensors file says beside its tensors, and these if they are wanted."""
+    opened: Any = safe_open(path, framework="numpy")  # safetensors has no types for it
+    with opened as file:
+        names = file.keys() if tensors else ()
+        return file.metadata() or {}, {name: file.get_tensor(name) for name in names}
+
+
 @contextlib.contextmanager
-def _damage_named(path: Path) -> Iterator[None]:
+def _damage_named(path: Path) -> Generator[None]:
     try:
         yield
     except (OSError, SafetensorError, ValueError, KeyError, TypeError) as error:
@@ -232,7 +238,7 @@ def _object(text: str) -> dict[str, Any]:
     value = json.loads(text)
     if not isinstance(value, dict):
         raise TypeError(f"{text[:20]} is no JSON object")
-    return value
+    return cast(dict[str, Any], value)
 
 
 def _file_digest(samples: str, metadata: dict[str, str]) -> str:

@@ -7,10 +7,10 @@ import os
 import re
 import socket
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
 from cairn.run.attempt import Attempt, RoleEntry
 from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
@@ -21,9 +21,12 @@ from cairn.run.messages import StopRequest
 from cairn.run.metrics import MetricsLog
 from cairn.run.versions import PolicyVersions
 
+if TYPE_CHECKING:
+    from pydantic import BaseModel
+
 logger = logging.getLogger(__name__)
 
-Config = TypeVar("Config")
+Config = TypeVar("Config", bound="BaseModel")
 
 BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
@@ -97,7 +100,7 @@ class RunDirectory:
 
     @staticmethod
     @contextlib.contextmanager
-    def _aside_if_damaged(path: Path) -> Iterator[None]:
+    def _aside_if_damaged(path: Path) -> Generator[None]:
         try:
             yield
         except DamagedFile as error:
@@ -264,9 +267,9 @@ class RunDirectory:
 
     def forget_batches(self, step: int) -> None:
         """Remove the batches through `step`, which a committed checkpoint has made needless."""
-        for path in self._batch_files():
-            if int(BATCH_NAME.fullmatch(path.name)[1]) <= step:
-                path.unlink(missing_ok=True)
+        for number in self.batch_steps():
+            if number <= step:
+                batch_path(self.batches, number).unlink(missing_ok=True)
 
     def batch_steps(self) -> list[int]:
         """The steps that have a batch's file, oldest first; of whichever branch."""

@@ -5,7 +5,7 @@ import errno
 import functools
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -22,7 +22,7 @@ class DamagedFile(CairnError):
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming(path: Path) -> Generator[None]:
     """Have every OSError name `path`: that of a full disk, for one, names no file."""
     try:
         yield

@@ -9,7 +9,7 @@ import contextlib
 import os
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Generator
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -94,7 +94,7 @@ def holds_unsaved(unsaved: bool) -> None:
 
 
 @contextlib.contextmanager
-def waiting_for(whom: str) -> Iterator[None]:
+def waiting_for(whom: str) -> Generator[None]:
     """While this lasts the main thread waits for somebody else; waits of other threads don't matter."""
     if _heart is None or threading.current_thread() is not threading.main_thread():
         yield

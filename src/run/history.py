@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.run.jsonlines import JsonLines
+from cairn.run.jsonlines import JsonLines, as_object
 from cairn.run.metrics import number
 
 logger = logging.getLogger(__name__)
@@ -35,9 +35,11 @@ class History(JsonLines):
 
     def is_row(self, value: Any) -> bool:
         """Whether it is an event, and has what belongs to it; those of a newer version count as well."""
-        if not isinstance(value, dict) or not isinstance(value.get("event"), str):
+        row = as_object(value)
+        event = row.get("event")
+        if not isinstance(event, str):
             return False
-        return all(_is_a(value.get(key), kind) for key, kind in FIELDS.get(value["event"], {}).items())
+        return all(_is_a(row.get(key), kind) for key, kind in FIELDS.get(event, {}).items())
 
     def newest_attempt(self) -> int:
         """The number of the newest attempt; 0 if there was none."""

@@ -10,7 +10,7 @@ import logging
 import os
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cairn.run.files import DamagedFile, free_name, naming, sync, write_atomic
 
@@ -108,7 +108,9 @@ class JsonLines:
         Raises:
             DamagedFile: the file as a whole can't be read.
         """
-        kept, damaged, dropped = [], [], 0
+        kept: list[bytes] = []
+        damaged: list[bytes] = []
+        dropped = 0
         for line in self._content().split(b"\n"):
             row = self._parse(line)
             if row is None:
@@ -157,6 +159,11 @@ class JsonLines:
         except (ValueError, RecursionError):
             return None
         return value if self.is_row(value) else None
+
+
+def as_object(value: Any) -> Row:
+    """A JSON value as an object; an empty one if it is something else."""
+    return cast(Row, value) if isinstance(value, dict) else {}
 
 
 def _last_byte(fd: int) -> bytes:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from cairn.run.jsonlines import JsonLines
+from cairn.run.jsonlines import JsonLines, as_object
 
 
 class MetricsLog(JsonLines):
@@ -10,7 +10,7 @@ class MetricsLog(JsonLines):
 
     def is_row(self, value: Any) -> bool:
         """Whether it says which step it is of."""
-        return isinstance(value, dict) and type(value.get("step")) is int
+        return type(as_object(value).get("step")) is int
 
     def keep_through(self, step: int) -> int:
         """Drop the rows after `step`: the run goes on from there and writes them again. Returns how many."""
@@ -20,7 +20,9 @@ class MetricsLog(JsonLines):
 def number(row: dict[str, Any], key: str) -> float | None:
     """A row's value, if it is a number."""
     value = row.get(key)
+    if not isinstance(value, int | float) or isinstance(value, bool):
+        return None
     try:
-        return float(value) if type(value) in (int, float) else None
+        return float(value)
     except OverflowError:
         return None

@@ -5,6 +5,10 @@ import io
 import logging
 import re
 import sys
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from _typeshed import ReadableBuffer
 
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
@@ -35,13 +39,13 @@ def printable(text: object) -> str:
 class _Terminal(io.FileIO):
     """A terminal; what is written to it once it is gone is lost, which is no error."""
 
-    def write(self, data: bytes) -> int | None:
+    def write(self, data: "ReadableBuffer", /) -> int:
         try:
             return super().write(data)
         except OSError as error:
             if error.errno != errno.EIO:
                 raise
-            return len(data)
+            return memoryview(data).nbytes
 
 
 def outlive_terminal() -> None:

@@ -11,7 +11,7 @@ import json
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from cairn.run.errors import UsageError
 
@@ -94,7 +94,7 @@ def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
 
     def walk(value: Any, name: str) -> None:
         if isinstance(value, Mapping) and name not in ARGUMENTS:
-            for key, inner in value.items():
+            for key, inner in cast(Mapping[str, Any], value).items():
                 walk(inner, f"{name}.{key}" if name else key)
         else:
             flat[name] = json.loads(json.dumps(value, default=str))
@@ -135,10 +135,11 @@ def check_accepted(
     Raises:
         UsageError: naming those that are not accepted, with both values.
     """
-    refused = [change for change in changes if change.accept and change.accept not in accepted]
+    refused = [(change, change.accept) for change in changes if change.accept]
+    refused = [(change, name) for change, name in refused if name not in accepted]
     if refused:
-        names = ",".join(dict.fromkeys(change.accept for change in refused))
-        lines = "\n".join(f"  {in_words(change, flags)}" for change in refused)
+        names = ",".join(dict.fromkeys(name for _, name in refused))
+        lines = "\n".join(f"  {in_words(change, flags)}" for change, _ in refused)
         raise UsageError(
             f"{checkpoint} was made with another recipe, and going on with this one would break what is "
             f"promised of the run (what was there -> what is here):\n{lines}\nGive what was there, or accept "
@@ -160,7 +161,8 @@ def short_identity(value: Mapping[str, Any] | str) -> str:
     what = "records" if "records" in value else "problems"
     digests = value.get("digest") or value.get("first_and_last") or value.get("messages")
     if isinstance(digests, Mapping):
-        digests = digests[max(digests, key=int)]
+        by_count = cast(Mapping[str, str], digests)
+        digests = by_count[max(by_count, key=int)]
     own = f", {value['own']}" if "own" in value else ""
     return f"{value[what]} {what}{own} ({digests[:12] if digests else 'content unknown'})"
 

@@ -9,7 +9,7 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
 
 STOP_SIGNALS = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -29,7 +29,7 @@ def on_stop_signals(
     first: Callable[[str], None],
     again: Callable[[], None] | None = None,
     signals: Sequence[signal.Signals] = STOP_SIGNALS,
-) -> Iterator[None]:
+) -> Generator[None]:
     """Call `first` with the name of the first of `signals`, and `again` once if another request follows.
 
     To be used in the main thread. The signals are unblocked inside. SIGHUP stays ignored where it was, which
@@ -61,7 +61,7 @@ def on_stop_signals(
 
 
 @contextlib.contextmanager
-def stop_signals_blocked() -> Iterator[None]:
+def stop_signals_blocked() -> Generator[None]:
     """Processes and threads that are started inside don't receive stop signals.
 
     The mask is inherited by whatever they start in turn, and no handler that they install undoes it; they

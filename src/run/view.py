@@ -16,7 +16,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import read_json, read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.history import Account, Costs, History
-from cairn.run.jsonlines import Row
+from cairn.run.jsonlines import Row, as_object
 from cairn.run.metrics import MetricsLog
 
 State = Literal["empty", "running", "stopping", "done", "stopped", "failed", "killed"]
@@ -155,8 +155,8 @@ class RunView:
 
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints: where its configuration says, if that can be read."""
-        section = (read_note(self.run.config, dict[str, Any]) or {}).get("ckpt")
-        folder = section.get("dir") if isinstance(section, dict) else None
+        config = read_note(self.run.config, dict[str, Any]) or {}
+        folder = as_object(config.get("ckpt")).get("dir")
         return RunDirectory(self.run.path, folder if isinstance(folder, str) else None).checkpoints
 
     def beat(self, role: str) -> Beat | None:
