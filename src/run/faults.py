@@ -1,9 +1,10 @@
 """Faults on demand, to see what a crash at the worst moment leaves behind.
 
 `CAIRN_FAULT=save.before_fsync:kill` kills the process that reaches the point of that name; `:ENOSPC`, `:EIO`
-and `:EACCES` make it fail there as the disk would. `save.write:kill@3` waits for the third time. Several,
-separated by commas, may be given. A role that is started again inherits the setting; with CAIRN_FAULT_ONCE, a
-folder, a fault strikes only who can remove the file of its name (`save.write:kill@3`) there, so once in all.
+and `:EACCES` make the call fail there as the disk would. `save.write:kill@3` strikes the third time that a
+process reaches the point. Faults are separated by commas. A restarted role inherits the setting. With
+CAIRN_FAULT_ONCE=DIR a process fires a fault only if it can delete the file DIR/FAULT, such as
+DIR/save.write:kill@3, so that each fault fires once across all processes.
 """
 
 import errno
@@ -64,7 +65,7 @@ def fault_point(name: str) -> None:
 
 
 def _may_strike(fault: str) -> bool:
-    """Whether it has not struck another process already, where it is to strike once."""
+    """Whether this process may fire the fault: with CAIRN_FAULT_ONCE, if no other process has."""
     folder = os.environ.get("CAIRN_FAULT_ONCE")
     if folder:
         try:

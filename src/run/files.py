@@ -85,8 +85,8 @@ def read_json(path: Path, shape: type[T] = object) -> T | None:
 def read_note(path: Path, shape: type[T] = object) -> T | None:
     """As `read_json`, but None whatever is wrong with the file.
 
-    For messages and signs of life: one that can't be read has not come, and is written again or missed by
-    whoever waits for it.
+    For messages and signs of life: an unreadable one counts as not there. Its writer writes it again, or the
+    reader's deadline passes.
     """
     try:
         return read_json(path, shape)
@@ -162,7 +162,7 @@ def sync(path: Path) -> None:
 
 
 def forget_cached(fd: int) -> None:
-    """Have the kernel read the file from the disk the next time; what is not yet durable stays."""
+    """Drop the file from the page cache, so that the next read comes from the disk; unwritten pages stay."""
     os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
 
 
@@ -179,5 +179,5 @@ def check_written(path: Path, data: bytes) -> None:
 
 
 def written_otherwise(path: Path) -> OSError:
-    """What is wrong with a disk that keeps other bytes than it was given."""
+    """The error for a disk that returns other bytes than it was given."""
     return OSError(errno.EIO, "the disk returns other bytes than were written", str(path))

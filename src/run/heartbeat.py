@@ -1,8 +1,8 @@
-"""Signs of life: what a process is doing, in a file that whoever supervises it reads.
+"""Signs of life: a file in which a process says what it is doing, for its supervisor.
 
-A thread writes the file every second, so a process that is stopped falls silent. The main thread says what it
-is doing whenever it begins something new, so one that hangs is seen not to come on. A wait for somebody else
-is no hang: it has a deadline of its own.
+A thread writes the file every second, so a stopped process falls silent. The main thread notes each time it
+begins something new, so a hanging process shows no new notes. Waiting for another process is no hang, because
+each such wait has a deadline of its own.
 """
 
 import contextlib
@@ -18,14 +18,15 @@ from cairn.run.files import read_note, write_json
 INTERVAL = 1.0
 """Seconds between two signs of life."""
 LONGEST_LOOK = 2.0
-"""A watcher that was itself held up longer than this counts only so many seconds."""
+"""Seconds that count at most between two looks; a longer gap means that the watcher itself was stopped."""
 
 
 @dataclass(frozen=True)
 class Beat:
-    """What a process says in its file; `since`, in seconds since 1970, it has been doing what it is.
+    """The content of the file.
 
-    `unsaved`: it holds results that are in no checkpoint.
+    beats: how often the thread has written. marks: how often the main thread began something new. since: when
+    it began what it is `doing`, in seconds since 1970. unsaved: it holds results that are in no checkpoint.
     """
 
     pid: int
@@ -70,7 +71,7 @@ _heart: _Heart | None = None
 
 
 def start(path: Path) -> None:
-    """From now on write this process's signs of life to `path`; once more moves them there."""
+    """From now on write this process's signs of life to `path`. A second call changes the path."""
     global _heart
     if _heart is None:
         _heart = _Heart(path)
@@ -80,7 +81,7 @@ def start(path: Path) -> None:
 
 
 def doing(what: str, *, waiting: bool = False) -> None:
-    """Say that the main thread comes on, and with what; nothing happens unless `start` was called."""
+    """Note that the main thread begins something new. Does nothing unless `start` was called."""
     if _heart is not None:
         _heart.doing, _heart.waiting, _heart.since = what, waiting, time.time()
         _heart.marks += 1
@@ -95,7 +96,7 @@ def holds_unsaved(unsaved: bool) -> None:
 
 @contextlib.contextmanager
 def waiting_for(whom: str) -> Generator[None]:
-    """While this lasts the main thread waits for somebody else; waits of other threads don't matter."""
+    """Mark the main thread as waiting for another process inside the block; other threads are ignored."""
     if _heart is None or threading.current_thread() is not threading.main_thread():
         yield
         return
@@ -111,11 +112,11 @@ class Watch:
     """Follows another process's signs of life.
 
     Args:
-        path: the file that it writes.
-        pid: the process; what others have left in the file is not taken for its own.
-        silence: seconds without a sign of life that are too many (--heartbeat-timeout).
-        standstill: seconds with the same thing that are too many.
-        setting: what allows a longer standstill.
+        path: the file that the process writes.
+        pid: the process; content that another process left in the file is ignored.
+        silence: seconds without a sign of life after which the process counts as stopped.
+        standstill: seconds without progress after which it counts as hanging.
+        setting: the flag that raises `standstill`, for the message.
     """
 
     def __init__(

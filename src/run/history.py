@@ -1,4 +1,4 @@
-"""`history.jsonl`: what befell a run, over all its attempts; and what that cost."""
+"""`history.jsonl`: attempts, restarts and other events of a run, and what they cost."""
 
 import logging
 import time
@@ -18,15 +18,15 @@ FIELDS: dict[str, dict[str, type]] = {
     "recompute": {"steps": int},
     "change": {"step": int, "name": str},
 }
-"""What belongs to which event."""
+"""The fields of each event, and their types."""
 PREFIX = "run/"
-"""Of the metrics that say how the run fares; like times they differ between runs with the same seed."""
+"""Begins the names of metrics about the run itself; like times, they differ between runs of the same seed."""
 
 
 class History(JsonLines):
     """One event a line; each holds `time` (seconds since 1970) and `event`.
 
-    - attempt: the launcher began attempt `number`; for `idle` seconds before it nobody was at work.
+    - attempt: the launcher began attempt `number`; for `idle` seconds before that no process was running.
     - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
       says what took its place.
     - change: from `step` on the recipe has another value of `name`: `now`, no longer `was`.
@@ -108,7 +108,7 @@ class Account:
     """What restarts have cost, for one step's row after the other.
 
     Useful time is that of the steps that count: each step's own, and its wait for the batch unless a role was
-    restarted meanwhile. Goodput is useful time over the time in which somebody was at work on the run.
+    restarted meanwhile. Goodput is useful time over the time in which processes of the run were running.
     """
 
     def __init__(self, history: Path, last_row: dict[str, Any] | None):

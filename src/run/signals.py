@@ -87,6 +87,6 @@ def stay_deaf() -> None:
 
 
 def ignore_stop_signals() -> None:
-    """For a process that ends when its owner does, and not before."""
+    """Ignore stop signals, in a process that its owner ends."""
     for number in STOP_SIGNALS:
         signal.signal(number, signal.SIG_IGN)

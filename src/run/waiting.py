@@ -13,11 +13,11 @@ T = TypeVar("T")
 
 POLL_SECONDS = 0.005
 LONGEST_LOOK = 2.0
-"""What passes between two looks counts at most this many seconds: more, and we were stopped ourselves."""
+"""Seconds that count at most between two looks; a longer gap means that this process was stopped itself."""
 
 
 class DeadlinePassed(CairnError):
-    """Somebody did not answer in time; the message names who and the setting that allows more."""
+    """Another process did not answer in time; the message names it and the setting that allows more."""
 
 
 class Patience:
