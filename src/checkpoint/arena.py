@@ -25,7 +25,7 @@ import torch
 from cairn.checkpoint.layout import FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
-from cairn.checkpoint.rows import RowTargets
+from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Stored, local_values, share_of
 from cairn.checkpoint.tensors import plan_tensors
 from cairn.run.signals import stop_signals_blocked
@@ -58,13 +58,16 @@ class Arena:
         files: list[FileLayout] = []
         self.indices: dict[str, bytes] = {}
         held: dict[str, list[tuple[int, int]]] = {}
+        self._exchanged: set[str] = set()
         for stem, named in tensors.items():
             own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes)
             prefix = stem.rpartition("/")[0]
             files += [_inside(file, prefix, stem) for file in own]
             if index is not None:
                 self.indices[f"{stem}.safetensors.index.json"] = index
-            for name, tensor in RowTargets(named).tensors.items():
+            rows = RowTargets(named)
+            self._exchanged |= {stem} if rows.exchanged else set()
+            for name, tensor in rows.tensors.items():
                 share = share_of(name, tensor, rank)
                 if share.owned and share.ranges:
                     held[f"{stem}:{name}"] = share.byte_ranges()
@@ -124,12 +127,18 @@ class Arena:
 
     def start_copy(self, tensors: Tensors) -> None:
         """Note which values to copy; on a GPU the copies come after the work that is queued there now."""
+        tensors = {
+            stem: in_rows(named) if stem in self._exchanged else named for stem, named in tensors.items()
+        }
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad():
             for stem, name, places in self._copies:
                 source = as_bytes(local_values(tensors[stem][name]))
-                self._sources += [(start, source[begin:end]) for start, begin, end in places]
+                if len(places) == 1:
+                    self._sources.append((places[0][0], source))
+                else:
+                    self._sources += [(start, source[begin:end]) for start, begin, end in places]
 
     def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save begins."""

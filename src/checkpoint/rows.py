@@ -35,6 +35,11 @@ class RowTargets:
         self._made: list[tuple[DTensor, DTensor]] = []
         self.tensors = _replaced(tensors, self._blank)
 
+    @property
+    def exchanged(self) -> bool:
+        """Whether there are such tensors."""
+        return bool(self._made)
+
     def finish(self) -> None:
         """Bring what was read into the tensors themselves; all ranks call it."""
         with torch.no_grad():

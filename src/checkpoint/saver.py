@@ -16,7 +16,6 @@ from typing import Any
 
 from cairn.checkpoint.arena import Arena, SaveFailed, Tensors, WriterDied
 from cairn.checkpoint.layout import MAX_FILE_BYTES
-from cairn.checkpoint.rows import in_rows
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import fault_point
 
@@ -124,7 +123,7 @@ class Saver:
         self.finish()
         self.prepare(tensors)
         assert self._arena is not None
-        self._arena.start_copy({stem: in_rows(named) for stem, named in tensors.items()})
+        self._arena.start_copy(tensors)
         self._copied.clear()
         folders = sorted({name.rpartition("/")[0] for name in [*tensors, *files]})
         self._thread = threading.Thread(
