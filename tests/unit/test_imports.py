@@ -147,3 +147,9 @@ def test_a_circle_is_found(tmp_path: Path):
     (tmp_path / "run/a.py").write_text("from cairn.run import b")
     (tmp_path / "run/b.py").write_text("def f():\n    from cairn.run.a import c")
     assert set(circle(graph(tmp_path))) == {"cairn.run.a", "cairn.run.b"}
+
+
+def test_test_files_have_names_of_their_own():
+    """Pytest collects nothing at all where two files in different folders have the same name."""
+    names = [path.name for path in Path(__file__).parents[1].rglob("test_*.py")]
+    assert len(names) == len({*names}), sorted(name for name in names if names.count(name) > 1)
