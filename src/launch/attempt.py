@@ -17,6 +17,7 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.config.ckpt import CkptConfig
 from cairn.launch.exits import EXIT_DAMAGED
 from cairn.launch.kinds import RunConfig
 from cairn.run.attempt import Attempt
@@ -98,11 +99,17 @@ def choose_start(config: RunConfig, *, needs: Sequence[str], damaged: StartDamag
     Raises:
         UsageError: it can't start like this.
     """
-    start = _Choice(config, needs, damaged).make()
+    ckpt = config.ckpt
+    store = CheckpointStore(RunDirectory(config.output_dir, ckpt and ckpt.dir).checkpoints)
+    for link in store.links():
+        print(f"{link} is a link, so it is no step of this run; what it leads to is left alone", flush=True)
+    if ckpt is None or not ckpt.resumes:
+        return _fresh(config, store)
+    start = _Choice(config, ckpt, store, needs, damaged).make()
     if start.folder:
         _check_parts(start, needs)
         _check_fit(config, start)
-    if is_complete(config, start) and config.ckpt.resume != "auto":
+    if is_complete(config, start) and ckpt.resume != "auto":
         raise UsageError(
             f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left "
             "to do; give a larger one"
@@ -120,32 +127,41 @@ def damaged_start(damaged: StartDamaged) -> UsageError:
     return UsageError(f"can't resume: {damaged}; --ckpt.resume latest takes the newest good step")
 
 
-class _Choice:
-    """How `choose_start` decides."""
+def _fresh(config: RunConfig, store: CheckpointStore) -> Start:
+    """The start of a run that goes on from nothing.
 
-    def __init__(self, config: RunConfig, needs: Sequence[str], damaged: StartDamaged | None):
+    Raises:
+        UsageError: there are steps that it would leave behind.
+    """
+    if steps := store.steps():
+        raise UsageError(
+            f"--output-dir {config.output_dir}: this run has checkpoints up to step {steps[-1]}; go on with "
+            f"--ckpt.resume-step {steps[-1]} (or --ckpt.resume auto), or give another --output-dir"
+        )
+    return Start(store)
+
+
+class _Choice:
+    """How `choose_start` decides what a run goes on from that was asked to go on."""
+
+    def __init__(
+        self,
+        config: RunConfig,
+        ckpt: CkptConfig,
+        store: CheckpointStore,
+        needs: Sequence[str],
+        damaged: StartDamaged | None,
+    ):
         self.config = config
-        self.ckpt = config.ckpt
+        self.ckpt = ckpt
+        self.store = store
         self.damaged = damaged
-        self.store = CheckpointStore(config.run_directory().checkpoints)
-        self.steps = self.store.steps()
+        self.steps = store.steps()
         self.counts_before_loading = "orchestrator" in needs and not config.self_check
         """Whether answers count before the trainer has loaded the weights that they come from."""
 
     def make(self) -> Start:
         """The choice; see `choose_start`."""
-        for link in self.store.links():
-            print(
-                f"{link} is a link, so it is no step of this run; what it leads to is left alone", flush=True
-            )
-        if self.ckpt is None or not self.ckpt.resumes:
-            if self.steps:
-                raise UsageError(
-                    f"--output-dir {self.config.output_dir}: this run has checkpoints up to step "
-                    f"{self.steps[-1]}; go on with --ckpt.resume-step {self.steps[-1]} (or --ckpt.resume "
-                    "auto), or give another --output-dir"
-                )
-            return Start(self.store)
         if self.damaged or self.ckpt.resume in ("auto", "latest"):
             return self._newest_good()
         folder = self._named()
@@ -178,15 +194,13 @@ class _Choice:
         ckpt, store = self.ckpt, self.store
         if ckpt.resume_step is not None:
             if ckpt.resume_step not in self.steps:
-                there = (
-                    f"there are the steps {', '.join(map(str, self.steps))}"
-                    if self.steps
-                    else "there are none"
-                )
+                there = f"the steps {', '.join(map(str, self.steps))}" if self.steps else "none"
                 raise UsageError(
-                    f"--ckpt.resume-step {ckpt.resume_step}: no such checkpoint in {store.root}; {there}"
+                    f"--ckpt.resume-step {ckpt.resume_step}: no such checkpoint in {store.root}; "
+                    f"there are {there}"
                 )
             return store.folder(ckpt.resume_step)
+        assert ckpt.resume is not None
         folder = Path(ckpt.resume).absolute()
         folder = folder.resolve() if folder.is_symlink() else folder
         if self.steps and folder.parent != store.root:
@@ -237,7 +251,7 @@ def begin(
     own_step = 0 if start.is_fork else start.step
     number = _newest_attempt(run, start.store) + 1
     rewinds = (start.store.latest() or 0) > own_step
-    if own_step:
+    if own_step and start.manifest:
         run_id, branch = start.manifest.run_id, start.manifest.branch
     elif earlier and config.ckpt and config.ckpt.resume == "auto":  # it died before its first checkpoint
         run_id, branch = earlier.run_id, earlier.branch
