@@ -6,6 +6,7 @@ the page cache, and a checkpoint is loaded once.
 """
 
 import contextlib
+import ctypes
 import errno
 import mmap
 import os
@@ -31,13 +32,10 @@ DIRECT_BYTES = 4 << 20
 """What is read at once past the page cache."""
 DIRECT_FROM = 256 << 10
 """Shorter reads go through the page cache."""
-ALIGNMENT = 4096
+ALIGNMENT = max(4096, mmap.PAGESIZE)
 """Of reads past the page cache."""
 MAX_BUFFERS = 512
 """Of one read; systems allow at least 1024."""
-NOT_CACHED = (errno.EAGAIN, errno.EOPNOTSUPP, errno.EINVAL)
-"""What a read of cached pages only ends with where they are not, or where there is no such read."""
-
 Block = list[memoryview]
 """Memory that follows each other in a file."""
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
@@ -103,8 +101,11 @@ def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
     return seen
 
 
+_libc = ctypes.CDLL(None, use_errno=True)
+
+
 class _File:
-    """An open file, that several threads read; as a context manager."""
+    """An open file that several threads read, as a context manager."""
 
     def __init__(self, path: Path):
         self.path = path
@@ -114,9 +115,23 @@ class _File:
         """For reads past the page cache, where the file system has them."""
         with contextlib.suppress(OSError):
             self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
+        self._address = 0
+        if self.size >= DIRECT_FROM:
+            self._mapped = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)  # takes no memory, is not read
+            self._address = np.frombuffer(self._mapped, np.uint8).ctypes.data
 
     def __enter__(self) -> "_File":
         return self
+
+    def is_cached(self, start: int, end: int) -> bool:
+        """Whether the page cache holds all of a range that begins at a page, or there is no saying."""
+        if not self._address:
+            return True
+        end = min(end, self.size)
+        pages = np.zeros(max(-(-(end - start) // mmap.PAGESIZE), 0), np.uint8)
+        where, nbytes = ctypes.c_void_p(self._address + start), ctypes.c_size_t(max(end - start, 0))
+        failed = _libc.mincore(where, nbytes, ctypes.c_void_p(pages.ctypes.data)) != 0
+        return failed or bool(np.all(pages & 1))
 
     def __exit__(self, *_: object) -> None:
         os.close(self.fd)
@@ -149,6 +164,8 @@ class _Window:
         self.end = end
         self._held: Bytes = np.empty(0, np.uint8)
         """What was read ahead, past the page cache."""
+        self._cached_until = 0
+        """The page cache had everything from here to there."""
 
     def fill(self, block: Block) -> None:
         """Read what follows into this memory.
@@ -175,15 +192,13 @@ class _Window:
 
     def _read(self, block: Block) -> int:
         """Bytes that were read into the block; 0 at the end of the file, or where they are held now."""
-        file = self.file
-        if file.direct_fd is None or self.end - self.offset < DIRECT_FROM:
+        file, start = self.file, self.offset // ALIGNMENT * ALIGNMENT
+        if file.direct_fd is None or self.end - self.offset < DIRECT_FROM or self.offset < self._cached_until:
             return os.preadv(file.fd, block, self.offset)
-        try:
-            return os.preadv(file.fd, block, self.offset, os.RWF_NOWAIT)
-        except OSError as error:
-            if error.errno not in NOT_CACHED:
-                raise
-        start = self.offset // ALIGNMENT * ALIGNMENT
+        end = min(start + DIRECT_BYTES, self.end)
+        if file.is_cached(start, end):
+            self._cached_until = end
+            return os.preadv(file.fd, block, self.offset)
         wanted = min(-(-(self.end - start) // ALIGNMENT) * ALIGNMENT, DIRECT_BYTES)
         memory = _own.memory()[:wanted]
         try:

@@ -4,16 +4,20 @@ And whatever is damaged is found, wherever it lies and whichever step was asked 
 """
 
 import json
+import os
 import re
 import shutil
 from pathlib import Path
 
+import numpy as np
 import pytest
 import runs
 import torch
 from runs import flip
 
+from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.reader import DIRECT_BYTES, Piece, read_pieces
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
@@ -237,3 +241,69 @@ def test_the_driver_tells_the_launcher_what_is_damaged(run: Path):
     found = StartDamaged.reported(directory)
     assert (found.folder, str(found)) == (run / "checkpoints" / "step_8", "model: changed")
     assert StartDamaged.reported(directory) is None, "it is heard once"
+
+
+# Past the page cache
+
+
+def forget(path: Path) -> bool:
+    """Have the kernel forget a file's pages; whether it has, and can read past the page cache."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+        os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(os.open(path, os.O_RDONLY | os.O_DIRECT))
+    except OSError:
+        return False
+    finally:
+        os.close(fd)
+    return not cached(path, 0)
+
+
+def cached(path: Path, offset: int) -> bool:
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        return os.preadv(fd, [bytearray(1)], offset, os.RWF_NOWAIT) == 1
+    except BlockingIOError:
+        return False
+    finally:
+        os.close(fd)
+
+
+@pytest.mark.parametrize("how", ["nothing cached", "some cached", "no such reads"])
+def test_what_is_not_cached_is_read_past_the_page_cache(
+    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
+):
+    """Ranges that begin and end anywhere, across the buffer's end and at the file's end, are as they were."""
+    path = tmp_path / "file"
+    content = np.random.default_rng(0).bytes(3 * DIRECT_BYTES + 12_345)
+    path.write_bytes(content)
+    able = forget(path)
+    if how == "some cached":
+        with open(path, "rb") as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
+            for offset in (0, 5 << 20, DIRECT_BYTES * 2 - 4096):
+                os.pread(file.fileno(), 4096, offset)
+    if how == "no such reads":
+        monkeypatch.setattr("cairn.checkpoint.reader.ALIGNMENT", 1)  # for the disk: EINVAL
+    ranges = [(1, 300_000), (300_001, 7), (300_008, DIRECT_BYTES), (9 << 20, len(content) - (9 << 20))]
+    targets = [torch.zeros(nbytes, dtype=torch.uint8) for _, nbytes in ranges]
+    pieces = [Piece(path, first, torch.uint8, t) for (first, _), t in zip(ranges, targets, strict=True)]
+    seen = read_pieces(pieces)[path]
+    for (first, nbytes), target in zip(ranges, targets, strict=True):
+        assert target.numpy().tobytes() == content[first : first + nbytes]
+    expected = FileChecksum(len(content))
+    for first, nbytes in ranges:
+        expected.add(first, content[first : first + nbytes])
+    assert (seen.crcs, seen.nbytes) == (expected.crcs, expected.nbytes)
+    if able and how == "nothing cached":
+        assert not any(cached(path, offset) for offset in range(1 << 20, 12 << 20, 3 << 20))
+
+
+def test_a_file_that_ends_too_early_is_damaged_in_the_cache_or_not(tmp_path: Path):
+    path = tmp_path / "file"
+    path.write_bytes(bytes(1_000_000))
+    for _ in range(2):
+        with pytest.raises(Damaged, match="ends at byte 1000000, and more should be there"):
+            read_pieces([Piece(path, 10, torch.uint8, torch.zeros(1_000_000, dtype=torch.uint8))])
+        forget(path)
