@@ -5,6 +5,7 @@ A pytest plugin, so that its fixtures are there for all tests.
 
 import asyncio
 import contextlib
+import fcntl
 import functools
 import json
 import os
@@ -22,7 +23,6 @@ from typing import Any, TypeVar
 import psutil
 import pytest
 import torch
-from filelock import FileLock
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
@@ -333,7 +333,8 @@ def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
     if "PYTEST_XDIST_WORKER" in os.environ:
         folder = folder.parent
     run, done = folder / "trained" / "run", folder / "trained" / "done"
-    with FileLock(folder / "trained.lock"):
+    with open(folder / "trained.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not done.exists():
             shutil.rmtree(run, ignore_errors=True)
             shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)

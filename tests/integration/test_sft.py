@@ -28,6 +28,7 @@ from runs import (
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.config.trainer import SFTDataConfig
+from cairn.run.directory import RunDirectory
 from cairn.trainer.sft_data import SFTData
 
 pytestmark = pytest.mark.timeout(900)
@@ -77,7 +78,11 @@ def parts(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) ->
     run = tmp_path_factory.mktemp("parts") / "run"
     with shell.start(*sft, "--max-steps", 100_000, "--ckpt", "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 3)
+        (worker,) = command.workers()
+        os.kill(worker, signal.SIGSTOP)  # or it may come past 20 on a busy machine before it hears of it
         command.process.send_signal(signal.SIGINT)
+        command.wait_until(RunDirectory(run).stop_requested)
+        os.kill(worker, signal.SIGCONT)
         interrupted = command.finish()
         command.assert_nothing_survives()
     parts = Parts(run, interrupted, len(rows(run)), read(run / "roles.json"))
