@@ -4,15 +4,15 @@ Whoever survives leaves the process group, the dead one's place is taken by a sp
 all ranks meet anew, load the newest good checkpoint and go on from there.
 """
 
-import contextlib
 import logging
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
 
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
@@ -20,14 +20,15 @@ from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.process import log_end
-from cairn.launch.ray_group import Placement, Process, end_ray, kill, start_ray
+from cairn.launch.rank_place import RankPlace
+from cairn.launch.rank_process import RankProcess
+from cairn.launch.ray_cluster import Placement, end_ray, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.heartbeat import Watch
 from cairn.run.metrics import MetricsLog
 from cairn.run.waiting import Patience
 
@@ -38,25 +39,6 @@ SETTLED_STEPS = 2
 """After so many steps the ranks have all their memory, and a spare is less in their way."""
 SETTLE_SECONDS = 5.0
 """How long the others have, once a rank has failed, for noticing it and leaving."""
-
-
-class _Rank:
-    """One rank's place, and the process that has it; between a death and its successor there is none."""
-
-    def __init__(self, number: int, run: RunDirectory):
-        self.number = number
-        self.name = f"trainer_rank{number}"
-        self.log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
-        self.worker: ray.actor.ActorHandle | None = None
-        self.process: Process | None = None
-        self.node: str | None = None
-        self.gpu: str | None = None
-        """Node and GPU belong to the place: they stay when a process dies."""
-        self.how = ""
-        """What the newest process is, for the history."""
-        self.watch: Watch | None = None
-        self.hang: str | None = None
-        """Why it was killed, if it hung."""
 
 
 @dataclass
@@ -98,12 +80,13 @@ class Ranks:
         self.spares = Spares(config, run)
         self.standbys = Spares(config, run, "trainer_standby")
         """Started ahead of the ranks, for a driver that is a standby itself."""
-        self._ranks = [_Rank(number, run) for number in range(config.workers)]
-        self._placement: Placement | None = None
+        self._ranks = [RankPlace(number, run) for number in range(config.workers)]
+        self._reserved: Placement | None = None
         self._rule = RestartRule(config.max_restarts)
         self._metrics = MetricsLog(run.metrics.path)
         self._step = -1
-        self._buried: dict[int, str] = {}
+        self._vacated: dict[int, str] = {}
+        """Why ranks have died whose places were filled again since, or will be."""
 
     def __enter__(self) -> Self:
         heartbeat.doing("starting Ray")
@@ -127,7 +110,7 @@ class Ranks:
             RayFailed: Ray itself failed.
         """
         try:
-            self._placement = Placement(self.config)
+            self._reserved = Placement(self.config)
             while True:
                 heartbeat.doing("looking for the newest good checkpoint")
                 attempt = newest()
@@ -136,19 +119,24 @@ class Ranks:
                     self._fill()
                     return self._train(attempt)
                 except _RanksDied as died:
-                    self._bury(died)
+                    self._vacate(died)
                     if self.run.stop_requested():
                         step = self._newest_step()
                         saved = CheckpointStore(self.run.checkpoints).exists(step)
                         return Outcome(step, "a rank died when the run was asked to stop", saved)
                     self._wait_after(died)
-        except ray.exceptions.GetTimeoutError:
+        except GetTimeoutError:
             raise RoleFailed(
                 f"waited {self.config.ray.start_timeout:g} s for the trainer's workers to start; "
                 "ray.start_timeout allows more"
             ) from None
-        except ray.exceptions.RayError as error:
+        except RayError as error:
             raise RayFailed(f"Ray failed: {type(error).__name__}: {error}") from None
+
+    @property
+    def _placement(self) -> Placement:
+        assert self._reserved is not None  # by `train`
+        return self._reserved
 
     def _fill(self) -> None:
         """Have a process in every rank's place.
@@ -157,29 +145,23 @@ class Ranks:
             _RanksDied: one died before it could begin.
         """
         heartbeat.doing("starting workers", waiting=True)
-        empty = [rank for rank in self._ranks if rank.worker is None]
-        fresh = []
+        empty = [rank for rank in self._ranks if rank.is_empty]
         for rank in empty:
             if spare := self._spare_for(rank):
-                rank.worker, rank.process = spare
-                rank.node = rank.process.node
-                rank.how = "is replaced by a spare"
+                rank.fill(spare, "is replaced by a spare")
             else:
-                rank.worker = self._placement.start(rank.number, rank.log)
-                rank.how = "is started again"
-                fresh.append(rank)
-        for rank in fresh:
+                rank.fill(self._placement.start(rank.number, rank.log), "is started again")
+        for rank in self._ranks:
             try:
-                rank.process = ray.get(rank.worker.process.remote(), timeout=self.config.ray.start_timeout)
-            except ray.exceptions.ActorDiedError:
+                rank.wait_started(self.config.ray.start_timeout)
+            except ActorDiedError:
                 raise _RanksDied({rank.number: "died while it started"}) from None
-            rank.node, rank.gpu = rank.process.node, rank.process.gpu
         for rank in empty:
-            self.run.set_role(rank.name, "running", rank.process.pid, rank.process.host)
-            if reason := self._buried.pop(rank.number, None):
-                self.run.history.restart(rank.name, step=self._step, reason=reason, how=rank.how)
+            rank.note_state("running")
+            if reason := self._vacated.pop(rank.number, None):
+                rank.note_restart(reason, rank.how, step=self._step)
 
-    def _spare_for(self, rank: _Rank) -> "tuple[ray.actor.ActorHandle, Process] | None":
+    def _spare_for(self, rank: RankPlace) -> RankProcess | None:
         """A spare on the rank's node, with the rank's GPU in reach."""
         if rank.node is None and (self.config.ray.address or self._placement.gpus):
             return None  # nobody has had the place, so where it is is not known
@@ -195,12 +177,11 @@ class Ranks:
             UsageError: one refused what the user asked for.
         """
         heartbeat.doing("gathering the ranks", waiting=True)
-        first = self._ranks[0].worker
         try:
-            meeting = ray.get(first.address.remote(), timeout=self.config.ray.start_timeout)
-        except ray.exceptions.ActorDiedError:
+            meeting_place = self._ranks[0].occupant.meeting_place(self.config.ray.start_timeout)
+        except ActorDiedError:
             raise _RanksDied({0: "died while it started"}) from None
-        pending = {self._start(rank, meeting, attempt): rank for rank in self._ranks}
+        pending = {rank.train(meeting_place, self.config, attempt): rank for rank in self._ranks}
         ended = _Ended({}, {}, [])
         settling: Patience | None = None
         while pending and not (settling and settling.over):
@@ -212,7 +193,9 @@ class Ranks:
                 settling = Patience(SETTLE_SECONDS)
             if ended.dead and self._placement.gpus:
                 break  # nothing wakes a rank that waits in a collective on a GPU
-            self._watch(pending.values())
+            heartbeat.doing("watching the ranks")
+            for rank in pending.values():
+                rank.look_after()
             if not ended.broken and self._newest_step() >= attempt.start_step + SETTLED_STEPS:
                 self.spares.tend()
         if ended.damaged and attempt.resume_from:
@@ -224,44 +207,14 @@ class Ranks:
             raise ended.errors[0]
         outcome = ended.outcomes[0]
         for rank in self._ranks:
-            state = "stopped" if outcome.stopped else "done"
-            self.run.set_role(rank.name, state, rank.process.pid, rank.process.host)
+            rank.note_state("stopped" if outcome.stopped else "done")
         return outcome
 
-    def _start(self, rank: _Rank, meeting: tuple[str, int], attempt: Attempt) -> "ray.ObjectRef":
-        """Have one rank train, and watch over it."""
-        rank.hang = None
-        rank.watch = Watch(
-            self.run.heartbeat(rank.name),
-            rank.process.pid,
-            silence=self.config.heartbeat_timeout,
-            standstill=self.config.hang_timeout,
-        )
-        environment = {
-            "RANK": str(rank.number),
-            "WORLD_SIZE": str(len(self._ranks)),
-            "MASTER_ADDR": meeting[0],
-            "MASTER_PORT": str(meeting[1]),
-        }
-        return rank.worker.train.remote(environment, rank.gpu, str(rank.log), rank.name, self.config, attempt)
-
-    def _watch(self, ranks: Collection[_Rank]) -> None:
-        """Kill the ranks that hang; Ray tells of their death soon after."""
-        heartbeat.doing("watching the ranks")
-        for rank in ranks:
-            if rank.hang is None and (problem := rank.watch.problem()):
-                rank.hang = problem
-                kill(rank.worker, rank.process)
-
-    def _bury(self, died: _RanksDied) -> None:
-        """Make sure that they are dead, and make room for successors."""
-        for rank in [self._ranks[number] for number in {*died.dead, *died.stuck}]:
-            with contextlib.suppress(ray.exceptions.RayError):
-                kill(rank.worker, rank.process)
-            if rank.process:
-                self.run.set_role(rank.name, "failed", rank.process.pid, rank.process.host)
-            rank.worker = rank.process = None
-        self._buried |= died.dead
+    def _vacate(self, died: _RanksDied) -> None:
+        """Make sure that they are dead, and make room for the next."""
+        for number in {*died.dead, *died.stuck}:
+            self._ranks[number].vacate()
+        self._vacated |= died.dead
         for number, reason in died.dead.items():
             logger.warning("trainer rank %d %s", number, reason)
 
@@ -285,11 +238,11 @@ class Ranks:
         return self._step
 
 
-def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
+def _collect(future: "ray.ObjectRef[Any]", rank: RankPlace, ended: _Ended) -> None:
     """Note how a rank's work ended: well, with an error (perhaps because another died), or in its death."""
     try:
         ended.outcomes[rank.number] = ray.get(future)
-    except ray.exceptions.RayTaskError as error:
+    except RayTaskError as error:
         from cairn.checkpoint.arena import WriterDied  # which imports torch
 
         cause = error.cause
@@ -303,7 +256,7 @@ def _collect(future: "ray.ObjectRef", rank: _Rank, ended: _Ended) -> None:
             ended.damaged = cause
         message = f"trainer rank {rank.number}: {type(cause).__name__}: {cause}\n(log: {rank.log})"
         ended.errors.append(RoleFailed(message))
-    except ray.exceptions.RayError as error:
-        known = isinstance(error, ray.exceptions.ActorDiedError)
+    except RayError as error:
+        known = isinstance(error, ActorDiedError)
         died = "died" if known else f"died ({type(error).__name__})"
-        ended.dead[rank.number] = f"hung ({rank.hang})" if rank.hang else died
+        ended.dead[rank.number] = f"hung ({rank.hung})" if rank.hung else died

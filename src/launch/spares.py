@@ -4,9 +4,10 @@ import logging
 from dataclasses import dataclass
 
 import ray
+from ray.exceptions import RayError
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.ray_group import Process, answers, kill, start_spare
+from cairn.launch.rank_process import RankProcess
 from cairn.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -15,9 +16,9 @@ logger = logging.getLogger(__name__)
 @dataclass
 class _Spare:
     name: str
-    worker: "ray.actor.ActorHandle"
-    preparing: "ray.ObjectRef | None"
-    process: Process | None = None
+    process: RankProcess
+    preparing: "ray.ObjectRef[None] | None"
+    """None once it is ready."""
 
 
 class Spares:
@@ -36,8 +37,8 @@ class Spares:
         for _ in range(count):
             name = f"{self.name}{self._started}"
             self._started += 1
-            worker = start_spare(self.run.logs / f"{name}.log")
-            self._all.append(_Spare(name, worker, worker.prepare.remote(self.config)))
+            process = RankProcess(self.run.logs / f"{name}.log")
+            self._all.append(_Spare(name, process, process.prepare(self.config)))
 
     def tend(self) -> None:
         """Start those that are missing, and note which have become ready; call it now and then.
@@ -49,37 +50,42 @@ class Spares:
 
     def wait_ready(self, seconds: float) -> None:
         """Wait until those that were started are ready, but no longer than that."""
-        preparing = [spare.preparing for spare in self._all]
+        preparing = [spare.preparing for spare in self._all if spare.preparing]
         ray.wait(preparing, num_returns=len(preparing), timeout=seconds)
         self._note_ready()
 
+    def take(self, node: str | None) -> RankProcess | None:
+        """One that is ready and alive on `node` (None: on any), if there is one; it is no spare any more."""
+        self._note_ready()
+        for spare in list(self._all):
+            about = spare.process.about
+            if about is None or node not in (None, about.node):
+                continue
+            self._all.remove(spare)
+            if spare.process.answers():
+                self._note_state(spare, "done")
+                return spare.process
+            self._note_state(spare, "failed")
+            logger.warning("%s does not answer", spare.name)
+            spare.process.kill()
+        return None
+
     def _note_ready(self) -> None:
-        for spare in [spare for spare in self._all if spare.preparing]:
-            if not ray.wait([spare.preparing], timeout=0)[0]:
+        for spare in list(self._all):
+            preparing = spare.preparing
+            if preparing is None or not ray.wait([preparing], timeout=0)[0]:
                 continue
             try:
-                ray.get(spare.preparing)
-                spare.process = ray.get(spare.worker.process.remote())
-            except ray.exceptions.RayError as error:
+                ray.get(preparing)
+                spare.process.wait_started()
+            except RayError as error:
                 logger.warning("%s did not get ready: %s", spare.name, error)
                 self._all.remove(spare)
                 self._failed += 1
                 continue
             spare.preparing = None
-            self.run.set_role(spare.name, "waiting", spare.process.pid, spare.process.host)
+            self._note_state(spare, "waiting")
 
-    def take(self, node: str | None) -> "tuple[ray.actor.ActorHandle, Process] | None":
-        """One that is ready and alive on `node` (None: on any), if there is one; it is no spare any more."""
-        self._note_ready()
-        for spare in list(self._all):
-            if spare.process is None or node not in (None, spare.process.node):
-                continue
-            self._all.remove(spare)
-            alive = answers(spare.worker)
-            state = "done" if alive else "failed"
-            self.run.set_role(spare.name, state, spare.process.pid, spare.process.host)
-            if alive:
-                return spare.worker, spare.process
-            logger.warning("%s does not answer", spare.name)
-            kill(spare.worker, spare.process)
-        return None
+    def _note_state(self, spare: _Spare, state: str) -> None:
+        about = spare.process.wait_started()
+        self.run.set_role(spare.name, state, about.pid, about.host)

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from cairn.launch import ray_folder, ray_group
+from cairn.launch import ray_cluster, ray_folder
 from cairn.launch.exits import RayFailed
 from cairn.launch.ray_folder import LONGEST_FOLDER, make_private_folder, remove_private_folders
 from cairn.launch.role_process import RoleProcess
@@ -249,7 +249,7 @@ def test_a_ray_that_does_not_start_may_start_the_next_time(places: Path, monkeyp
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("HOME", "/dev/null")
     with pytest.raises(RayFailed, match="Ray did not start on this machine: gcs_server ended with 1: "):
-        ray_group._start_local(1)
+        ray_cluster._start_local(1)
 
 
 # Commands

@@ -1,0 +1,89 @@
+"""A rank's place: the worker that has the rank."""
+
+import contextlib
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from cairn.config.trainer import TrainerBase
+from cairn.launch.place import Place
+from cairn.launch.rank_process import RankProcess
+from cairn.launch.worker import Assignment, WorkerProcess
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
+
+
+class RankPlace(Place):
+    """One rank of the trainer. Its node and its GPU belong to the place: they stay when the occupant dies."""
+
+    def __init__(self, number: int, run: RunDirectory):
+        log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
+        super().__init__(f"trainer_rank{number}", log, run)
+        self.number = number
+        self.node: str | None = None
+        self.gpu: str | None = None
+        self.how = ""
+        """What the newest occupant is, for the history."""
+        self.hung: str | None = None
+        """What was wrong with the occupant, if it was killed because it hung."""
+        self._occupant: RankProcess | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether there is no occupant, between a death and the next start."""
+        return self._occupant is None
+
+    @property
+    def occupant(self) -> RankProcess:
+        """The worker that has the rank; there must be one."""
+        assert self._occupant is not None
+        return self._occupant
+
+    def fill(self, occupant: RankProcess, how: str) -> None:
+        """Give the place to a worker."""
+        self._occupant, self.how = occupant, how
+
+    def wait_started(self, seconds: float) -> None:
+        """Wait until the occupant has started, if it is a new process."""
+        about = self.occupant.wait_started(seconds)
+        self.node = about.node
+        self.gpu = about.gpu or self.gpu
+
+    def train(
+        self, meeting_place: tuple[str, int], config: TrainerBase, attempt: Attempt
+    ) -> "ray.ObjectRef[Any]":
+        """Have the occupant train, and watch over it; the future gives its `Outcome`."""
+        self.hung = None
+        silence, standstill = config.heartbeat_timeout, config.hang_timeout
+        self.watch_over(self._about.pid, silence=silence, standstill=standstill)
+        address, port = meeting_place
+        log = str(self.log)
+        rank = Assignment(self.number, config.workers, address, port, gpu=self.gpu, name=self.name, log=log)
+        return self.occupant.train(rank, config, attempt)
+
+    def look_after(self) -> None:
+        """Kill the occupant if it hangs; Ray tells of its death soon after."""
+        if self.hung is None and (problem := self.hang()):
+            self.hung = problem
+            self.occupant.kill()
+
+    def vacate(self) -> None:
+        """Make sure that the occupant is dead, and make room for the next."""
+        if self._occupant is None:
+            return
+        with contextlib.suppress(RayError):
+            self._occupant.kill()
+        if self._occupant.about:
+            self.note_state("failed")
+        self._occupant = None
+
+    def note_state(self, state: str) -> None:
+        """Record in roles.json how the occupant, which has started, is doing."""
+        self.run.set_role(self.name, state, self._about.pid, self._about.host)
+
+    @property
+    def _about(self) -> WorkerProcess:
+        about = self.occupant.about
+        assert about is not None
+        return about

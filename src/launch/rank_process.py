@@ -1,0 +1,82 @@
+# pyright: reportUnknownMemberType=false
+"""A worker of the trainer, as its driver holds it."""
+
+import contextlib
+import os
+import signal
+import socket
+from pathlib import Path
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from cairn.config.trainer import TrainerBase
+from cairn.launch.worker import Assignment, Worker, WorkerProcess
+from cairn.run.attempt import Attempt
+
+PING_SECONDS = 2.0
+
+
+class RankProcess:
+    """The occupant of a rank's place, or a spare for one.
+
+    Errors of Ray's, such as `ActorDiedError` of a worker that has died, come from every method that asks it.
+
+    Args:
+        log: the file that it sends its output to.
+        placement: options of a Ray actor; without any it has no CPU or GPU of its own.
+    """
+
+    def __init__(self, log: Path, **placement: Any):
+        options = placement or {"num_cpus": 0}
+        actor: Any = Worker
+        self._worker = actor.options(**options).remote(str(log), os.getpid(), socket.gethostname())
+        self.about: WorkerProcess | None = None
+        """What process it is, once that is known."""
+
+    def wait_started(self, seconds: float | None = None) -> WorkerProcess:
+        """What process it is, once it has started and is not busy.
+
+        Raises:
+            GetTimeoutError: it is not within `seconds`.
+        """
+        about: WorkerProcess = self.about or ray.get(self._worker.process.remote(), timeout=seconds)
+        self.about = about
+        return about
+
+    def prepare(self, config: TrainerBase) -> "ray.ObjectRef[None]":
+        """Have it import what training needs; the future tells when it has."""
+        return self._worker.prepare.remote(config)
+
+    def meeting_place(self, seconds: float) -> tuple[str, int]:
+        """An address and a free port of its node."""
+        return ray.get(self._worker.address.remote(), timeout=seconds)
+
+    def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> "ray.ObjectRef[Any]":
+        """Have it train; the future gives its `Outcome`."""
+        return self._worker.train.remote(rank, config, attempt)
+
+    def answers(self) -> bool:
+        """Whether it is alive, idle, and not stopped."""
+        try:
+            ray.get(self._worker.process.remote(), timeout=PING_SECONDS)
+        except RayError:
+            return False
+        return True
+
+    def kill(self) -> None:
+        """Kill it, even if it is stopped, and so deaf to Ray."""
+        about = self.about
+        if about and about.node == ray.get_runtime_context().get_node_id():
+            _kill(about.pid)
+        elif about:
+            there: Any = NodeAffinitySchedulingStrategy(about.node, soft=False)
+            ray.remote(num_cpus=0, scheduling_strategy=there)(_kill).remote(about.pid)
+        ray.kill(self._worker)
+
+
+def _kill(pid: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, signal.SIGKILL)
