@@ -1,3 +1,5 @@
+# Values that nobody has checked yet have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """A command line, taken apart: configuration files, then flags that override them.
 
 sft @ file.toml [@ another.toml] --optimizer.lr 1e-4 --ckpt --no-data.shuffle
@@ -282,8 +284,9 @@ def _lay(
     above = section.path if section else above
     if section and _is_another_type(section, target, content.get("type")):
         target.clear()
-    for key in content if section else ():
-        _leave_arguments(section, target, key, content[key])
+    if section:
+        for key in content:
+            _leave_arguments(section, target, key, content[key])
     for key, value in content.items():
         child = section.children.get(key) if section else None
         path = child.path if child else (*above, key)

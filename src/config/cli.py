@@ -1,3 +1,5 @@
+# Values that nobody has checked yet have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """From the command line to a checked configuration.
 
 Whatever is wrong with it is a `UsageError`: one clear message and exit code 2, before anything is started
@@ -18,12 +20,14 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.settings import Setting, settings_of
+from cairn.config.shared import CommandConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
+Command = TypeVar("Command", bound=CommandConfig)
 
-COMMANDS: dict[str, type[BaseConfig]] = {
+COMMANDS: dict[str, type[CommandConfig]] = {
     "sft": SFTConfig,
     "rl": RLConfig,
     "trainer": TrainerConfig,
@@ -41,7 +45,7 @@ BOUNDS = {
 KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", "string": "text"}
 
 
-def load(cls: type[Config], argv: list[str]) -> Config:
+def load(cls: type[Command], argv: list[str]) -> Command:
     """The configuration that `argv` asks for: `@ file.toml`, overridden by flags.
 
     Prints and exits with 0 on `--help` and `--dry-run`.
@@ -53,7 +57,7 @@ def load(cls: type[Config], argv: list[str]) -> Config:
     if "--help" in argv or "-h" in argv:
         from cairn.config.help import render
 
-        print(render(_name_of(cls), root, shared_settings(root)), end="", flush=True)
+        print(render(_name_of(cls), root, hidden_settings(root)), end="", flush=True)
         sys.exit(0)
     config = resolve(cls, take_apart(argv, root))
     if config.dry_run:
@@ -115,6 +119,16 @@ def _is_shared(root: Setting, path: tuple[str, ...]) -> bool:
     return len(path) > 1 and path[1] in _shared_keys(root).get(path[0], ())
 
 
+def hidden_settings(root: Setting) -> set[tuple[str, ...]]:
+    """The settings that nobody is told to give where they stand."""
+    unlisted = {
+        leaf.path
+        for leaf in root.leaves()
+        if leaf.owner and leaf.path[-1] in getattr(leaf.owner, "unlisted", ())
+    }
+    return shared_settings(root) | unlisted
+
+
 def shared_settings(root: Setting) -> set[tuple[str, ...]]:
     """The settings of roles that are set once for the whole run."""
     return {leaf.path for leaf in root.leaves() if _is_shared(root, leaf.path)}
@@ -126,7 +140,7 @@ def _check_shared_values(arguments: Arguments, root: Setting) -> None:
         if _is_shared(root, path):
             if root.find(path) is None:
                 raise UsageError(
-                    f"{_flag(path)}: {hints.unknown_setting(path, root, shared_settings(root), value)}"
+                    f"{_flag(path)}: {hints.unknown_setting(path, root, hidden_settings(root), value)}"
                 )
             raise UsageError(f"{_flag(path)}: all roles share this value; give it once, as {_flag(path[1:])}")
     overridden = {".".join(path) for path, _ in arguments.flags}
@@ -205,7 +219,7 @@ def _readable(
     lines = [text for text in dict.fromkeys(strangers.values()) if text]
     for path, problem in found:
         file = source(path)
-        if strangers.get(file):
+        if file and strangers.get(file):
             continue
         where = _flag(path) + (f" (in {file})" if file else "")
         lines.append(f"{where}: {_plain(path, problem, root)}" if path else _plain(path, problem, root))
@@ -260,7 +274,7 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
     if kind == "extra_forbidden" and setting:
         return hints.of_another_type(setting, root, problem["loc"][-2])
     if kind == "extra_forbidden":
-        return hints.unknown_setting(path, root, shared_settings(root), given)
+        return hints.unknown_setting(path, root, hidden_settings(root), given)
     if kind == "value_error":
         return str(context["error"])
     if kind in BOUNDS:

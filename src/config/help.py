@@ -1,10 +1,11 @@
+# Values that nobody has checked yet have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """`--help`: every setting with its default, those first that people set first."""
 
 import os
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable
 from typing import Any, Literal, Union, get_args, get_origin
 
 from pydantic import BaseModel
@@ -20,8 +21,13 @@ FIRST = (
 """Sections in the order in which they are shown; "" holds the settings at the top. Others follow."""
 LAST = ("inference", "ray", "supervision")
 """`supervision` is not a section of a file: its settings are at the top, but few people ever set them."""
-LEADING = ("max_steps", "output_dir", "seed", "host", "port")
+LEADING = (
+    "max_steps", "output_dir", "seed", "host", "port", "workers", "seq_len", "micro_batch_size",
+    "inference_url", "prompts_per_step", "samples_per_prompt", "max_off_policy_steps",
+)  # fmt: skip
 """What comes first in its section."""
+TRAILING = ("self_check", "dry_run")
+"""And what comes last."""
 WIDEST = 110
 FLAG_COLUMN = 36
 TYPES = {int: "INT", float: "NUMBER", str: "TEXT"}
@@ -54,7 +60,7 @@ def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
     for name, leaves in _by_section(root, hidden):
         section = root.find(tuple(name.replace("-", "_").split("."))) if name else None
         doc = section.doc if section else (SupervisionConfig.__doc__ if name == "supervision" else "")
-        doc = doc.strip().partition("\n")[0]
+        doc = (doc or "").strip().partition("\n")[0]
         if section and section.optional:
             doc += f" Off by default; --{name} turns it on."
         lines += ["", bold(name or "general"), *_fill(doc, width, "  ")]
@@ -80,10 +86,16 @@ def _by_section(root: Setting, hidden: set[tuple[str, ...]]) -> list[tuple[str, 
         return (2, LAST.index(group)) if group in LAST else (1, 0)
 
     for leaves in sections.values():
-        leaves.sort(
-            key=lambda leaf: LEADING.index(leaf.path[-1]) if leaf.path[-1] in LEADING else len(LEADING)
-        )
+        leaves.sort(key=_rank)
     return sorted(sections.items(), key=lambda item: rank(item[0]))
+
+
+def _rank(leaf: Setting) -> int:
+    """Where a setting stands in its section; those of the same rank stay in order of declaration."""
+    name = leaf.path[-1]
+    if name in TRAILING:
+        return len(LEADING) + 1 + TRAILING.index(name)
+    return LEADING.index(name) if name in LEADING else len(LEADING)
 
 
 def _has_sections(setting: Setting) -> bool:
@@ -133,7 +145,7 @@ def _row(flag: str, text: str, width: int) -> list[str]:
     return [f"  {flag}".ljust(FLAG_COLUMN) + body[0].lstrip(), *body[1:]]
 
 
-def _fill(text: str, width: int, indent: str = "") -> Iterable[str]:
+def _fill(text: str, width: int, indent: str = "") -> list[str]:
     return textwrap.wrap(
         text, max(width, FLAG_COLUMN + 30), initial_indent=indent, subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,

@@ -1,3 +1,5 @@
+# Values that nobody has checked yet have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Configuration of the loss of RL: its type, and the settings that this type has."""
 
 from typing import Annotated, Any, ClassVar, Literal, cast

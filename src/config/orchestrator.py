@@ -1,3 +1,5 @@
+# Values that nobody has checked yet have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Configuration of the orchestrator: prompts, rollouts, rewards, batches."""
 
 from typing import Any, ClassVar, cast
@@ -22,6 +24,7 @@ class EnvironmentConfig(BaseConfig):
 class SamplingConfig(BaseConfig):
     """How answers are sampled."""
 
+    unlisted = frozenset({"top_p"})
     temperature: float = Field(default=1.0, ge=0.01, le=2, allow_inf_nan=False)
     """Softmax temperature of sampling; the loss uses it too. vLLM takes none beyond these bounds."""
     top_p: float = 1.0
@@ -63,6 +66,7 @@ class AdvantageConfig(BaseConfig):
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
+    unlisted = frozenset({"normalize_advantages"})
     inference_url: list[str] = []
     """Address of one or several running servers; without it, rl starts one from [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()

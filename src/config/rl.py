@@ -1,3 +1,5 @@
+# Values that nobody has checked yet have no types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Configuration of a whole RL run: the roles' own, and what they share."""
 
 from typing import Any, ClassVar, Self

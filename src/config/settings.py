@@ -86,6 +86,7 @@ def _section(
         for name, info in model.model_fields.items():
             names = _names(name, info)
             child = _setting((*path, names[0]), info, docs.get(name, ""), model)
+            known = child
             for accepted in names:
                 known = section.children.setdefault(accepted, child)
             if known is not child:
@@ -165,4 +166,6 @@ def _docs_in_module(module: str) -> dict[str, dict[str, str]]:
                     ast.Expr(value=ast.Constant(value=str() as text)),
                 ):
                     found[name] = " ".join(text.split())
+                case _:
+                    pass
     return docs

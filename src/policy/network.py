@@ -1,3 +1,5 @@
+# torch.distributed exports neither stores nor the types of process groups.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 """How policies get from the trainer's memory straight into the servers': NCCL between GPUs, else gloo.
 
 Every trainer rank hosts a store at which any server may ask, at any time, for the policy that the rank has.

@@ -1,3 +1,5 @@
+# torch.distributed exports neither stores nor what process groups can do.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 """The trainer's half of sending policies from memory to memory; `network.py` has the protocol."""
 
 import contextlib
@@ -48,10 +50,11 @@ class WeightSender:
             share = share_of(name, tensor, rank)
             if not share.owned or not share.ranges:
                 continue
-            if len(share.ranges) > 1:
+            first, *more = share.ranges
+            if more:
                 raise NotImplementedError(f"{name}: a policy is sent from shards on dimension 0 only")
             self._values[name] = share.local.view(-1)
-            parts[name] = share.ranges[0]
+            parts[name] = first
         self._device = device
         self._store: dist.TCPStore | None = host_store(host)
         self.here = Rank(host, self._store.port, parts)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
@@ -253,7 +254,7 @@ def _prune(arguments: argparse.Namespace) -> int:
     }
     try:
         rules = CkptConfig(**{**_rules(arguments.path).model_dump(), **given})
-    except ValueError as error:
+    except ValidationError as error:
         raise UsageError(str(error.errors()[0]["msg"])) from None
     pinned = (pins(store) | set(arguments.pin)) - set(arguments.unpin)
     with store.alone():
@@ -270,7 +271,8 @@ def _fork(arguments: argparse.Namespace) -> int:
 
     folder, forked = fork(_step(arguments.step), arguments.output_dir)
     if arguments.json:
-        print_json({"folder": str(folder), "run_id": forked.run_id, "parent": forked.parent.model_dump()})
+        parent = forked.parent.model_dump() if forked.parent else None
+        print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})
     else:
         say(f"{folder} is step {forked.step} of the new run {forked.run_id}; go on with")
         say(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")

@@ -20,7 +20,7 @@ from pydantic_config import BaseConfig
 import cairn
 from cairn.config import hints
 from cairn.config.ckpt import CkptConfig
-from cairn.config.cli import COMMANDS, load, require, shared_settings
+from cairn.config.cli import COMMANDS, hidden_settings, load, require, shared_settings
 from cairn.config.inference import InferenceConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
@@ -548,7 +548,7 @@ def test_help_shows_what_can_be_set_and_nothing_else(command: str, capsys: pytes
         load(COMMANDS[command], ["--help"])
     shown = re.findall(r"^  (--[a-z][\w.-]*)", capsys.readouterr().out, flags=re.MULTILINE)
     root = settings_of(COMMANDS[command])
-    expected = {leaf.flag for leaf in root.leaves() if leaf.path not in shared_settings(root)}
+    expected = {leaf.flag for leaf in root.leaves() if leaf.path not in hidden_settings(root)}
     assert len(shown) == len(set(shown))
     assert set(shown) == expected | {"--version"}
     for flag in expected:
@@ -581,6 +581,12 @@ def test_help_begins_with_what_people_set_first(capsys: pytest.CaptureFixture[st
         titles = re.findall(r"^([a-z][\w.-]*)$", capsys.readouterr().out, flags=re.MULTILINE)
         assert [title for title in titles if title in order] == order
         assert titles[-1] == "supervision"
+
+
+def test_help_leaves_out_what_has_one_value_or_a_newer_name():
+    hidden = hidden_settings(settings_of(RLConfig)) - shared_settings(settings_of(RLConfig))
+    assert hidden == {("orchestrator", "sampling", "top_p"), ("orchestrator", "normalize_advantages")}
+    assert load(RLConfig, ["--orchestrator.sampling.top-p", "1"]).orchestrator.sampling.top_p == 1
 
 
 def test_help_fits_into_80_columns(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):

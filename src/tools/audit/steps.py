@@ -2,6 +2,7 @@
 
 import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -90,7 +91,7 @@ def read_state(store: CheckpointStore, step: int, report: Report) -> TrainerReco
 
 
 def check_lineage(
-    manifests: dict[int, Manifest], config: dict[str, Any], attempt: Attempt, report: Report
+    manifests: dict[int, Manifest], config: Mapping[str, Any], attempt: Attempt, report: Report
 ) -> None:
     """Each checkpoint goes on from the one before it, the first from nothing or from another run."""
     deletes = any((config.get("ckpt") or {}).get(rule) for rule in ("keep_last", "keep_best"))
