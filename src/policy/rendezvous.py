@@ -1,3 +1,5 @@
+# torch.distributed exports no stores.
+# pyright: reportPrivateImportUsage=false
 """Where processes find each other to exchange tensors: a small key-value store that one of them hosts."""
 
 import socket
