@@ -265,7 +265,7 @@ def _unknown(
 
 
 def _guess(text: str) -> Any:
-    """A value of a type that nobody has declared."""
+    """The value of a key without a declared type: JSON, else text."""
     try:
         return json.loads(text)
     except ValueError:

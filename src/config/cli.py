@@ -120,7 +120,7 @@ def _is_shared(root: Setting, path: tuple[str, ...]) -> bool:
 
 
 def hidden_settings(root: Setting) -> set[tuple[str, ...]]:
-    """The settings that nobody is told to give where they stand."""
+    """The settings that --help and hints leave out: refused where they stand, or of no use."""
     unlisted = {
         leaf.path
         for leaf in root.leaves()

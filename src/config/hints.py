@@ -1,4 +1,4 @@
-"""What somebody may have meant by a setting that does not exist.
+"""What a user may have meant by a setting that does not exist.
 
 Names that other frameworks use are in `RENAMED` and `MISSING`; a hint never names a setting that the command
 does not have.

@@ -25,7 +25,7 @@ EXIT_DAMAGED = 5
 """The checkpoint that the trainer has to go on from is damaged (`StartDamaged`)."""
 EXIT_STOPPED = 75
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""Whoever read the command's output, such as `head`, has closed it."""
+"""The reader of the command's output, such as `head`, has closed it."""
 
 WORKING = ("trainer", "orchestrator")
 """The roles that work towards the run's last step; a server does not."""
@@ -75,7 +75,7 @@ def answer(
             code = run()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # whoever reads what we print, such as `head`, has enough of it
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     except KeyboardInterrupt:

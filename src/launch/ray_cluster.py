@@ -17,7 +17,7 @@ from cairn.launch.rank_process import RankProcess
 from cairn.run.signals import stop_signals_blocked
 
 SPIN_COUNT = 5000
-"""How often a thread looks for work before it sleeps: 60 microseconds, where OpenMP's own is milliseconds."""
+"""GOMP_SPINCOUNT: a thread without work spins for 60 microseconds, not for milliseconds."""
 
 
 class Placement:
@@ -59,7 +59,7 @@ def start_ray(config: TrainerBase) -> None:
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if config.beside_servers and "OMP_WAIT_POLICY" not in os.environ:
-        # Servers share the cores, and get one that a thread has nothing to do on only once it sleeps.
+        # Servers share the cores, and a thread that spins keeps its core from them.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with stop_signals_blocked():  # for Ray's own processes, and for the workers until they train
         _start_local(config.workers)
@@ -88,7 +88,7 @@ def end_ray(config: TrainerBase) -> None:
 
 
 def _check_address(address: str, seconds: float) -> None:
-    """See that somebody listens there, within `seconds`; Ray itself would wait for minutes.
+    """See that something listens there, within `seconds`; Ray itself would wait for minutes.
 
     Raises:
         OSError: nobody does.

@@ -1,13 +1,13 @@
-"""The one rule for how often, and when, something that died is started again."""
+"""When a dead process is restarted, and when that is given up: one rule for roles and ranks."""
 
 LONGEST_WAIT = 30.0
 
 
 class RestartRule:
-    """At once, then after 4, 8, ... seconds, and at most so many times without the run coming further.
+    """Restart at once, then after 4, 8, 16 and 30 seconds; give up if the restarts bring no new step.
 
     Args:
-        max_restarts: how often without a new step finished in between.
+        max_restarts: restarts without a new step before that.
     """
 
     def __init__(self, max_restarts: int):

@@ -37,9 +37,9 @@ class RolePlace(Place):
         self.local_ray = local_ray
         """Whether a Ray cluster that it starts is for this machine alone."""
         self.ended = False
-        """Whether it has done its work, or nobody will do it any more."""
+        """Whether the role's work is done, or given up."""
         self.lost: str | None = None
-        """How the occupant died, if the run was stopping, so that nobody follows."""
+        """How the occupant died, if it is not replaced because the run is stopping."""
         self._rule = RestartRule(config.max_restarts)
         self._restart_at: float | None = None
         """When the next occupant starts, while there is none."""

@@ -21,7 +21,7 @@ from cairn.run.processes import in_background
 
 
 class Turn:
-    """When this process begins with its role: at once, or, as a standby, when the launcher says so."""
+    """When this process begins its role: at once, or, as a standby, when the launcher promotes it."""
 
     def __init__(self, role: str, run: RunDirectory, *, standby: bool = False):
         self.role = role
@@ -32,7 +32,7 @@ class Turn:
             self._begin()
 
     def load(self, *modules: str) -> None:
-        """Import modules ahead: a standby at its leisure."""
+        """Import modules ahead, if this is a standby; with low priority, so as not to slow the run down."""
         for module in modules if self.standby else ():
             in_background(partial(importlib.import_module, module))
 
@@ -41,7 +41,7 @@ class Turn:
         if self.standby:
             self.run.set_role(f"{self.role}_standby", "waiting")
             if not sys.stdin.readline():
-                os._exit(0)  # it never came
+                os._exit(0)  # the launcher has ended, or needs no standby any more
             self.run.set_role(f"{self.role}_standby", "done")
             self._begin()
 

@@ -64,7 +64,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
 
 
 def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
-    """Why a run that was asked to stop has nothing to wait for: there is nothing to save, or nobody to do it.
+    """Why a run that was asked to stop need not wait: nothing is unsaved, or no role is left to save it.
 
     A trainer that has ended by itself has said how it went.
     """

@@ -63,7 +63,7 @@ class Worker:
         return WorkerProcess(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
 
     def prepare(self, config: TrainerBase) -> None:
-        """Import what training needs, so that it can begin at once; those who train are not slowed down."""
+        """Import what training needs, with low priority: other ranks train meanwhile."""
 
         def prepare() -> None:
             from cairn.trainer.warm import warm_up

@@ -2,12 +2,13 @@
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
 """How policies get from the trainer's memory straight into the servers': NCCL between GPUs, else gloo.
 
-Every trainer rank hosts a store at which any server may ask, at any time, for the policy that the rank has.
-It sends its shards of it while training goes on: weights change in the optimiser's step only, and the rank
-waits there until nobody reads them any more. So nothing is copied or written down for servers, and one that
-joins late gets the policy as well.
+Every trainer rank hosts a store, at which any server may ask at any time for the policy that the rank holds.
+The rank sends its shards while training goes on: weights change in the optimiser's step only, which waits
+until no server reads them any more. So policies are neither copied nor written to disk for servers, and a
+server that joins late gets the current policy too.
 
-A server and a rank are a group of two. They agree over the store, with these keys after the pair's number:
+Each pair of a server and a rank is a process group. The two agree over the store, with these keys after the
+pair's number:
 `hello` (in which order and data type the server wants the tensors), then for each policy i `ask/i` (its
 step), `answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` once all ranks said yes, else `no`). Then come
 the tensors, and under `sums/i` the checksums of what the rank has sent. The rank's half is in `sender.py`,
@@ -23,9 +24,9 @@ import torch.distributed as dist
 from cairn.policy.rendezvous import address_towards
 
 PATIENCE = timedelta(seconds=60)
-"""How long the two wait for each other when they are at it; then each gives the other up."""
+"""Timeout of each operation between the two."""
 ANSWER = timedelta(seconds=10)
-"""How long a server, in which everything stands still meanwhile, waits for a rank's answer."""
+"""Timeout of a server's wait for a rank's answer; the server generates nothing meanwhile."""
 
 PairGroup = Union["dist.ProcessGroupGloo", "dist.ProcessGroupNCCL"]
 """The process group of one rank and one server."""

@@ -23,12 +23,12 @@ from cairn.policy.source import Rank, Source
 logger = logging.getLogger(__name__)
 
 MEET_SECONDS = 0.05
-"""How often a rank looks for servers that it does not know."""
+"""Between two looks of a rank for servers that have connected."""
 FOREVER = timedelta(days=365)
 """Timeout of the wait for a server's next request. `close` ends it by storing END under the awaited key."""
 END = "end"
 END_SECONDS = 1.0
-"""How long each thread has for its end."""
+"""How long `close` waits for each thread."""
 
 
 class WeightSender:
@@ -61,7 +61,10 @@ class WeightSender:
         self._state = threading.Condition()
         self._newest = -1
         self._offered: int | None = None
-        """None while it is made into the next; a server that waited for that could keep it from coming."""
+        """The step of the policy that the tensors hold; None while the optimiser changes them.
+
+        Servers that ask meanwhile are told `gone` and don't wait: a waiting reader would block the update.
+        """
         self._readers = 0
         self._changed: torch.cuda.Event | None = None
         self._ended = False
@@ -88,7 +91,7 @@ class WeightSender:
             self._state.wait_for(lambda: not self._readers)
 
     def close(self) -> None:
-        """End; whoever asks from now on is not answered."""
+        """Stop answering servers, and end the threads."""
         if self._store is None:
             return
         self.withdraw()
@@ -98,10 +101,10 @@ class WeightSender:
             self._store.set(key, END)
         for thread in self._threads:
             thread.join(END_SECONDS)
-        self._store = None  # whoever asks now notices at once
+        self._store = None  # closes it: a server that asks now fails at once
 
     def _meet(self) -> None:
-        """Have a thread for each server that comes."""
+        """Start a thread for each server that connects."""
         store = self._client()
         while not self._ended:
             for pair in range(len(self._threads), store.add("pairs", 0) + 1):
@@ -110,7 +113,7 @@ class WeightSender:
             time.sleep(MEET_SECONDS)
 
     def _attend(self, pair: int) -> None:
-        """Answer one server's requests, until one fails."""
+        """Answer the requests of one server, until one fails."""
         try:
             store = self._client()
             hello = json.loads(store.get(f"{pair}/hello"))
@@ -142,7 +145,7 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _reading(self, asked: int) -> Iterator[str]:
-        """The answer to who asks for the policy after `asked` steps; after a yes it stays as it is inside."""
+        """The answer to a request for the policy after `asked` steps; a yes keeps the policy inside."""
         with self._state:
             past = "yes" if asked == self._offered else "gone"
             answer = past if asked <= self._newest else "early"

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from cairn.tools.audit import Report
 
 WIDE = 1000
-"""Columns where nobody's terminal has to hold them."""
+"""Width of the output in columns where it does not go to a terminal."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:

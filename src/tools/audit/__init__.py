@@ -1,7 +1,7 @@
 """`ckpt audit`: what a run has trained on, proved from its manifests, its metrics and its ledger.
 
-They are read in this order, and whoever writes them writes in the other: a run that goes on meanwhile only
-adds what a later one of them must hold.
+A live run writes ledger, then metrics, then manifest. They are read in the opposite order, so that what is
+written meanwhile only adds rows to a file that is read later.
 """
 
 from pathlib import Path

@@ -1,4 +1,4 @@
-"""Recipes: what each segment of the run was trained on, and whether whoever changed it said so."""
+"""Recipes: what each segment of the run was trained on, and whether each change of it was noted."""
 
 import operator
 from collections.abc import Mapping
