@@ -24,7 +24,7 @@ class RankPlace(Place):
         self.node: str | None = None
         self.gpu: str | None = None
         self.how = ""
-        """What the newest occupant is, for the history."""
+        """How the newest occupant got the place, for the history; empty once that is noted there."""
         self.hung: str | None = None
         """What was wrong with the occupant, if it was killed because it hung."""
         self._occupant: RankProcess | None = None

@@ -145,8 +145,9 @@ class Ranks:
             _RanksDied: one died before it could begin.
         """
         heartbeat.doing("starting workers", waiting=True)
-        empty = [rank for rank in self._ranks if rank.is_empty]
-        for rank in empty:
+        for rank in self._ranks:
+            if not rank.is_empty:
+                continue
             if spare := self._spare_for(rank):
                 rank.fill(spare, "is replaced by a spare")
             else:
@@ -156,15 +157,18 @@ class Ranks:
                 rank.wait_started(self.config.ray.start_timeout)
             except ActorDiedError:
                 raise _RanksDied({rank.number: "died while it started"}) from None
-        for rank in empty:
+        for rank in self._ranks:
+            if not rank.how:
+                continue
             rank.note_state("running")
             if reason := self._vacated.pop(rank.number, None):
                 rank.note_restart(reason, rank.how, step=self._step)
+            rank.how = ""
 
     def _spare_for(self, rank: RankPlace) -> RankProcess | None:
         """A spare on the rank's node, with the rank's GPU in reach."""
         if rank.node is None and (self.config.ray.address or self._placement.gpus):
-            return None  # nobody has had the place, so where it is is not known
+            return None  # the place has had no occupant, so its node is not known
         return self.standbys.take(rank.node) or self.spares.take(rank.node)
 
     def _train(self, attempt: Attempt) -> Outcome:
