@@ -2,10 +2,11 @@
 
 import json
 import os
-import signal
 from dataclasses import dataclass
 from pathlib import Path
 
+import draws
+import families
 import pytest
 from runs import (
     CONFIGS,
@@ -49,7 +50,8 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
     faulty.environment |= {"CAIRN_FAULT": "commit.before_manifest:kill@2"}
     straight, run = folder / "straight", folder / "run"
     short = ("--seq-len", 32, "--micro-batch-size", 2, "--data.batch-size", 8, "--ckpt.interval", 3)
-    sft = ("sft", "@", f"{CONFIGS}/sft.toml", *short)
+    model = families.make(draws.family(__name__), folder / "model")
+    sft = ("sft", "@", f"{CONFIGS}/sft.toml", "--model.name", model, *short)
     to_the_end = ("--max-steps", END)
     with shell.start(*sft, *to_the_end, "--output-dir", straight) as beside:
         killed = faulty.run(*sft, *to_the_end, "--output-dir", run, "--max-restarts", 0)
@@ -61,7 +63,7 @@ def story(tmp_path_factory: pytest.TempPathFactory) -> Story:
             # The killed one may have come as far, but then its rows are gone before the next attempt begins.
             command.wait_until(lambda: read(run / "roles.json")["number"] == 2 and len(rows(run)) >= 8)
             (worker,) = command.workers()
-            os.kill(worker, signal.SIGTERM)
+            os.kill(worker, draws.stop_signal("killed_run"))
             preempted = command.finish()
             command.assert_nothing_survives()
         stopped_at = len(rows(run))
@@ -78,7 +80,7 @@ def test_a_kill_in_a_commit_is_a_failure_that_costs_no_step(story: Story):
     assert [entry["ok"] for entry in story.verified_then] == [True]
 
 
-def test_sigterm_to_a_worker_saves_at_the_next_step_boundary(story: Story):
+def test_a_stop_signal_to_a_worker_saves_at_the_next_step_boundary(story: Story):
     """The launcher's exit code is 75, and the step that was done last exists."""
     assert story.preempted.code == 75, story.preempted.output
     assert f"stopped at step {story.stopped_at}" in story.preempted.output
