@@ -643,7 +643,7 @@ def test_a_dry_run_prints_what_can_be_given_back(
     else:
         assert resolved["max_steps"] == 7
         assert resolved["ckpt"] is not None
-        assert resolved["output_dir"].startswith("outputs/reverse_text_")
+        assert resolved["output_dir"].startswith(str(Path("outputs/reverse_text_").absolute()))
     assert list(everything_in(tmp_path)) == [str(tmp_path)]
     file = write(tmp_path / "resolved.json", finished.output)
     again = call(name, "@", file)
@@ -656,7 +656,8 @@ def test_a_dry_run_of_rl_hands_shared_values_to_every_role(call: Callable[..., F
     shared = ("--max-steps", 7, "--seed", 3, "--ckpt.interval", 2, "--model.name", "m", "--output-dir", "o")
     resolved = json.loads(call("rl", *RL, *shared, "--dry-run").output)
     for part in (resolved, resolved["trainer"], resolved["orchestrator"]):
-        assert (part["max_steps"], part["seed"], part["output_dir"]) == (7, 3, "o")
+        assert (part["max_steps"], part["seed"]) == (7, 3)
+        assert part["output_dir"] == str(Path("o").absolute())
         assert part["ckpt"]["interval"] == 2
         assert part["model"]["name"] == "m"
     assert resolved["inference"]["model"]["name"] == "m"

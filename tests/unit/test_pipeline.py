@@ -476,7 +476,7 @@ def test_servers_that_compute_another_model_end_the_run(
     configuration: OrchestratorConfig, tmp_path: Path, step: int, is_usage: bool
 ):
     """At its start that is a matter of the model and the settings, which the message is about."""
-    config = in_folder(configuration, tmp_path / "run", 4, 1)
+    config = in_folder(configuration, tmp_path / "run", 4, 0)  # in turns: no version is skipped
     servers = Servers(random.Random(1), disagrees_at=step)
     trainer = Trainer(begin(config, ATTEMPT), ATTEMPT, 4, random.Random(1))
     with pytest.raises(UsageError if is_usage else ServerDisagrees, match="the logprobs differ") as error:
