@@ -542,14 +542,18 @@ def test_a_group_that_gets_too_old_is_dropped_and_asked_for_again(
     """It is counted, and its prompt is still trained on once."""
     config = in_folder(configuration, tmp_path / "run", 9, 1)
 
-    class OneIsSlow(Servers):
-        async def _answer(self, seed: int, max_tokens: int) -> Generation:
-            if len(self.asked) == 4:
-                await asyncio.sleep(0.2)
-            return await super()._answer(seed, max_tokens)
-
     run = begin(config, ATTEMPT)
     trainer = Trainer(run, ATTEMPT, 9, random.Random(0))
+
+    class OneIsSlow(Servers):
+        async def _answer(self, seed: int, max_tokens: int) -> Generation:
+            if len(self.asked) == 4:  # until the policy that it is asked of is older than may be trained on
+                begun = len(trainer.trained)
+                async with asyncio.timeout(30):
+                    while len(trainer.trained) < begun + 4:
+                        await asyncio.sleep(0.01)
+            return await super()._answer(seed, max_tokens)
+
     asyncio.run(see_through(config, ATTEMPT, trainer, OneIsSlow(random.Random(0)), []))
     dropped = sum(batch.metrics["groups/dropped"] for batch in trainer.trained)
     assert dropped >= 1
