@@ -18,6 +18,7 @@ last, over the disturbed one's). Exit code 1 if there is a violation; the folder
 import argparse
 import json
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -29,6 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 def main() -> int:
     """The command; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], usage=__doc__.split("usage: ")[1].splitlines()[0]
     )
