@@ -17,11 +17,6 @@ if TYPE_CHECKING:
 
     from cairn.api.checkpoints import Checkpoint
 
-ANSWERS = """
-SELECT groups.batch AS step, place, groups.problem, sample, prompt_ids, text, reward, finish_reason,
-    json_array_length(samples.token_ids) AS tokens, groups.policy_step
-FROM samples JOIN groups USING (place) WHERE finish_reason IS NOT NULL ORDER BY place, sample
-"""
 COLUMNS = (
     *("step", "place", "problem", "sample", "prompt", "text", "reward"),
     *("finish_reason", "tokens", "policy_step"),
@@ -58,7 +53,7 @@ class Step:
     @property
     def nbytes(self) -> int:
         """The size of all its files."""
-        return sum(entry.size for entry in self.manifest.files.values())
+        return self.manifest.nbytes
 
     @property
     def model(self) -> Path:
@@ -139,13 +134,12 @@ class Run:
         """
         import pandas as pd
 
-        from cairn.orchestrator.ledger import open_ledger
+        from cairn.orchestrator.ledger import read_answers
 
         ledger = self._view.run.ledger
         if not ledger.exists():
             raise UsageError(f"{self.path}: there is no ledger of rollouts; only RL runs have one")
-        with open_ledger(ledger) as database:
-            rows = [dict(row) for row in database.execute(ANSWERS)]
+        rows = read_answers(ledger)
         tokenizer = self._tokenizer() if rows else None
         for row in rows:
             ids = json.loads(row.pop("prompt_ids") or "[]")

@@ -86,6 +86,11 @@ class Manifest(BaseModel):
                 raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
         return files
 
+    @property
+    def nbytes(self) -> int:
+        """The size of all files together."""
+        return sum(entry.size for entry in self.files.values())
+
     def to_json(self) -> bytes:
         """As it stands in the file."""
         return (self.model_dump_json(indent=1) + "\n").encode()

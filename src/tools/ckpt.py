@@ -179,12 +179,11 @@ def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
     except CheckpointError as error:
         state = f"damaged: {error}"
     fields = {"step", "branch", "created", "run_id", "attempt", "parent", "world_size", "metrics", "parts"}
-    size = sum(entry.size for entry in manifest.files.values())
     return {
         "folder": str(folder),
         "state": state,
         "kept_by": reasons,
-        "bytes": size,
+        "bytes": manifest.nbytes,
         **manifest.model_dump(include=fields),
     }
 
@@ -213,8 +212,7 @@ def _verify(arguments: argparse.Namespace) -> int:
             task = progress.add_task(escape(printable(folder.name)), total=None)
             problem = None
             try:
-                size = sum(entry.size for entry in load_manifest(folder).files.values())
-                progress.update(task, total=size)
+                progress.update(task, total=load_manifest(folder).nbytes)
                 verify(folder, on_bytes=lambda count, task=task: progress.advance(task, count))
             except CheckpointError as error:
                 problem = str(error)

@@ -9,7 +9,7 @@ small row for each batch and for each dropped group is kept for ever. The life o
 """
 
 from cairn.orchestrator.ledger.ledger import Ledger, LedgerFailed
-from cairn.orchestrator.ledger.reading import LedgerContent, open_ledger, read_ledger
+from cairn.orchestrator.ledger.reading import LedgerContent, read_answers, read_ledger
 from cairn.orchestrator.ledger.schema import FORMAT, SCHEMA, LedgerRun, to_ranges
 
 __all__ = [
@@ -19,7 +19,7 @@ __all__ = [
     "LedgerContent",
     "LedgerFailed",
     "LedgerRun",
-    "open_ledger",
+    "read_answers",
     "read_ledger",
     "to_ranges",
 ]

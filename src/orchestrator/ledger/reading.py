@@ -15,6 +15,12 @@ from cairn.run.messages import ShippedBatch
 
 Row = dict[str, Any]
 
+ANSWERS = """
+SELECT groups.batch AS step, place, groups.problem, sample, prompt_ids, text, reward, finish_reason,
+    json_array_length(samples.token_ids) AS tokens, groups.policy_step
+FROM samples JOIN groups USING (place) WHERE finish_reason IS NOT NULL ORDER BY place, sample
+"""
+
 
 @dataclass(frozen=True)
 class LedgerContent:
@@ -70,3 +76,9 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
         (run,) = tables["run"]
         batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
     return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
+
+
+def read_answers(path: Path) -> list[Row]:
+    """The whole answers, with their prompts and the steps they were shipped for; see `open_ledger`."""
+    with open_ledger(path) as database:
+        return [dict(row) for row in database.execute(ANSWERS)]
