@@ -217,6 +217,14 @@ def free_port() -> int:
 # What a run leaves behind
 
 
+def environment_of(pid: int) -> list[bytes]:
+    """What process `pid` was started with, as `NAME=value`; the kernel shows it a moment after its execve."""
+    end = time.monotonic() + 10
+    while not (environment := Path(f"/proc/{pid}/environ").read_bytes()) and time.monotonic() < end:
+        time.sleep(0.01)
+    return environment.split(b"\0")
+
+
 def rows(run: Path) -> list[dict[str, Any]]:
     """The rows of metrics.jsonl so far; a last line that is still being written is left out."""
     path = run / "metrics.jsonl"

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from runs import environment_of
 
 from cairn.launch import ray_cluster, ray_folder
 from cairn.launch.exits import RayFailed
@@ -107,10 +108,7 @@ def test_a_role_starts_deaf_and_with_a_ray_token_of_its_own(tmp_path: Path, monk
         role = RoleProcess("trainer", tmp_path, tmp_path / "log", local_ray=local)
         try:
             status = Path(f"/proc/{role.pid}/status").read_text()
-            environment = dict(
-                entry.partition(b"=")[::2]
-                for entry in Path(f"/proc/{role.pid}/environ").read_bytes().split(b"\0")
-            )
+            environment = dict(entry.partition(b"=")[::2] for entry in environment_of(role.pid))
         finally:
             role.kill()
         (blocked,) = (int(line.split()[1], 16) for line in status.splitlines() if line.startswith("SigBlk"))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
+from runs import environment_of
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch.endings import conclude_early
@@ -35,10 +36,7 @@ def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
     """
     role = RoleProcess("trainer", tmp_path, tmp_path / "log", local_ray=local)
     try:
-        end = time.monotonic() + 10
-        while not (environ := Path(f"/proc/{role.pid}/environ").read_bytes()) and time.monotonic() < end:
-            time.sleep(0.01)  # the kernel has not yet put it there
-        settings = environ.split(b"\0")
+        settings = environment_of(role.pid)
     finally:
         role.kill()
     assert b"RAY_ENABLE_UV_RUN_RUNTIME_ENV=0" in settings

@@ -79,16 +79,17 @@ class Family:
             if (pid, started) in self._ours or session in self._sessions:
                 self._ours.add((pid, started))
                 ours.append(Process(pid, started, session, _command(pid)))
-            else:
+            elif self._has_environment(pid):
                 self._others.add((pid, started))
         self._sessions &= {process.session for process in ours}
         return ours
 
     def _is_marked(self, pid: int) -> bool:
-        try:
-            return f"{MARK}={self._mark}".encode() in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")
-        except OSError:
-            return False
+        return f"{MARK}={self._mark}".encode() in _environment(pid).split(b"\0")
+
+    def _has_environment(self, pid: int) -> bool:
+        """Whether the kernel shows one: for a moment during execve it shows an empty one."""
+        return _environment(pid) != b""
 
     def named(self, name: str) -> list[Process]:
         """Those whose command line has `name` in it."""
@@ -107,6 +108,13 @@ def send(number: int, processes: Iterable[Process]) -> None:
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)
+
+
+def _environment(pid: int) -> bytes:
+    try:
+        return Path(f"/proc/{pid}/environ").read_bytes()
+    except OSError:
+        return b""
 
 
 def _command(pid: int) -> str:
