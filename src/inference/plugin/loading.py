@@ -6,8 +6,9 @@ Runs inside vLLM's processes only.
 import collections
 import contextlib
 import copy
+import functools
 import itertools
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Generator, Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +23,7 @@ from vllm.logger import init_logger
 from vllm.model_executor.layers.attention import Attention, MLAAttention
 from vllm.model_executor.layers.fused_moe.unquantized_fused_moe_method import UnquantizedFusedMoEMethod
 from vllm.model_executor.layers.linear import LinearBase, UnquantizedLinearMethod
+from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
 from vllm.model_executor.layers.utils import dispatch_cpu_unquantized_gemm
 from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbeddingMethod
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
@@ -30,6 +32,7 @@ from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
 from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
+from vllm.platforms import current_platform
 
 from cairn.checkpoint.layout import tensor_files
 from cairn.inference.log_reason import MODEL_REFUSED
@@ -80,6 +83,7 @@ class RepackableLoader(DefaultModelLoader):
     ) -> torch.nn.Module:
         model = super().load_model(vllm_config, model_config, prefix)
         check_heads(model)
+        rotate_all_heads(model)
         pack_linear_weights(model.modules())
         held_by(model).note(model.named_parameters())
         return model
@@ -100,6 +104,29 @@ def check_heads(model: torch.nn.Module) -> None:
                     f"{MODEL_REFUSED}its attention heads have size {size} (head_dim in config.json), and "
                     f"vLLM's {backend.get_name()} takes {sizes}"
                 )
+
+
+def rotate_all_heads(model: torch.nn.Module) -> None:
+    """Give the CPU's rotary kernel each token's heads as one vector, also where a model keeps them apart.
+
+    Of queries and keys [tokens, heads, head size], which LFM2 passes, the kernel rotates only some heads, and
+    by the angles of other tokens.
+    """
+    for module in model.modules():
+        if isinstance(module, RotaryEmbedding) and current_platform.is_cpu():
+            module.forward = functools.partial(_rotate_flat, module.forward)
+
+
+def _rotate_flat(
+    rotate: Callable[..., tuple[torch.Tensor, torch.Tensor | None]],
+    positions: torch.Tensor,
+    query: torch.Tensor,
+    key: torch.Tensor | None = None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if query.ndim < 3:
+        return rotate(positions, query, key)
+    flat_query, flat_key = rotate(positions, query.flatten(1), None if key is None else key.flatten(1))
+    return flat_query.view(query.shape), None if key is None else cast(torch.Tensor, flat_key).view(key.shape)
 
 
 def pack_linear_weights(modules: Iterable[torch.nn.Module]) -> None:
