@@ -1,7 +1,8 @@
 # Values that nobody has checked yet have no types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Configuration of the loss of RL: its type, and the settings that this type has."""
+"""Configuration of the losses of SFT and RL: the type, and the settings that this type has."""
 
+from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal, cast
 
 from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, field_validator
@@ -58,8 +59,15 @@ class MaskConfig(LossConfig):
     """mask: tokens with a larger ratio are excluded."""
 
 
+class LikelihoodConfig(LossConfig):
+    """Negative log-likelihood of the tokens to learn."""
+
+    type: Literal["likelihood"] = "likelihood"
+    """What is minimised: -log p of each token to learn, or a loss of your own (module:Class)."""
+
+
 class CustomLossConfig(LossConfig):
-    """A loss of your own."""
+    """A loss of your own, for RL."""
 
     is_own = True
     type: str = Field(validation_alias=NAMES)
@@ -71,21 +79,42 @@ class CustomLossConfig(LossConfig):
     @classmethod
     def _is_a_class(cls, value: str) -> str:
         if not all(value.partition(":")):
+            names = list(cls.built_in())
             raise ValueError(
-                f"{value!r} is none of {', '.join(BUILT_IN)}, nor module:Class{one_of(value, list(BUILT_IN))}"
+                f"{value!r} is none of {', '.join(names)}, nor module:Class{one_of(value, names)}"
             )
         return value
+
+    @classmethod
+    def built_in(cls) -> Iterable[str]:
+        """The types that are no class of the user's."""
+        return POLICY_LOSSES
 
     def arguments(self) -> dict[str, Any]:
         """What the class is made with."""
         return self.args
 
 
-BUILT_IN: dict[str, type[LossConfig]] = {
+class CustomSFTLossConfig(CustomLossConfig):
+    """A loss of your own, for SFT."""
+
+    type: str
+    """What is minimised: -log p of each token to learn, or a loss of your own (module:Class)."""
+
+    @classmethod
+    def built_in(cls) -> Iterable[str]:
+        """The types that are no class of the user's."""
+        return SFT_LOSSES
+
+
+POLICY_LOSSES: dict[str, type[LossConfig]] = {
     "clip": ClipConfig,
     "truncate": TruncateConfig,
     "mask": MaskConfig,
 }
+"""The losses of RL by type; the first is the default."""
+SFT_LOSSES: dict[str, type[LossConfig]] = {"likelihood": LikelihoodConfig}
+"""Those of SFT, likewise."""
 
 
 def _with_type(data: Any) -> Any:
@@ -95,16 +124,25 @@ def _with_type(data: Any) -> Any:
     data = dict(cast("dict[str, Any]", data))
     if EARLIER_NAME in data:
         data["type"] = data.pop(EARLIER_NAME)
-    everything = {name for config in BUILT_IN.values() for name in config.model_fields}
+    everything = {name for config in POLICY_LOSSES.values() for name in config.model_fields}
     kind = data.get("type", "clip")
-    if data.keys() | {"type"} == everything and kind in BUILT_IN:
-        data = {name: value for name, value in data.items() if name in BUILT_IN[kind].model_fields}
+    if data.keys() | {"type"} == everything and kind in POLICY_LOSSES:
+        data = {name: value for name, value in data.items() if name in POLICY_LOSSES[kind].model_fields}
     return data
 
 
-def _tag(data: Any) -> str:
-    kind = cast("dict[str, Any]", data).get("type", "clip") if isinstance(data, dict) else data.type
-    return kind if isinstance(kind, str) and kind in BUILT_IN else "module:Class"
+def _tag(built_in: dict[str, type[LossConfig]]) -> Callable[[Any], str]:
+    """Tells which member of a union a section is for."""
+
+    def tag(data: Any) -> str:
+        kind = (
+            cast("dict[str, Any]", data).get("type", next(iter(built_in)))
+            if isinstance(data, dict)
+            else data.type
+        )
+        return kind if isinstance(kind, str) and kind in built_in else "module:Class"
+
+    return tag
 
 
 PolicyLossConfig = Annotated[
@@ -112,7 +150,12 @@ PolicyLossConfig = Annotated[
     | Annotated[TruncateConfig, Tag("truncate")]
     | Annotated[MaskConfig, Tag("mask")]
     | Annotated[CustomLossConfig, Tag("module:Class")],
-    Discriminator(_tag),
+    Discriminator(_tag(POLICY_LOSSES)),
     BeforeValidator(_with_type),
 ]
-"""The configuration of one type of loss; `type` says which."""
+"""The configuration of one type of loss of RL; `type` says which."""
+SFTLossConfig = Annotated[
+    Annotated[LikelihoodConfig, Tag("likelihood")] | Annotated[CustomSFTLossConfig, Tag("module:Class")],
+    Discriminator(_tag(SFT_LOSSES)),
+]
+"""The configuration of one type of loss of SFT; `type` says which."""

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal
 from pydantic import Field, model_validator
 
 from cairn.config.base import BaseConfig
-from cairn.config.loss import ClipConfig, LossConfig, PolicyLossConfig
+from cairn.config.loss import ClipConfig, LikelihoodConfig, LossConfig, PolicyLossConfig, SFTLossConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.supervision import SupervisionConfig
 
@@ -137,10 +137,16 @@ class SFTConfig(TrainerBase):
     output_dir: str = Field(default="outputs/sft", validate_default=True)
     """Folder for everything that the run writes."""
     data: SFTDataConfig = SFTDataConfig()
+    loss: SFTLossConfig = LikelihoodConfig()
 
     @property
     def records(self) -> SFTDataConfig:
         return self.data
+
+    @property
+    def own_loss(self) -> LossConfig | None:
+        """The loss, if it is a class of the user's own."""
+        return self.loss if self.loss.is_own else None
 
 
 class TrainerConfig(TrainerBase):

@@ -46,7 +46,7 @@ ORCHESTRATOR: Settings = {
 }
 """The orchestrator's, likewise."""
 
-ARGUMENTS = ("environment.args", "advantage.args")
+ARGUMENTS = ("environment.args", "advantage.args", "loss.args")
 """Tables with keys of the user's choice, each of which is compared as a whole."""
 
 TOKENIZER_FILES = (
@@ -115,12 +115,28 @@ def _covers(key: str, name: str) -> bool:
 
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Settings) -> list[Change]:
     """The settings that both recipes have, with different values."""
-    saved = {EARLIER_NAMES.get(name, name): value for name, value in saved.items()}
+    saved = _with_whole_tables({EARLIER_NAMES.get(name, name): value for name, value in saved.items()})
     return [
         Change(name, saved[name], now[name], next(allowed[key] for key in allowed if _covers(key, name)))
         for name in now
         if name in saved and saved[name] != now[name]
     ]
+
+
+def _with_whole_tables(saved: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings of earlier runs, which kept some tables of arguments key by key."""
+    whole: dict[str, Any] = {}
+    for name, value in saved.items():
+        table = next((table for table in ARGUMENTS if name.startswith(f"{table}.")), None)
+        if table is None:
+            whole[name] = value
+            continue
+        inner = whole.setdefault(table, {})
+        *above, key = name.removeprefix(f"{table}.").split(".")
+        for section in above:
+            inner = inner.setdefault(section, {})
+        inner[key] = value
+    return whole
 
 
 def check_accepted(

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning: records of a data set, and the likelihood of what the assistant says in them."""
+"""Supervised fine-tuning: records of a data set, and a loss of what the assistant says in them."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from transformers import AutoTokenizer
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Batch
 from cairn.run.recipe import template_arguments
-from cairn.trainer.losses import Likelihood
+from cairn.trainer.losses import make_loss
 from cairn.trainer.records import BadRecord, examine, same_records
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.task import Context, Task
@@ -25,7 +25,7 @@ class SFT(Task):
             BadRecord: they are not the records that the run was started with.
             UsageError: nothing can be learned from the first of them.
         """
-        self.loss = Likelihood()
+        self.loss = make_loss(config.loss)
         recipe = context.recipe
         self._data = SFTData(
             config.data,

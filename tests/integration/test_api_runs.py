@@ -1,5 +1,7 @@
 """The public API from the outside: every example of docs/api.md, from a script and from a notebook."""
 
+import json
+import math
 import os
 import re
 import subprocess
@@ -92,3 +94,22 @@ def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(tmp_path:
     assert len(answers) == 2 * 4 * 4
     assert answers.prompt.str.fullmatch(r"<user>\d+\+\d+=<assistant>").all()
     assert "ratio/mean" not in cairn.Run(run).metrics  # which only Cairn's own losses report
+
+
+def test_sft_with_a_loss_of_ones_own(tmp_path: Path, shell: Shell):
+    """The one of docs/extending.md, started as the page says; the checkpoint names it."""
+    for block in [*blocks("extending.md"), *blocks("extending.md", "toml")]:
+        if name := re.match(r"# (my_sft\w*\.(?:py|toml))\n", block):
+            (tmp_path / name[1]).write_text(block)
+    flags = ("@", tmp_path / "my_sft.toml", "--output-dir", tmp_path / "run", "--ckpt")
+    environment = {"PYTHONPATH": str(tmp_path)}
+    with shell.start("sft", *flags, environment=environment) as command:
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    run = cairn.Run(tmp_path / "run")
+    # An untrained model finds all of its 102 tokens about equally likely, so the mean over tokens is log 102.
+    # Here each sample's sum is divided only by the root of its length.
+    assert (run.metrics["loss"] > 1.5 * math.log(102)).all()
+    recipe = json.loads((tmp_path / "run" / "checkpoints" / "step_2" / "trainer" / "state.json").read_text())
+    assert recipe["recipe"]["settings"]["loss.type"] == "my_sft_loss:EachSample"
+    assert recipe["recipe"]["settings"]["loss.args"] == {"power": 0.5}

@@ -5,7 +5,7 @@ import re
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pytest
@@ -15,12 +15,15 @@ from pydantic import TypeAdapter, ValidationError
 from cairn.config.loss import (
     ClipConfig,
     CustomLossConfig,
+    CustomSFTLossConfig,
+    LikelihoodConfig,
     LossConfig,
     MaskConfig,
     PolicyLossConfig,
+    SFTLossConfig,
     TruncateConfig,
 )
-from cairn.config.trainer import TrainerConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.commands import start
 from cairn.run.batches import COLUMNS, Column, RLBatch, Sample, Sampling, read_batch, write_batch
 from cairn.run.errors import UsageError
@@ -30,7 +33,7 @@ from cairn.run.recipe import TRAINER, Change, changed_settings, settings_of
 from cairn.trainer.losses import LOSSES, Likelihood, Loss, LossInputs, LossSums, make_loss
 from cairn.trainer.packing import BatchCounts, MicroBatch, fill_rows, make_rank_batch
 
-DOCS = Path(__file__).parents[2] / "docs" / "training.md"
+DOCS = Path(__file__).parents[2] / "docs"
 
 
 def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
@@ -115,16 +118,21 @@ def test_the_sft_loss_is_the_likelihood_of_what_is_learned():
 # Which loss
 
 PARSE = TypeAdapter(PolicyLossConfig).validate_python
+PARSE_SFT = TypeAdapter(SFTLossConfig).validate_python
 
 
 def test_every_built_in_loss_has_its_settings():
     """And each is made with the defaults that the configuration has."""
-    union = get_args(get_args(PolicyLossConfig)[0])
-    configs = {tag.tag: get_args(member)[0] for member in union for tag in member.__metadata__}
-    assert configs.keys() - {"module:Class"} == LOSSES.keys()
-    for name, loss in LOSSES.items():
-        assert type(make_loss(PARSE({"type": name}))) is loss
-        assert vars(make_loss(configs[name]())) == vars(loss())
+    seen: set[str] = set()
+    for union, parse in ((PolicyLossConfig, PARSE), (SFTLossConfig, PARSE_SFT)):
+        members = get_args(get_args(union)[0])
+        configs = {tag.tag: get_args(member)[0] for member in members for tag in member.__metadata__}
+        names = configs.keys() - {"module:Class"}
+        for name in names:
+            assert type(make_loss(parse({"type": name}))) is LOSSES[name]
+            assert vars(make_loss(configs[name]())) == vars(LOSSES[name]())
+        seen |= names
+    assert seen == LOSSES.keys()
 
 
 @pytest.mark.parametrize(
@@ -152,18 +160,45 @@ def test_sections_that_are_refused(section: dict):
         PARSE(section)
 
 
+def test_sft_has_losses_of_its_own():
+    assert SFTConfig().loss == SFTConfig(loss={}).loss == LikelihoodConfig()
+    assert type(make_loss(SFTConfig().loss)) is Likelihood
+    own = SFTConfig(loss={"type": "a:B", "args": {"x": 1}})
+    assert own.loss == CustomSFTLossConfig(type="a:B", args={"x": 1})
+    assert SFTConfig.model_validate(own.model_dump()).loss == own.loss
+
+
+@pytest.mark.parametrize(
+    ("config", "section", "message"),
+    [
+        (SFTConfig, {"type": "clip"}, "'clip' is none of likelihood, nor module:Class"),
+        (SFTConfig, {"type": "likelyhood"}, "did you mean likelihood?"),
+        (SFTConfig, {"type": "likelihood", "clip_low": 0.1}, "clip_low"),
+        (SFTConfig, {"correction": "likelihood"}, "correction"),
+        (TrainerConfig, {"type": "likelihood"}, "none of clip, truncate, mask, nor module:Class"),
+    ],
+)
+def test_the_losses_of_one_command_are_not_for_the_other(config: Any, section: dict, message: str):
+    with pytest.raises(ValidationError, match=re.escape(message)):
+        config(loss=section)
+
+
 # Losses of the user's own
 
 
 @pytest.fixture
-def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """The module `my_losses` of docs/training.md, and one with what is no loss."""
-    (code,) = re.findall(r"```python\n(import torch\n.*?)```", DOCS.read_text(), re.DOTALL)
+def documented(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """The module `my_losses` of docs/training.md, `my_sft_loss` of the page on seams, and what is no loss."""
+    (code,) = re.findall(r"```python\n(import torch\n.*?)```", (DOCS / "training.md").read_text(), re.DOTALL)
+    (of_sft,) = re.findall(
+        r"```python\n(# my_sft_loss.*?)```", (DOCS / "extending.md").read_text(), re.DOTALL
+    )
     (tmp_path / "my_losses.py").write_text(code)
+    (tmp_path / "my_sft_loss.py").write_text(of_sft)
     (tmp_path / "my_mistakes.py").write_text("class Mean:\n    pass\n")
     monkeypatch.syspath_prepend(tmp_path)
-    yield code
-    for module in ("my_losses", "my_mistakes"):
+    yield
+    for module in ("my_losses", "my_sft_loss", "my_mistakes"):
         sys.modules.pop(module, None)
 
 
@@ -214,6 +249,31 @@ def test_the_documented_loss_sees_samples_however_they_are_packed(rows: list[lis
 
 
 @pytest.mark.usefixtures("documented")
+@pytest.mark.parametrize("rows", [[[0], [1], [2]], [[2, 0, 1]]])
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0])
+def test_the_documented_loss_of_sft(rows: list[list[int]], power: float):
+    """Value and gradient are those of a loop over samples, which are divided by how many of them learn."""
+    section = {"type": "my_sft_loss:EachSample", "args": {"power": power}}
+    loss = make_loss(SFTConfig(loss=section).loss)
+    samples = [
+        Sample(np.arange(1, n + 1, dtype=np.int32), np.arange(n) >= learned_from)
+        for n, learned_from in ((7, 2), (4, 1), (5, 5))
+    ]
+    micro = fill_rows([[samples[i] for i in row] for row in rows], 0, [])
+    logprobs = torch.zeros(micro.input_ids[:, 1:].shape)
+    logprobs += -0.1 * micro.input_ids[:, 1:]
+    logprobs.requires_grad_()
+    sums = loss(LossInputs.of(logprobs, micro))
+    sums.loss.backward()
+    lengths = [int(sample.loss_mask[1:].sum()) for sample in samples]
+    totals = [0.1 * int(sample.token_ids[1:][sample.loss_mask[1:]].sum()) for sample in samples]
+    expected = sum(total / n**power for total, n in zip(totals, lengths, strict=True) if n)
+    assert sums.loss.item() == pytest.approx(expected, rel=1e-5)
+    assert logprobs.grad.sum().item() == pytest.approx(-sum(n ** (1 - power) for n in lengths if n), rel=1e-5)
+    assert loss.normaliser(BatchCounts(samples=3, tokens=16, learned=8, cut=0, unlearned=1)) == 2
+
+
+@pytest.mark.usefixtures("documented")
 @pytest.mark.parametrize(
     ("section", "message"),
     [
@@ -222,17 +282,21 @@ def test_the_documented_loss_sees_samples_however_they_are_packed(rows: list[lis
         ({"type": "my_mistakes:Mean"}, "does not extend cairn.trainer.losses.Loss"),
     ],
 )
-def test_a_loss_that_can_not_be_made(section: dict, message: str):
+@pytest.mark.parametrize("parse", [PARSE, PARSE_SFT])
+def test_a_loss_that_can_not_be_made(section: dict, message: str, parse: Any):
     with pytest.raises(BadExtension, match=message):
-        make_loss(PARSE(section))
+        make_loss(parse(section))
 
 
 @pytest.mark.usefixtures("documented")
-def test_a_loss_that_can_not_be_made_is_refused_before_anything_is_written(tmp_path: Path):
+@pytest.mark.parametrize(("command", "config_class"), [("trainer", TrainerConfig), ("sft", SFTConfig)])
+def test_a_loss_that_can_not_be_made_is_refused_before_anything_is_written(
+    tmp_path: Path, command: str, config_class: Any
+):
     folder = tmp_path / "run"
-    config = TrainerConfig(loss={"type": "my_mistakes:Mean"}, output_dir=str(folder))
+    config = config_class(loss={"type": "my_mistakes:Mean"}, output_dir=str(folder))
     with pytest.raises(BadExtension, match="does not extend"):
-        start("trainer", config)
+        start(command, config)
     assert not folder.exists()
 
 
@@ -277,3 +341,17 @@ def test_recipes_of_earlier_runs_tell_the_type_by_another_name():
     for kind, changes in (("clip", []), ("truncate", [Change("loss.type", "clip", "truncate")])):
         now = settings_of(TrainerConfig(loss={"type": kind}).model_dump(), TRAINER)
         assert changed_settings(earlier, now, {"loss": None}) == changes
+
+
+@pytest.mark.parametrize("config", [SFTConfig, TrainerConfig])
+def test_the_arguments_of_a_loss_are_compared_as_a_whole(config: Any):
+    """Also one that has come or gone, and with recipes of earlier runs, which kept each by itself."""
+    saved, now = (
+        settings_of(config(loss={"type": "a:B", "args": args}).model_dump(), TRAINER)
+        for args in ({"x": 1, "deep": {"y": 2}}, {"x": 1})
+    )
+    (change,) = changed_settings(saved, now, TRAINER)
+    assert change == Change("loss.args", {"x": 1, "deep": {"y": 2}}, {"x": 1})
+    del saved["loss.args"]
+    earlier = {**saved, "loss.args.x": 1, "loss.args.deep.y": 2}
+    assert changed_settings(earlier, now, TRAINER) == [change]

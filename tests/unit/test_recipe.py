@@ -179,6 +179,15 @@ def test_what_may_change_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capt
     assert sorted(names) == [("optimizer.lr", False), ("scheduler.steps", False)]
 
 
+def test_another_loss_is_printed_and_kept(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    data = write_records(tmp_path / "a.jsonl", 50)
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH))
+    changed = sft(tmp_path, data, loss={"type": "my_loss:Own"})
+    (change,) = plan_recipe(SFT_RUN, changed, start)["trainer"]["changes"]
+    assert (change["name"], change["was"], change["now"]) == ("loss.type", "likelihood", "my_loss:Own")
+    assert '  --loss.type: "likelihood" -> "my_loss:Own"\n' in capsys.readouterr().out
+
+
 def test_an_older_checkpoint_goes_on_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """What it knows is compared all the same."""
     data = write_records(tmp_path / "a.jsonl", 50)

@@ -1,6 +1,6 @@
 """What is minimised: one file a loss, chosen by the `type` that the configuration gives.
 
-A loss of your own extends `Loss` and is named as module:Class; see "The loss" in docs/training.md.
+A loss of your own extends `Loss` and is named as module:Class; see "A loss" in docs/extending.md.
 """
 
 from cairn.config.loss import LossConfig
@@ -13,8 +13,13 @@ from cairn.trainer.losses.truncate import Truncate
 
 __all__ = ["LOSSES", "Likelihood", "Loss", "LossInputs", "LossSums", "make_loss"]
 
-LOSSES: dict[str, type[Loss]] = {"clip": Clip, "truncate": Truncate, "mask": Mask}
-"""The losses of RL, by type. Each is made with the settings that the configuration has for its type."""
+LOSSES: dict[str, type[Loss]] = {
+    "likelihood": Likelihood,
+    "clip": Clip,
+    "truncate": Truncate,
+    "mask": Mask,
+}
+"""By type; `cairn.config.loss` says which are for SFT and which for RL, and what each is made with."""
 
 
 def make_loss(config: LossConfig) -> Loss:
