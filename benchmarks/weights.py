@@ -43,6 +43,7 @@ from cairn.run.messages import Probe
 from cairn.trainer.group import RankGroup
 from cairn.trainer.model import weights
 from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.transports import TRANSPORTS
 
 WARM_UP = 3
 """Updates at the beginning that are not counted."""
@@ -96,12 +97,10 @@ async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, fo
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     if group.device.type == "cuda" and arguments.transport == "network":
         os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the servers: NCCL does not join processes of one GPU
-    network = arguments.transport == "network"
     # Whoever checks servers publishes checksums as well; the probe itself is not scored here.
+    transport = TRANSPORTS[arguments.transport](group, partial(weights, model), checked=True)
     publisher = VersionPublisher(
-        *(run, attempt, group, partial(weights, model), 0),
-        network=network,
-        make_probe=lambda: Probe([1, 2], [0.0], "float32"),
+        run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32")
     )
     with contextlib.ExitStack() as stack:
         configs = [InferenceConfig(port=common.free_port(), kv_cache_memory="64M", threads=arguments.threads,

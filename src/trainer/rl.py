@@ -12,6 +12,7 @@ from cairn.trainer.losses import make_loss
 from cairn.trainer.probe import make_probe
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.task import Context, Decision, Earlier, Task
+from cairn.trainer.transports import TRANSPORTS
 
 
 class RL(Task):
@@ -26,16 +27,14 @@ class RL(Task):
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         self._batches = ShippedBatches(run, attempt, config.batch_timeout)
         self._replay = Replay(run, attempt)
+        make_transport = TRANSPORTS[config.weight_transport]
         self._publisher = VersionPublisher(
             run,
             attempt,
             state.group,
-            state.policy.served,
+            make_transport(state.group, state.policy.served, checked=config.self_check),
             state.progress.step,
-            network=config.weight_transport == "network",
-            make_probe=partial(make_probe, state.scorer, state.group.device, config)
-            if config.self_check
-            else None,
+            partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
         )
 
     def next_batch(self, step: int) -> Batch:

@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
+from typing import get_args
 
 import numpy as np
 import pyarrow
@@ -45,6 +46,7 @@ from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import TrainingDiverged, train_step
 from cairn.trainer.trained import Trained
+from cairn.trainer.transports import TRANSPORTS, FileTransport, NetworkTransport
 
 group = one_rank
 
@@ -216,7 +218,8 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
-    publisher = VersionPublisher(run, attempt, group, partial(weights, model), 0)
+    transport = FileTransport(group, partial(weights, model), checked=False)
+    publisher = VersionPublisher(run, attempt, group, transport, 0)
     inodes = []
     for step in range(1, 5):
         with torch.no_grad():
@@ -238,11 +241,16 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
-    publishers = [VersionPublisher(run, attempt, group, partial(weights, model), 0, network=True)]
+
+    def publisher(step: int) -> VersionPublisher:
+        transport = NetworkTransport(group, partial(weights, model), checked=False)
+        return VersionPublisher(run, attempt, group, transport, step)
+
+    publishers = [publisher(0)]
     folders = [run.versions.folder(step) for step in range(3)]
     publishers[0].publish(1, save=False, last=False)
     first = read_source(folders[1])
-    publishers.append(VersionPublisher(run, attempt, group, partial(weights, model), 1, network=True))
+    publishers.append(publisher(1))
     second = read_source(folders[1])
     assert [source.step for source in (first, second)] == [1, 1]
     assert first.ranks[0].port != second.ranks[0].port
@@ -250,8 +258,12 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
     run.versions.forget_before(2)  # its folder is used again
     publishers[1].publish(2, save=False, last=True)
     assert [path.name for path in folders[2].iterdir()] == ["model.safetensors"]
-    for publisher in publishers:
-        publisher.close()
+    for each in publishers:
+        each.close()
+
+
+def test_every_transport_that_can_be_configured_exists():
+    assert set(get_args(TrainerConfig.model_fields["weight_transport"].annotation)) == TRANSPORTS.keys()
 
 
 def random_samples(seed: int, lengths: list[int]) -> list[Sample]:
