@@ -6,10 +6,25 @@ from collections.abc import Sequence
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from cairn.checkpoint.shares import Section, Stored
+
+ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
+PLACED = {
+    "two ranks": ((2,), (ROWS,)),
+    "columns": ((3,), (COLUMNS,)),
+    "copies of shards": ((2, 3), (COPIES, ROWS)),
+    "shards of copies": ((3, 2), (COLUMNS, COPIES)),
+    "blocks": ((2, 2), (ROWS, COLUMNS)),
+    "rows twice": ((2, 2), (ROWS, ROWS)),
+    "FSDP2 over tensor parallelism": ((2, 2), (_StridedShard(0, split_factor=2), ROWS)),
+    "columns of copies of rows": ((2, 2, 2), (COPIES, ROWS, COLUMNS)),
+}
+"""Meshes, and what FSDP2, HSDP and tensor parallelism make of them."""
 
 
 def rows_of(rank: int, world_size: int, count: int) -> tuple[int, int]:
@@ -57,3 +72,31 @@ def as_rank(tensors: dict[str, torch.Tensor], mesh: DeviceMesh) -> dict[str, tor
             tensor[begin:end].clone(), mesh, [Shard(0)], run_check=False, shape=shape, stride=stride
         )
     return own
+
+
+def tensors_of(
+    mesh: DeviceMesh, placements: tuple[Placement, ...], *, blank: bool = False
+) -> dict[str, Stored]:
+    """Tensors as one rank has them, and sections of one of them."""
+    wholes = {
+        "matrix": torch.arange(77.0).view(7, 11),
+        "row": torch.arange(11.0).view(1, 11),
+        "large": torch.arange(300 * 1001.0).view(300, 1001),
+        "brief": torch.arange(48).view(12, 4).bfloat16(),
+        "none": torch.zeros(0, 4),
+        "experts": torch.arange(5 * 6 * 7.0).view(5, 6, 7),
+    }
+    own: dict[str, Stored] = {"plain": torch.arange(3.0)}
+    for name, whole in wholes.items():
+        local = local_of(
+            whole, placements, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
+        ).contiguous()
+        own[name] = DTensor.from_local(
+            local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
+        )
+    if blank:
+        own = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
+    experts = own.pop("experts")
+    return own | {
+        f"experts.{i}.{h}": Section(experts, 42 * i + 21 * h, (3, 7)) for i in range(5) for h in (0, 1)
+    }

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.shares import Stored, share_of
+from cairn.checkpoint.shares import Share, Stored, share_of
 from cairn.run.files import read_json, write_json
 
 FILE = "checksums.json"
@@ -29,10 +29,18 @@ def checksums(tensors: Mapping[str, Stored], rank: int) -> dict[str, int]:
     for name, tensor in tensors.items():
         share = share_of(name, tensor, rank)
         if share.owned and share.ranges:
-            pieces = share.cut(share.local.reshape(-1))
-            parts = [contribution(values, first * values.element_size()) for first, values in pieces]
-            sums[name] = torch.stack(parts).sum()
+            sums[name] = share_contribution(share, share.local.reshape(-1))
     return as_numbers(sums)
+
+
+def share_contribution(share: Share, flat: torch.Tensor) -> torch.Tensor:
+    """What a share contributes to its tensor's checksum, left on the device.
+
+    Args:
+        flat: the share's values, perhaps as another data type.
+    """
+    size = flat.element_size()
+    return torch.stack([contribution(values, first * size) for first, values in share.cut(flat)]).sum()
 
 
 def as_numbers(contributions: Mapping[str, torch.Tensor]) -> dict[str, int]:

@@ -69,9 +69,7 @@ class WeightReceiver:
                 }
                 for name, tensor in tensors.items():
                     for rank, pair in zip(source.ranks, pairs, strict=True):
-                        first, count = rank.parts.get(name, (0, 0))
-                        if count:
-                            pair.group.recv([tensor.view(-1)[first : first + count]], 0, 0).wait()
+                        pair.receive(tensor.view(-1), rank.ranges.get(name, []))
                 yield tensors
             self.sent = merged(pair.sums() for pair in pairs)
         except BaseException:
@@ -103,6 +101,17 @@ class _Pair:
     def go(self, yes: bool) -> None:
         """Have the tensors sent, or not."""
         self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")
+
+    def receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> None:
+        """Get the values of `ranges` of a flat tensor, in place."""
+        if not ranges:
+            return
+        places = [flat[first : first + count] for first, count in ranges]
+        together = places[0] if len(places) == 1 else flat.new_empty(sum(map(len, places)))
+        self.group.recv([together], 0, 0).wait()
+        if len(places) > 1:
+            for place, values in zip(places, together.split([len(place) for place in places]), strict=True):
+                place.copy_(values)
 
     def sums(self) -> dict[str, int]:
         """What the rank has sent of each tensor's checksum."""

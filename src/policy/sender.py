@@ -14,8 +14,8 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 
-from cairn.checkpoint.shares import Stored, share_of
-from cairn.policy.checksums import as_numbers, contribution
+from cairn.checkpoint.shares import Share, Stored, share_of
+from cairn.policy.checksums import as_numbers, share_contribution
 from cairn.policy.network import ANSWER, PATIENCE, PairGroup, join_pair
 from cairn.policy.rendezvous import host_store
 from cairn.policy.source import Rank, Source
@@ -32,7 +32,7 @@ END_SECONDS = 1.0
 
 
 class WeightSender:
-    """Sends this rank's part of the current policy to whichever server asks.
+    """Sends this rank's share of the current policy to whichever server asks.
 
     Args:
         tensors: by Hugging Face name; they are changed in place, between `withdraw` and `offer` only.
@@ -44,20 +44,15 @@ class WeightSender:
     def __init__(self, tensors: Mapping[str, Stored], *, rank: int, host: str, device: torch.device):
         self._shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
         self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
-        self._values: dict[str, torch.Tensor] = {}
-        parts: dict[str, tuple[int, int]] = {}
+        self._shares: dict[str, Share] = {}
         for name, tensor in tensors.items():
             share = share_of(name, tensor, rank)
-            if not share.owned or not share.ranges:
-                continue
-            first, *more = share.ranges
-            if more:
-                raise NotImplementedError(f"{name}: a policy is sent from shards on dimension 0 only")
-            self._values[name] = share.local.view(-1)
-            parts[name] = first
+            if share.owned and share.ranges:
+                self._shares[name] = share
         self._device = device
         self._store: dist.TCPStore | None = host_store(host)
-        self.here = Rank(host, self._store.port, parts)
+        ranges = {name: list(share.ranges) for name, share in self._shares.items()}
+        self.here = Rank(host, self._store.port, ranges)
         self._state = threading.Condition()
         self._newest = -1
         self._offered: int | None = None
@@ -159,7 +154,7 @@ class WeightSender:
 
     @torch.no_grad()
     def _send(self, group: PairGroup, names: list[str], dtype: torch.dtype) -> dict[str, int]:
-        """Send this rank's part of each tensor, as `dtype`; returns their checksums."""
+        """Send this rank's share of each tensor, as `dtype`; returns their checksums."""
         sums: dict[str, torch.Tensor] = {}
         stream = contextlib.nullcontext()
         if self._changed is not None:
@@ -168,10 +163,10 @@ class WeightSender:
             if self._changed is not None:
                 torch.cuda.current_stream().wait_event(self._changed)
             for name in names:
-                if name in self._values and self._values[name].numel():
-                    values = self._values[name].to(dtype)
+                if share := self._shares.get(name):
+                    values = share.local.reshape(-1).to(dtype)
                     group.send([values], 1, 0).wait()
-                    sums[name] = contribution(values, self.here.parts[name][0] * dtype.itemsize)
+                    sums[name] = share_contribution(share, values)
             if self._changed is not None:
                 torch.cuda.current_stream().synchronize()
             return as_numbers(sums)

@@ -11,11 +11,15 @@ from cairn.run.versions import WEIGHT_SOURCE
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank is asked, and what it has of each flat tensor: the first item and the number of items."""
+    """Where a rank is asked, and what it sends of each tensor.
+
+    ranges: by the tensor's name, of its values in row-major order: the first of some values that follow each
+    other, and how many they are. The values of all ranges come in one message, in this order.
+    """
 
     host: str
     port: int
-    parts: dict[str, tuple[int, int]]
+    ranges: dict[str, list[tuple[int, int]]]
 
 
 @dataclass(frozen=True)

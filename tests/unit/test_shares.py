@@ -6,10 +6,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from fake_ranks import FakeRank, local_of
+from fake_ranks import COLUMNS, COPIES, PLACED, ROWS, FakeRank, local_of, tensors_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
@@ -17,19 +16,6 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Section, Stored, ranges_of, share_of
 from cairn.checkpoint.tensors import read_tensors, write_tensors
-
-ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
-PLACED = {
-    "two ranks": ((2,), (ROWS,)),
-    "columns": ((3,), (COLUMNS,)),
-    "copies of shards": ((2, 3), (COPIES, ROWS)),
-    "shards of copies": ((3, 2), (COLUMNS, COPIES)),
-    "blocks": ((2, 2), (ROWS, COLUMNS)),
-    "rows twice": ((2, 2), (ROWS, ROWS)),
-    "FSDP2 over tensor parallelism": ((2, 2), (_StridedShard(0, split_factor=2), ROWS)),
-    "columns of copies of rows": ((2, 2, 2), (COPIES, ROWS, COLUMNS)),
-}
-"""Meshes, and what FSDP2, HSDP and tensor parallelism make of them."""
 
 
 @st.composite
@@ -62,32 +48,6 @@ def test_ranges_are_what_torch_gives_to_each_rank(case):
         if not any(n for n, placement in zip(at, placements, strict=True) if placement.is_replicate()):
             owned += found
     assert sorted(owned) == list(range(math.prod(shape)))
-
-
-def tensors_of(mesh: DeviceMesh, placements: tuple[Placement, ...], *, blank: bool) -> dict[str, Stored]:
-    """Tensors as one rank has them, and sections of one of them."""
-    wholes = {
-        "matrix": torch.arange(77.0).view(7, 11),
-        "row": torch.arange(11.0).view(1, 11),
-        "large": torch.arange(300 * 1001.0).view(300, 1001),
-        "brief": torch.arange(48).view(12, 4).bfloat16(),
-        "none": torch.zeros(0, 4),
-        "experts": torch.arange(5 * 6 * 7.0).view(5, 6, 7),
-    }
-    own: dict[str, Stored] = {"plain": torch.arange(3.0)}
-    for name, whole in wholes.items():
-        local = local_of(
-            whole, placements, tuple(mesh.shape), tuple(mesh.get_coordinate() or ())
-        ).contiguous()
-        own[name] = DTensor.from_local(
-            local, mesh, placements, run_check=False, shape=whole.shape, stride=whole.stride()
-        )
-    if blank:
-        own = {name: torch.zeros_like(tensor) for name, tensor in own.items()}
-    experts = own.pop("experts")
-    return own | {
-        f"experts.{i}.{h}": Section(experts, 42 * i + 21 * h, (3, 7)) for i in range(5) for h in (0, 1)
-    }
 
 
 @pytest.mark.parametrize("source", PLACED)

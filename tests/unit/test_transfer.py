@@ -1,13 +1,17 @@
 """Policies from the trainer's memory: who asks gets that of the step asked for, whole, or none of it."""
 
+import math
 import threading
 import time
 from collections.abc import Iterator
 
 import pytest
 import torch
+from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
+from torch.distributed.tensor import DTensor, Shard
 
-from cairn.checkpoint.shares import Section
+from cairn.checkpoint.shares import Section, share_of
+from cairn.policy.checksums import checksum
 from cairn.policy.receiver import WeightReceiver
 from cairn.policy.refusals import Gone, NotThere
 from cairn.policy.sender import WeightSender
@@ -127,4 +131,48 @@ def test_sections_of_a_tensor_are_sent_as_tensors_of_their_own():
     assert source.shapes == {name: [3, 2] for name in parts}
     (got,) = WeightReceiver(CPU).receive(source, [list(parts)], torch.float32)
     assert all(torch.equal(got[f"{i}.up"], experts[i, 3:]) for i in range(5))
+    sender.close()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("placed", PLACED)
+def test_a_policy_arrives_whole_however_the_ranks_share_it(placed: str, dtype: torch.dtype):
+    """Whatever can be saved can be sent; the checksums are those of the whole tensors."""
+    with FakeRank(0, 1) as mesh:
+        wholes = {
+            name: share_of(name, tensor, 0).local.reshape(tuple(tensor.shape)).to(dtype)
+            for name, tensor in tensors_of(mesh, (COPIES,)).items()
+        }
+    shape, placements = PLACED[placed]
+    senders = []
+    for rank in range(math.prod(shape)):
+        with FakeRank(rank, *shape) as mesh:
+            tensors = tensors_of(mesh, placements)
+            senders.append(WeightSender(tensors, rank=rank, host="127.0.0.1", device=CPU))
+        senders[-1].offer(1)
+    source = senders[0].source(1, [sender.here for sender in senders])
+    receiver = WeightReceiver(CPU)
+    (got,) = receiver.receive(source, [list(wholes)], dtype)
+    assert got.keys() == wholes.keys()
+    for name, whole in wholes.items():
+        assert torch.equal(got[name], whole), name
+    assert receiver.sent == {name: checksum(whole) for name, whole in wholes.items() if whole.numel()}
+    for sender in senders:
+        sender.close()
+
+
+def test_values_are_sent_as_they_are_when_they_are_asked_for():
+    """Also those of a shard that is not contiguous in memory: no copy is kept from before."""
+    whole = torch.zeros(6, 4)
+    with FakeRank(0, 2) as mesh:
+        local = whole[:, :2]
+        columns = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(6, 4), stride=(4, 1))
+        sender = WeightSender({"w": columns}, rank=0, host="127.0.0.1", device=CPU)
+    receiver = WeightReceiver(CPU)
+    for step in (1, 2):
+        sender.withdraw()
+        whole += step
+        sender.offer(step)
+        (got,) = receiver.receive(sender.source(step, [sender.here]), [["w"]], torch.float32)
+        assert torch.equal(got["w"][:, :2], whole[:, :2])
     sender.close()
