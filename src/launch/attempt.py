@@ -18,8 +18,8 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
+from cairn.config.kinds import RunConfig
 from cairn.launch.exits import EXIT_DAMAGED
-from cairn.launch.kinds import RunConfig
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError

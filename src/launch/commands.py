@@ -10,6 +10,7 @@ from typing import Any, cast
 
 from cairn.checkpoint.step import StepFolder
 from cairn.config.ckpt import CkptConfig
+from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
@@ -23,7 +24,6 @@ from cairn.launch.attempt import (
     is_complete,
 )
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
-from cairn.launch.kinds import KINDS, RunConfig, RunKind
 from cairn.launch.model import resolve_model
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import Turn, run_orchestrator

@@ -3,8 +3,8 @@
 from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.kinds import RunConfig
 from cairn.launch.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
-from cairn.launch.kinds import RunConfig
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 

@@ -8,9 +8,9 @@ import os
 import sys
 from collections.abc import Callable
 
+from cairn.config.kinds import KINDS
 from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import answer
-from cairn.launch.kinds import KINDS
 from cairn.launch.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
 from cairn.run.directory import RunDirectory

@@ -25,7 +25,7 @@ def trainer() -> int:
 
 
 def _start(command: str) -> int:
-    from cairn.launch.kinds import KINDS
+    from cairn.config.kinds import KINDS
 
     def run() -> int:
         kind = KINDS[command]

@@ -9,9 +9,9 @@ from typing import Any
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.ckpt import CkptConfig
+from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.trainer import SFTDataConfig
 from cairn.launch.attempt import Start
-from cairn.launch.kinds import RunConfig, RunKind
 from cairn.orchestrator.identity import changes_since
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory

@@ -2,6 +2,7 @@
 
 import time
 
+from cairn.config.kinds import RunConfig
 from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import (
     END_SERVER,
@@ -14,7 +15,6 @@ from cairn.launch.exits import (
     WORKING,
     RoleFailed,
 )
-from cairn.launch.kinds import RunConfig
 from cairn.launch.place import Place
 from cairn.launch.process import log_end
 from cairn.launch.restarts import RestartRule

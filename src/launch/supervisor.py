@@ -4,10 +4,10 @@ import threading
 import time
 from collections.abc import Mapping
 
+from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.display import StepDisplay
 from cairn.launch.endings import RANK_DIED, conclude, conclude_early
 from cairn.launch.exits import EXIT_LOST, WORKING
-from cairn.launch.kinds import KINDS, RunConfig
 from cairn.launch.process import stop_on_signals
 from cairn.launch.ray_folder import remove_private_folders
 from cairn.launch.role_place import RolePlace

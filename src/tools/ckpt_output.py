@@ -148,7 +148,6 @@ def print_audit(report: "Report") -> None:
         say(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
     if report.checkpoints:
         say(f"checkpoints: {', '.join(map(str, report.checkpoints))}")
-    what = "records" if report.command == "sft" else "prompts"
     rows = []
     for epoch in report.epochs:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(epoch.dropped.items())) or "0"
@@ -156,7 +155,16 @@ def print_audit(report: "Report") -> None:
         numbers = (epoch.issued, epoch.trained, epoch.waiting, dropped, epoch.repeated, epoch.missing)
         rows.append((epoch.epoch, size, *numbers))
     if rows:
-        columns = ["epoch", what, "issued", "trained", "waiting", "dropped tries", "repeated", "missing"]
+        columns = [
+            "epoch",
+            report.epochs_of,
+            "issued",
+            "trained",
+            "waiting",
+            "dropped tries",
+            "repeated",
+            "missing",
+        ]
         _print_table(columns, rows)
     for segment in report.trained_on:
         inputs = ", ".join(f"{key} {short_identity(value)}" for key, value in segment.inputs.items())

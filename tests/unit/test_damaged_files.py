@@ -20,13 +20,13 @@ from runs import ABOUT, CONFIGS, REPOSITORY
 from cairn.checkpoint.retention import apply_retention, set_pin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.pool.server_list import ServerList
 from cairn.launch.attempt import begin, choose_start
 from cairn.launch.display import StepDisplay
 from cairn.launch.exits import answer
-from cairn.launch.kinds import KINDS
 from cairn.launch.recipe import plan_recipe
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout

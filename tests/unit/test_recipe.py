@@ -17,12 +17,12 @@ from transformers import AutoTokenizer
 from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import Start
-from cairn.launch.kinds import KINDS
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText

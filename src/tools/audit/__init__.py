@@ -8,6 +8,7 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.kinds import kind_of
 from cairn.orchestrator.ledger import read_ledger
 from cairn.run.errors import UsageError
 from cairn.run.view import RunView
@@ -24,7 +25,7 @@ def audit(path: Path) -> Report:
     """Check every promise that can be checked from what lies in a run directory; nothing is written.
 
     Raises:
-        UsageError: it is no run directory.
+        UsageError: it is no run directory, or that of a kind of run that this version does not know.
         CheckpointError: the run's ledger is missing or damaged.
     """
     view = RunView(path)
@@ -33,6 +34,7 @@ def audit(path: Path) -> Report:
         raise CheckpointError(f"{run.roles}: is damaged, so there is no saying which run this is")
     if attempt is None or config is None:
         raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
+    kind = kind_of(attempt.command)
     report = Report(str(path), attempt.command)
     store = CheckpointStore(view.checkpoints())
     manifests = read_manifests(store, report)
@@ -42,7 +44,7 @@ def audit(path: Path) -> Report:
     check_manifests(store, manifests, rows, report)
     recipes = read_recipes(store, manifests, config, run, report)
     check_recipes(recipes, manifests, report)
-    if attempt.command == "sft":
+    if kind.epochs_of == "records":
         check_records(recipes, rows, report)
     else:
         ledger = read_ledger(run.ledger)

@@ -3,6 +3,8 @@
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cairn.config.kinds import kind_of
+
 Row = dict[str, Any]
 
 
@@ -61,6 +63,11 @@ class Report:
     def ok(self) -> bool:
         """Whether all promises were kept."""
         return not self.violations
+
+    @property
+    def epochs_of(self) -> str:
+        """What its epochs consist of: records or prompts."""
+        return kind_of(self.command).epochs_of
 
     def broken(self, kind: str, what: str, *rows: Any) -> None:
         """Add a violation."""
