@@ -7,16 +7,17 @@ import os
 import re
 import socket
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.run.attempt import Attempt, RoleEntry
 from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
 from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History
+from cairn.run.jsonlines import as_object
 from cairn.run.messages import StopRequest
 from cairn.run.metrics import MetricsLog
 from cairn.run.versions import PolicyVersions
@@ -44,6 +45,12 @@ class _Roles(Attempt):
     @property
     def attempt(self) -> Attempt:
         return Attempt(**{name: getattr(self, name) for name in Attempt.__dataclass_fields__})
+
+
+def checkpoints_by(config: Mapping[str, Any] | None, run: Path) -> Path:
+    """The folder of the checkpoints of the run at `run`, by the content of its config.json, if it has any."""
+    folder = as_object(as_object(config).get("ckpt")).get("dir")
+    return RunDirectory(run, folder if isinstance(folder, str) else None).checkpoints
 
 
 class RunDirectory:

@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 from cairn.run.attempt import Attempt, RoleEntry
-from cairn.run.directory import RunDirectory
+from cairn.run.directory import RunDirectory, checkpoints_by
 from cairn.run.files import read_json, read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.history import Account, Costs, History
-from cairn.run.jsonlines import Row, as_object
+from cairn.run.jsonlines import Row
 from cairn.run.metrics import MetricsLog
 
 State = Literal["empty", "running", "stopping", "done", "stopped", "failed", "killed"]
@@ -155,9 +155,7 @@ class RunView:
 
     def checkpoints(self) -> Path:
         """The folder of the run's checkpoints: where its configuration says, if that can be read."""
-        config = read_note(self.run.config, dict[str, Any]) or {}
-        folder = as_object(config.get("ckpt")).get("dir")
-        return RunDirectory(self.run.path, folder if isinstance(folder, str) else None).checkpoints
+        return checkpoints_by(read_note(self.run.config, dict[str, Any]), self.run.path)
 
     def beat(self, role: str) -> Beat | None:
         """The newest sign of life of whoever has `role`."""

@@ -79,14 +79,13 @@ def run() -> int:
 
 def _store(path: Path) -> CheckpointStore:
     """The store of a run directory or a checkpoints folder."""
+    from cairn.run.directory import checkpoints_by  # imports numpy, which --help has no time for
+
     for root in (path / "checkpoints", path):
         store = CheckpointStore(root)
         if store.steps() or store.debris():
             return store
-    config = _run_config(path)
-    section = config.get("ckpt")
-    elsewhere = section.get("dir") if isinstance(section, dict) else None
-    if isinstance(elsewhere, str) and (store := CheckpointStore(elsewhere)).steps():
+    if (store := CheckpointStore(checkpoints_by(_run_config(path), path))).steps():
         return store
     raise UsageError(f"{path}: there is no checkpoint here")
 
