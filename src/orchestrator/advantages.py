@@ -1,8 +1,9 @@
-"""How much better an answer is than the other answers to its prompt: what the trainer learns by.
+"""Advantages: how much better each answer is than the other answers to its prompt.
 
-An advantage is a class whose objects take the `AnswerGroup` of a prompt, all of its answers rewarded, and
-return for each answer one number, or one for each of its tokens. `advantage.type` is a key of `BUILT_IN`, or
-`module:Class`; `advantage.args` are the arguments of its constructor.
+The policy loss weights every token with its advantage. An advantage is a class; its objects are called with
+an `AnswerGroup` (all answers to one prompt, rewarded) and return one number for each answer, or one for each
+token of each answer. `advantage.type` is a key of `BUILT_IN` or `module:Class`; `advantage.args` go to its
+constructor.
 """
 
 import inspect
@@ -20,22 +21,23 @@ from cairn.run.errors import CairnError
 from cairn.run.extensions import BadExtension, load, make
 
 SPREAD = 1e-6
-"""Rewards that differ by no more than this share of the largest one are equal: float32 is no more exact."""
+"""Rewards that differ by at most this fraction of the largest one count as equal (float32 rounding)."""
 LARGEST = 1e37
-"""Advantages are float32, which ends soon after."""
+"""Largest absolute advantage: batches store float32, whose maximum is 3.4e38."""
 
 Values = Sequence[float] | Sequence[Sequence[float]]
-"""One number for each answer; or for each answer one for each of its tokens."""
+"""One number for each answer, or for each answer a list with one number for each of its tokens."""
 
 
 class AdvantageFailed(CairnError):
-    """An advantage raised, or returned what is none; the message says for which problem, and what."""
+    """An advantage raised an error or returned unusable values; the message names the problem and values."""
 
 
 class Advantage(Protocol):
-    """Compares the answers to one prompt. It is called on the event loop, so it may compute, but not wait.
+    """Compares the answers to one prompt. It is called on the event loop, so it may compute but must not
+    block.
 
-    The same group must always get the same values: a batch that is made again has to be what it was.
+    It must be deterministic: a batch that is rebuilt after a crash must equal the first one.
     """
 
     def __call__(self, group: AnswerGroup, /) -> Values:
@@ -46,9 +48,8 @@ class Advantage(Protocol):
 class Grpo:
     """GRPO (arXiv:2402.03300, section 4.1.2): rewards relative to their group's mean.
 
-    With `normalize` they are divided by the group's standard deviation; without, they are those of Dr. GRPO
-    (arXiv:2503.20783). A group whose rewards are all the same, but for rounding, teaches nothing: its
-    advantages are exactly 0.
+    `normalize` divides the centred rewards by the group's standard deviation; without it, this is Dr. GRPO
+    (arXiv:2503.20783). If the rewards of a group are equal up to rounding, its advantages are exactly 0.
     """
 
     def __init__(self, normalize: bool = True):
@@ -74,10 +75,10 @@ def have_spread(rewards: Sequence[float]) -> bool:
 
 
 def make_advantage(config: AdvantageConfig) -> Advantage:
-    """The built-in advantage of that name, or `module:Class`, with the configured arguments.
+    """The built-in advantage of that name, or `module:Class`, made with the configured arguments.
 
     Raises:
-        BadExtension: there is none, it refuses its arguments, or it can't be called with a group.
+        BadExtension: it does not exist, its constructor fails, or it can't be called with a group.
     """
     setting = "orchestrator.advantage.type"
     advantage = make(load(config.type, BUILT_IN, setting), config.args, "orchestrator.advantage.args")
@@ -89,15 +90,15 @@ def make_advantage(config: AdvantageConfig) -> Advantage:
             f"__call__(group): {error}"
         ) from None
     except ValueError:
-        pass  # it has no signature to look at
+        pass  # inspect knows no signature of it
     return advantage
 
 
 def to_samples(group: AnswerGroup, advantage: Advantage) -> list[Sample]:
-    """What the trainer learns from: prompt and answer tokens as the server saw and sampled them.
+    """Training samples: each answer's tokens and logprobs as sampled, with its prompt and its advantage.
 
     Raises:
-        AdvantageFailed: the advantage gives no finite number for an answer, or for a token.
+        AdvantageFailed: the advantage raises, or gives no finite number for an answer or a token.
     """
     return [
         Sample.of_answer(group.prompt_ids, rollout.token_ids, logprobs=rollout.logprobs, advantages=value)
@@ -106,7 +107,7 @@ def to_samples(group: AnswerGroup, advantage: Advantage) -> list[Sample]:
 
 
 def _values(group: AnswerGroup, advantage: Advantage) -> list[float | list[float]]:
-    """What the advantage says of each answer, checked."""
+    """The advantage of each answer, checked."""
     about = f"the advantage {type(advantage).__name__}, for problem {group.problem},"
     try:
         found = list(advantage(group))
@@ -119,14 +120,14 @@ def _values(group: AnswerGroup, advantage: Advantage) -> list[float | list[float
         try:
             array = np.asarray(value, np.float64)
         except (TypeError, ValueError):
-            wrong = f"{about} returned {value!r} for answer {i}: no number, nor a list"
+            wrong = f"{about} returned {value!r} for answer {i}: expected a number or a list of numbers"
             raise AdvantageFailed(wrong) from None
         if array.shape not in ((), (len(rollout.token_ids),)):
             raise AdvantageFailed(
                 f"{about} returned values of shape {array.shape} for answer {i}, which has "
-                f"{len(rollout.token_ids)} tokens: one number is wanted, or one for each token"
+                f"{len(rollout.token_ids)} tokens; return one number, or one for each token"
             )
         if not all(math.isfinite(one) and abs(one) <= LARGEST for one in array.flat):
-            raise AdvantageFailed(f"{about} returned {value!r} for answer {i}: not finite")
+            raise AdvantageFailed(f"{about} returned {value!r} for answer {i}, which is not finite")
         values.append(array.tolist())
     return values

@@ -1,4 +1,4 @@
-"""Making batches: prompts to the servers, whole groups of answers to the trainer."""
+"""Making batches: issues prompts to the servers and ships complete groups of answers to the trainer."""
 
 import asyncio
 import logging
@@ -18,10 +18,10 @@ logger = logging.getLogger(__name__)
 
 
 class BatchMaker:
-    """Keeps the servers busy, and ships a batch as soon as enough answers are there."""
+    """Keeps the servers busy, and ships a batch as soon as enough groups are complete."""
 
     def __init__(self, state: OrchestratorState, sampler: Sampler, advantage: Advantage):
-        """Take up the prompts that the ledger knows of; those sampled at another temperature are dropped."""
+        """Take over the ledger's waiting prompts; answers sampled at another temperature are dropped."""
         self.state = state
         self.sampler = sampler
         self.advantage = advantage
@@ -29,17 +29,17 @@ class BatchMaker:
         self._dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
         if self._dropped:
             logger.warning(
-                "%d prompts are asked again: their answers were sampled at another temperature", self._dropped
+                "%d prompts are sampled again: their answers come from another temperature", self._dropped
             )
         self.prompts = Prompts(state.ledger)
 
     async def run(self) -> None:
-        """Make batches for ever.
+        """Make batches until cancelled.
 
         Raises:
-            EnvironmentFailed, PromptRefused: a problem can't be asked, or an answer not rewarded.
-            AdvantageFailed: answers can't be compared.
-            Exception: what the servers' client raises where they fail for good.
+            EnvironmentFailed, PromptRefused: a problem has no usable prompt, or an answer gets no reward.
+            AdvantageFailed: the advantage fails on a group.
+            Exception: the servers' client gives up.
         """
         while True:
             self.state.policy.changed.clear()
@@ -50,7 +50,7 @@ class BatchMaker:
             await self.state.policy.changed.wait()
 
     def _issue(self) -> None:
-        """Give prompts to the servers: as many as can be used before they are too old."""
+        """Issue as many prompts as can still be used before their answers become too old."""
         config, policy, prompts = self.state.config, self.state.policy, self.prompts
         served = policy.step
         if served is None:
@@ -59,7 +59,8 @@ class BatchMaker:
         wanted = (horizon - self.state.shipped.newest.step) * config.prompts_per_step
         at_once = max(1, config.max_in_flight // config.samples_per_prompt)
         while len(prompts.answering) < at_once:
-            # A trainer that goes on from a checkpoint has yet to make again the policy of the newest ones.
+            # After a restart the trainer has yet to recompute the newest policies that partial groups come
+            # from.
             group = next((group for group in prompts.partial if group.policy_step <= served), None)
             if group is not None:
                 prompts.partial.remove(group)
@@ -72,7 +73,7 @@ class BatchMaker:
             prompts.answering[group.place] = task, group
 
     def _next_batch(self) -> list[AnswerGroup] | None:
-        """The groups of the next batch, oldest first come, if enough are ready; those too old are dropped."""
+        """The oldest ready groups, if there are enough for a batch; drops groups that are too old."""
         config = self.state.config
         step, size = self.state.shipped.newest.step + 1, config.prompts_per_step
         for group in self.prompts.older_than(step - 1 - config.max_off_policy_steps):
@@ -88,7 +89,7 @@ class BatchMaker:
         return sorted(chosen, key=lambda group: group.place)
 
     async def _ship(self, step: int, groups: list[AnswerGroup]) -> None:
-        """Write the batch of `step`, and note it in the ledger."""
+        """Write the batch file of `step`, then record the batch in the ledger."""
         state = self.state
         batch = self._batch(step, groups)
         fault_point("orchestrator.before_ship")
@@ -100,7 +101,7 @@ class BatchMaker:
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
 
     def _batch(self, step: int, groups: list[AnswerGroup]) -> RLBatch:
-        """The batch of `step`: its samples, and all that is said about them."""
+        """The batch of `step`: samples, header and metrics."""
         attempt = self.state.attempt
         samples = [sample for group in groups for sample in to_samples(group, self.advantage)]
         sampling = Sampling(self.state.config.sampling.temperature)

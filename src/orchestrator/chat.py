@@ -1,4 +1,4 @@
-"""How a model is talked to: conversations become tokens, and its tokens become text."""
+"""The chat format of a model: renders conversations to tokens, and decodes answers to text."""
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -9,28 +9,28 @@ from transformers import AutoTokenizer, GenerationConfig
 
 
 class NoPrompt(ValueError):
-    """The chat template makes no prompt of a conversation; the message says why."""
+    """The chat template renders no prompt from a conversation; the message says why."""
 
 
 class ChatFormat:
     """A model's tokenizer, chat template and end tokens.
 
     Args:
-        model: the Hugging Face directory that has them.
-        template_arguments: what the chat template gets beside the messages.
+        model: Hugging Face directory with the tokenizer.
+        template_arguments: further variables for the chat template.
     """
 
     def __init__(self, model: Path, template_arguments: Mapping[str, Any] | None = None):
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.stop_token_ids = _stop_tokens(model, self.tokenizer.eos_token_id)
-        """They end an answer: the tokenizer's end-of-text token and the model's own list."""
+        """Token ids that end an answer: the tokenizer's EOS token and those of `generation_config.json`."""
         self._template_arguments = dict(template_arguments or {})
 
     def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
-        """The conversation as the chat template renders it, up to where the model's turn begins.
+        """The tokens of the conversation, up to where the model's turn begins (the generation prompt).
 
         Raises:
-            NoPrompt: the template does not take it, or makes nothing of it.
+            NoPrompt: the template fails on the messages, or renders nothing.
         """
         try:
             prompt_ids = self.tokenizer.apply_chat_template(
@@ -41,9 +41,9 @@ class ChatFormat:
                 **self._template_arguments,
             )["input_ids"]
         except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise NoPrompt(f"the chat template does not take its messages: {error}") from error
+            raise NoPrompt(f"the chat template fails on its messages: {error}") from error
         if not prompt_ids:
-            raise NoPrompt("the chat template makes nothing of its messages")
+            raise NoPrompt("the chat template renders its messages to nothing")
         return prompt_ids
 
     def text(self, token_ids: Sequence[int]) -> str:

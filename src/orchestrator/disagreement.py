@@ -1,4 +1,4 @@
-"""Why a model's logprobs may differ between trainer and servers, from its config.json."""
+"""Explains from config.json why trainer and servers may compute different logprobs."""
 
 import contextlib
 from collections.abc import Iterator
@@ -13,35 +13,35 @@ SUSPECTS = (
     (("quantization_config",), "its weights are quantized", "start from a model that is not"),
     (
         ("attn_logit_softcapping", "final_logit_softcapping"),
-        "it caps attention scores or logits",
-        "vLLM's attention kernels have to do so too (another one: --inference.vllm-args)",
+        "it caps attention scores or logits (softcapping)",
+        "vLLM's attention backend must implement that too (choose another with --inference.vllm-args)",
     ),
     (
         ("num_experts", "num_local_experts", "n_routed_experts"),
         "it is a mixture of experts",
-        "rounding may choose other experts: compute in float32 on both sides",
+        "rounding may route tokens to other experts: compute in float32 on both sides",
     ),
     (
         ("sliding_window", "layer_types"),
-        "its layers are of several kinds, or see a window only",
+        "it mixes kinds of layers or has sliding-window attention",
         "see docs/models.md for what works",
     ),
     (
         ("rope_scaling", "rope_parameters"),
-        "it has rotary parameters of its own",
-        "the server's and transformers' versions have to read them alike",
+        "it has its own rotary parameters",
+        "the server's vLLM and the trainer's transformers must interpret them alike",
     ),
 )
-"""Settings in config.json that trainer and server may implement differently, and what to do about each."""
+"""Settings in config.json that trainer and servers may implement differently: keys, meaning, remedy."""
 
 
 @contextlib.contextmanager
 def explained(model: Path) -> Iterator[None]:
-    """Turn a disagreement about the first policies of a run into a usage error: it is about the model itself.
+    """Turn a disagreement at the start of a run into a usage error that names suspicious model settings.
 
     Raises:
-        UsageError: instead of ServerDisagrees.
-        WeightsAltered: as it is: what went wrong on the way is not the model's fault.
+        UsageError: in place of ServerDisagrees.
+        WeightsAltered: passed on unchanged, because damage on the way is not the model's fault.
     """
     try:
         yield
@@ -50,7 +50,7 @@ def explained(model: Path) -> Iterator[None]:
     except ServerDisagrees as error:
         raise UsageError(
             f"the servers and the trainer do not compute the same model: {error}. {_blame(model)} "
-            "--no-self-check goes on all the same, and would learn from logprobs that are wrong"
+            "--no-self-check skips this check, and the run would then learn from wrong logprobs"
         ) from error
 
 
@@ -63,7 +63,7 @@ def _blame(model: Path) -> str:
         if any(settings.get(name) for name in names)
     ]
     found.append(
-        "Trainer and server compute in their own data types: with --trainer.precision.compute and "
-        "--inference.dtype set alike the difference is smallest."
+        "Trainer and server compute in their own data types: the difference is smallest with "
+        "--trainer.precision.compute and --inference.dtype set alike."
     )
     return f"About {model} ({settings.get('model_type', 'unknown')}): " + " ".join(found)

@@ -1,4 +1,4 @@
-"""Following the trainer: it announces policies, which go to the servers and into checkpoints."""
+"""Follows the trainer: takes each policy that it announces to the servers and into checkpoints."""
 
 import asyncio
 import contextlib
@@ -23,11 +23,11 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAST_PUSH = 30
-"""Seconds for the servers to take the final policy."""
+"""Seconds that the servers get to load the final policy."""
 
 
 class AttemptOver(Exception):
-    """The run was started again; who served the earlier attempt has to join the new one."""
+    """A newer attempt of the run has begun; this orchestrator belongs to the earlier one and must join it."""
 
 
 class TrainerFollower:
@@ -43,10 +43,10 @@ class TrainerFollower:
         self.first_policy = first_policy
 
     async def run(self) -> int:
-        """Follow the trainer until it says that the run ends; returns the last step.
+        """Follow the trainer until it announces the last policy. Returns the last step.
 
         Raises:
-            DeadlinePassed: it did not announce a policy in time.
+            DeadlinePassed: the trainer announced no policy in time.
             AttemptOver: another attempt of the run has begun.
         """
         state = self.state
@@ -56,7 +56,7 @@ class TrainerFollower:
             await self._serve_first(step)
         while True:
             newest = following = await self._announcement(step + 1)
-            while following is not None:  # whoever lags behind serves the newest only, but leaves out no save
+            while following is not None:  # when behind: serve only the newest, but save each
                 newest = following
                 if newest.save:
                     await save_part(state, newest.version)
@@ -65,14 +65,14 @@ class TrainerFollower:
             state.shipped.forget_before(step)
             state.ledger.fold(state.store.latest() or 0)
             serve = self._serve_announced(step)
-            if newest.last:  # nobody is going to sample from it: whether a server takes it does not matter
+            if newest.last:  # nothing is sampled from it, so a server may fail
                 with contextlib.suppress(Exception):
                     await asyncio.wait_for(serve, LAST_PUSH)
                 return step
             await serve
 
     async def _announcement(self, step: int) -> Announcement:
-        """The trainer's announcement of policy version `step`; its deadline runs while it has the batch."""
+        """The trainer's announcement of policy `step`; its deadline runs only while it has the batch."""
         timeout = self.state.config.version_timeout
         return await self._wait(
             lambda: self._announced(step),
@@ -82,29 +82,29 @@ class TrainerFollower:
         )
 
     def _announced(self, step: int) -> Announcement | None:
-        """The announcement of version `step`; it can be there before its batch is noted as shipped."""
+        """The announcement of policy `step`, if any; it can exist before its batch is noted as shipped."""
         if step > self.state.shipped.newest.step:
             return None
         return self.state.run.versions.announced(self.state.attempt, step)
 
     async def _first_probe(self, step: int) -> Probe:
-        """What the trainer gives the probe with the policy that it starts from."""
+        """The probe that the trainer computed with its starting policy."""
         timeout, folder = self.state.config.version_timeout, self.state.run.versions.folder(step)
         return await self._wait(
             lambda: read_probe(folder),
             runs=lambda: True,
             problem=f"waited {timeout:g} s for the trainer to score the probe of policy {step}; "
-            "--orchestrator.version-timeout allows more, --no-self-check does without",
+            "--orchestrator.version-timeout allows more, --no-self-check skips the probe",
         )
 
     async def _wait(self, look: Callable[[], T | None], *, runs: Callable[[], bool], problem: str) -> T:
-        """What `look` returns once it is something.
+        """Poll `look` until it returns something, and return that.
 
         Args:
-            runs: whether the trainer's deadline runs at the moment.
+            runs: whether the trainer's deadline is running at the moment.
 
         Raises:
-            DeadlinePassed: it has passed; the message is `problem`.
+            DeadlinePassed: the deadline has passed; the message is `problem`.
             AttemptOver: another attempt of the run has begun.
         """
         patience, checked = None, time.monotonic()
@@ -122,11 +122,12 @@ class TrainerFollower:
         return found
 
     async def _serve_first(self, step: int) -> None:
-        """Serve the policy that the attempt starts from; with the self-check, servers have to prove it.
+        """Serve the policy that the attempt starts from; with the self-check, the servers must reproduce a
+        probe.
 
-        Of a checkpoint, the trainer's probe says that it has read and checked all of it: no server is given
-        damaged weights. (Without the self-check the launcher has checked it before.) Of a new run's model,
-        answers come before the probe does, and count once the servers have reproduced it.
+        From a checkpoint, the policy is served once the trainer's probe is there: by then the trainer has
+        read and verified every byte of it. (Without the self-check, the launcher has verified it.) In a new
+        run the servers start at once; their answers are used once they have reproduced the probe.
         """
         if not self.state.config.self_check:
             await self._serve(self.first_policy, step)
@@ -149,7 +150,7 @@ class TrainerFollower:
     async def _serve(
         self, folder: Path, step: int, *, probe: Probe | None = None, probe_follows: bool = False
     ) -> None:
-        """Put the policy after `step` steps into every server; prompts may go there from then on."""
+        """Have every server load the policy after `step` steps; prompts are sampled from it from then on."""
         fault_point("orchestrator.before_push")
         state = self.state
         version = state.attempt.version(step)
@@ -159,7 +160,7 @@ class TrainerFollower:
         try:
             await state.servers.serve(str(folder), version, probe=probe, probe_follows=probe_follows)
         except WeightsGone:
-            logger.info("version %s is gone: the trainer is about to announce a newer one", version)
+            logger.info("version %s is gone, because the trainer is making the next one", version)
             return
         state.run.versions.forget_before(step)
         state.policy.step = step
@@ -168,11 +169,11 @@ class TrainerFollower:
 
 
 def check_attempt(run: RunDirectory, attempt: Attempt) -> None:
-    """See that no other attempt of the run has begun.
+    """Check that no other attempt of the run has begun.
 
     Raises:
-        AttemptOver: one has.
+        AttemptOver: another attempt has begun.
     """
     current = run.attempt()
     if current and current.id != attempt.id:
-        raise AttemptOver(f"attempt {attempt.id} is over, {current.id} has begun")
+        raise AttemptOver(f"attempt {attempt.id} is over: attempt {current.id} has begun")

@@ -1,4 +1,4 @@
-"""What tells one environment from another that has as many problems."""
+"""What identifies an environment, so that a resumed run notices when its problems have changed."""
 
 import hashlib
 import json
@@ -15,21 +15,21 @@ from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
 
 PROBLEMS = 4096
-"""Most problems whose messages are read; of a larger environment it is a seeded sample."""
+"""Maximum number of problems whose messages are read; of a larger environment, a seeded sample."""
 SECONDS = 1.0
-"""Longest time to read messages. Digests are kept at powers of two, so that two environments are compared by
-as many problems as were read of both, however fast the machines were."""
+"""Maximum time for reading messages. Digests are kept at every power of two, so that two environments are
+compared on as many problems as both have read, independent of the speed of the machine."""
 
 
 async def environment_of(environment: SingleTurn) -> dict[str, Any]:
-    """What identifies an environment: a digest of its problems.
+    """The identity of an environment, for the recipe.
 
     Returns:
-        `problems`, their number; `messages`, by a count, a digest of the messages of so many problems; and
-        `own`, what the environment itself gives as `identity` (text, such as a version), if it does.
+        `problems`: their number. `messages`: digests of the messages of the first 1, 2, 4, ... problems read,
+        by that count. `own`: the environment's own `identity` (text, such as a version), if it has one.
 
     Raises:
-        EnvironmentFailed: it does not say what a problem is.
+        EnvironmentFailed: a problem has no conversation.
     """
     count = environment.problems
     digest, digests = hashlib.blake2b(digest_size=16), {}
@@ -47,7 +47,7 @@ async def environment_of(environment: SingleTurn) -> dict[str, Any]:
 
 
 def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are of the same environment, compared in what both have."""
+    """Whether two identities agree in everything that both contain."""
     if one["problems"] != other["problems"]:
         return False
     if "messages" in one and "messages" in other and one.get("own") != other.get("own"):
@@ -61,7 +61,7 @@ def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) ->
     """The orchestrator's part of a run's recipe.
 
     Raises:
-        EnvironmentFailed: the environment does not say what a problem is.
+        EnvironmentFailed: a problem has no conversation.
     """
 
     async def identify() -> dict[str, Any]:
@@ -75,7 +75,7 @@ def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) ->
 def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
     """How the orchestrator's recipe differs from that of a checkpoint.
 
-    Older checkpoints know of the environment only its settings and the number of problems.
+    Checkpoints of older versions contain only the environment's settings and its number of problems.
     """
     state = StepFolder(checkpoint).orchestrator_state() or OrchestratorRecord()
     prompts = state.prompts
@@ -92,7 +92,7 @@ def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
 
 
 def _under_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of a recipe as they are called now; `normalize_advantages` was an earlier name."""
+    """The settings under their current names: `normalize_advantages` was renamed."""
     renamed = dict(settings)
     if "normalize_advantages" in renamed:
         args = {} if renamed.pop("normalize_advantages") else {"normalize": False}

@@ -1,9 +1,9 @@
-"""The orchestrator: prompts, rollouts, rewards, batches, and the policy's way to the servers.
+"""The orchestrator: prompts, rollouts, rewards, batches, and the transfer of policies to the servers.
 
-Two things go on at once. One follows the trainer (`following.py`): each policy version that it announces is
-put into the servers, while they generate. The other (`batching.py`) keeps prompts with the servers and ships
-a batch as soon as enough answers are there. `max_off_policy_steps` bounds how far they come apart; at 0 they
-take turns.
+Two tasks run concurrently. `following.py` follows the trainer and has the servers load each policy version
+that it announces, while they go on generating. `batching.py` keeps prompts at the servers and ships a batch
+as soon as enough answers are complete. `max_off_policy_steps` bounds how far the two drift apart; at 0 they
+alternate.
 """
 
 import asyncio
@@ -24,10 +24,10 @@ from cairn.run.recipe import template_arguments
 
 
 class Orchestrator:
-    """Ships one batch a step, sampled from policies at most `max_off_policy_steps` older than the newest."""
+    """Ships one batch per step, sampled from policies at most `max_off_policy_steps` behind the newest."""
 
     def __init__(self, config: OrchestratorConfig, attempt: Attempt, servers: PolicyServers):
-        """Take up the run where `attempt` starts, and where the ledger says that it has got to since.
+        """Take up the run at the step that `attempt` starts from, plus what the ledger has recorded since.
 
         Args:
             config: its `model.name` is the local directory of the policy to start from, unless the attempt
@@ -49,15 +49,15 @@ class Orchestrator:
         self.follower = TrainerFollower(self.state, policy)
 
     async def run(self) -> int:
-        """Ship batches until the trainer says that the run ends. Returns the last step.
+        """Ship batches until the trainer announces the last policy. Returns the last step.
 
         Raises:
             DeadlinePassed: the trainer did not answer in time.
             LedgerFailed: the disk is full, or another program changed the ledger.
-            AttemptOver: the trainer was started anew meanwhile.
-            EnvironmentFailed, PromptRefused: a problem can't be asked, or an answer not rewarded.
-            AdvantageFailed: answers can't be compared.
-            Exception: what the servers' client raises where they fail for good.
+            AttemptOver: a new attempt of the run has begun.
+            EnvironmentFailed, PromptRefused: a problem has no usable prompt, or an answer gets no reward.
+            AdvantageFailed: the advantage fails on a group.
+            Exception: the servers' client gives up.
         """
         following = asyncio.create_task(self.follower.run())
         shipping = asyncio.create_task(self.batches.run())
@@ -68,9 +68,9 @@ class Orchestrator:
             return await following
         except sqlite3.DatabaseError as error:
             raise LedgerFailed(
-                f"the ledger {self.state.ledger.path} can't be written or read: {error}. Go on with "
-                "--ckpt.resume auto: if it is damaged, it is made again from the newest checkpoint and the "
-                "batches since"
+                f"the ledger {self.state.ledger.path} can't be written or read: {error}. Resume with "
+                "--ckpt.resume auto: if the ledger is damaged, it is rebuilt from the newest checkpoint and "
+                "the batches since"
             ) from error
         finally:
             answering = [task for task, _ in self.batches.prompts.answering.values()]

@@ -10,7 +10,8 @@ from cairn.run.messages import PolicyName
 def batch_metrics(groups: list[AnswerGroup], step: int) -> dict[str, float]:
     """Metrics of the rollouts in the batch of optimiser step `step`.
 
-    Staleness of a token: by how many steps the policy that sampled it is older than the newest possible one.
+    The staleness of a token is the number of steps by which the policy that sampled it is behind the newest
+    policy that could have.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]

@@ -1,6 +1,6 @@
-"""Taking up a run: the ledger, the batches' files and the checkpoint are brought to agree.
+"""Taking up a run: brings the ledger, the batch files and the checkpoint into agreement.
 
-docs/recovery.md ("Which record counts") has the order in which they are believed.
+docs/recovery.md ("Which record counts") says which of them wins when two disagree.
 """
 
 import logging
@@ -26,11 +26,11 @@ logger = logging.getLogger(__name__)
 def take_up(
     config: OrchestratorConfig, attempt: Attempt, environment: SingleTurn, servers: PolicyServers
 ) -> OrchestratorState:
-    """Take up the run where `attempt` starts, and where the ledger says that it has got to since.
+    """Take up the run at the step that `attempt` starts from, plus what the ledger has recorded since.
 
     Raises:
         CheckpointError: the checkpoint's ledger can't be read.
-        Damaged: the checkpoint does not say how far the run had come.
+        Damaged: the checkpoint's record of the orchestrator's progress is unusable.
     """
     run = config.run_directory()
     store = CheckpointStore(run.checkpoints)
@@ -39,7 +39,7 @@ def take_up(
         run.ledger, _whose_ledger(config, attempt, environment), step and step.ledger, attempt.start_step
     )
     recipe = read_json(run.recipe, dict[str, Any]) or {}
-    if recipe.get("prompts_again") and ledger.begun:  # who waits was asked by another recipe
+    if recipe.get("prompts_again") and ledger.begun:  # the waiting prompts come from another recipe
         for group in ledger.waiting():
             ledger.drop(group.place, "recipe", attempt.start_step + 1)
     shipped = ShippedSteps(_saved_progress(step) if step else ShippingProgress())
@@ -51,7 +51,7 @@ def take_up(
 
 
 def first_policy(config: OrchestratorConfig, attempt: Attempt) -> Path:
-    """The Hugging Face directory of the policy that the attempt starts from."""
+    """Hugging Face directory of the policy that the attempt starts from."""
     return StepFolder(attempt.resume_from).model if attempt.resume_from else Path(config.model.name)
 
 
@@ -71,22 +71,22 @@ def _whose_ledger(config: OrchestratorConfig, attempt: Attempt, environment: Sin
 def _saved_progress(step: StepFolder) -> ShippingProgress:
     saved = step.orchestrator_state()
     if saved is None or not saved.progress:
-        raise Damaged(f"{step.path / ORCHESTRATOR_STATE}: does not say how far the run had come")
+        raise Damaged(f"{step.path / ORCHESTRATOR_STATE}: the orchestrator's progress is missing or invalid")
     return ShippingProgress(**saved.progress)
 
 
 def _shipped_already(
     step: int, attempt: Attempt, run: RunDirectory, store: CheckpointStore, ledger: Ledger
 ) -> ShippedBatch | None:
-    """The batch of `step`: its file is there, or was and a checkpoint has made it needless since."""
+    """The batch of `step`, if it was shipped: its file exists, or is no longer needed since a checkpoint."""
     noted = ledger.shipped(step)
     batch = run.batch(attempt, step)
     if batch is None:
         return noted if (store.latest() or 0) >= step else None
     header = batch.header
-    if noted != header.ledger:  # it died between writing the file and noting it, or the ledger was edited
+    if noted != header.ledger:  # killed before noting the file, or an edited ledger
         if noted is not None:
-            logger.warning("the ledger's batch %d is not the file's, which is trained on", step)
+            logger.warning("the ledger's row of batch %d differs from the batch file; the file counts", step)
         places = [place for first, last in header.ledger.places for place in range(first, last + 1)]
         ledger.ship(header.ledger, dict(zip(places, header.problems, strict=True)))
     return header.ledger

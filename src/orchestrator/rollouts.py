@@ -1,4 +1,4 @@
-"""The answers to a prompt, as they come."""
+"""The answers to a prompt: partial, then whole, then rewarded."""
 
 from dataclasses import dataclass, field
 
@@ -8,12 +8,12 @@ from cairn.run.messages import PolicyName
 
 @dataclass
 class Rollout:
-    """One answer to a problem, as far as it has come.
+    """One answer to a problem, whole or partial.
 
-    token_ids, logprobs: of each token. versions: (policy version, start, end) of the spans that it sampled.
-    finish_reason: "stop" if it ended by itself, "length" at the longest allowed length or at the end of the
-    server's context, None while it is partial. text: once it is whole. reward: a finite number; None until
-    the environment has said it, which may be some time after the answer is whole.
+    token_ids, logprobs: for each token. versions: (policy version, start, end) of spans of tokens, each
+    sampled by one policy. finish_reason: "stop" if the model ended it, "length" at the maximum length or at
+    the end of the server's context, None while it is partial. text: set once it is whole. reward: a finite
+    number, or None until the environment has returned it, perhaps some time after the answer is whole.
     """
 
     seed: int
@@ -25,11 +25,11 @@ class Rollout:
     reward: float | None = None
 
     def extend(self, generation: Generation, *, asked: int, longest: int) -> None:
-        """Add what was sampled after the tokens that are there.
+        """Append newly sampled tokens.
 
         Args:
-            asked: how many tokens the server was asked for; where it stopped at fewer, its context was full.
-            longest: how many tokens a whole answer has at most.
+            asked: number of tokens requested; if fewer came without a stop, the server's context was full.
+            longest: maximum number of tokens of a whole answer.
         """
         before = len(self.token_ids)
         self.token_ids += generation.token_ids
@@ -44,8 +44,8 @@ class Rollout:
 class AnswerGroup:
     """All rollouts of one problem; `place` is the problem's place in the run's prompt order.
 
-    policy_step: of the policy that was served when the prompt was issued. prompt_ids: empty until the
-    environment has said what its messages are.
+    policy_step: the policy that was served when the prompt was issued. prompt_ids: empty until the
+    environment has returned the problem's messages.
     """
 
     place: int
@@ -56,12 +56,12 @@ class AnswerGroup:
 
     @property
     def whole(self) -> bool:
-        """Whether every answer is there, rewarded."""
+        """Whether every answer is complete and rewarded."""
         return all(rollout.reward is not None for rollout in self.rollouts)
 
     @property
     def rewards(self) -> list[float]:
-        """Of the answers, all of which are whole."""
+        """The reward of each answer; ValueError if one is missing."""
         rewards = [rollout.reward for rollout in self.rollouts if rollout.reward is not None]
         if len(rewards) < len(self.rollouts):
             raise ValueError(f"prompt {self.place} has answers without a reward")
@@ -69,11 +69,11 @@ class AnswerGroup:
 
     @property
     def oldest_step(self) -> int:
-        """Of the oldest policy that any of its tokens come from."""
+        """Step of the oldest policy that sampled any of its tokens."""
         steps = (PolicyName.parse(version).step for version in self.versions)
         return min(steps, default=self.policy_step)
 
     @property
     def versions(self) -> set[str]:
-        """The policy versions that its tokens come from."""
+        """The policy versions that sampled its tokens."""
         return {version for rollout in self.rollouts for version, _, _ in rollout.versions}

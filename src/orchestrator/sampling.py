@@ -1,4 +1,4 @@
-"""Sampling: a prompt's answers are generated, rewarded and recorded in the ledger, piece by piece."""
+"""Sampling: has a prompt's answers generated and rewarded, and records them in the ledger piece by piece."""
 
 import asyncio
 from collections.abc import Collection, Mapping, Sequence
@@ -17,15 +17,15 @@ from cairn.run.seeds import derive, permutation
 
 
 class PromptRefused(CairnError):
-    """This model on these servers can't answer a problem's messages; the message names the problem."""
+    """A problem's messages give no usable prompt for this model and these servers; the message names it."""
 
 
 class Sampler:
     """Has the servers answer the run's prompts, and the environment reward the answers.
 
-    Long answers are requested in pieces of `sampling.chunk_tokens`. A piece is in the ledger before the next
-    one is requested, and each has a seed of its own. So an answer that is continued after a crash has the
-    same tokens as without the crash.
+    Long answers are requested in pieces of `sampling.chunk_tokens`. A piece is recorded in the ledger before
+    the next one is requested, and each piece has its own seed. So an answer that continues after a crash gets
+    the same tokens as without the crash.
     """
 
     def __init__(
@@ -40,7 +40,8 @@ class Sampler:
         """Prepare to sample.
 
         Args:
-            versions: the policy versions that tokens may come from; the set may change while this samples.
+            versions: the policy versions that tokens may come from; the caller may change the set at any
+                time.
         """
         self.config = config
         self.environment = environment
@@ -52,7 +53,7 @@ class Sampler:
         self._order: list[int] = []
 
     def begin(self, place: int, policy_step: int) -> AnswerGroup:
-        """Issue the prompt at `place` in the prompt order: an empty group, which the ledger knows of."""
+        """Issue the prompt at `place` of the prompt order: an empty group, recorded in the ledger."""
         problems = self.environment.problems
         epoch, index = divmod(place, problems)
         if epoch != self._epoch:
@@ -66,9 +67,9 @@ class Sampler:
         """Sample and reward the answers of the group that are missing or partial.
 
         Raises:
-            EnvironmentFailed: the environment gave no conversation or no reward.
-            PromptRefused: the conversation is no prompt for this model and these servers.
-            Exception: what the servers' client raises where they fail for good.
+            EnvironmentFailed: the environment returned no valid conversation or reward.
+            PromptRefused: the conversation gives no usable prompt for this model and these servers.
+            Exception: the servers' client gives up.
         """
         if not group.prompt_ids:
             group.prompt_ids = self._prompt(group.problem, await self.environment.messages(group.problem))
@@ -84,7 +85,7 @@ class Sampler:
         return group
 
     async def _finish(self, group: AnswerGroup, i: int) -> None:
-        """Sample the rest of answer `i`, piece by piece, and have it rewarded."""
+        """Sample the rest of answer `i` piece by piece, then have it rewarded."""
         rollout = group.rollouts[i]
         while rollout.finish_reason is None:
             done = len(rollout.token_ids)
@@ -96,7 +97,7 @@ class Sampler:
         await self._reward(group, [i])
 
     async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
-        """Have the environment reward those of these whole answers that have no reward yet; record them."""
+        """Have the environment reward the whole answers in `numbers` that have no reward yet; record them."""
         rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
 
         async def reward(rollout: Rollout) -> None:
@@ -108,7 +109,7 @@ class Sampler:
             self.ledger.record(group.place, rollouts)
 
     def _prompt(self, problem: int, messages: list[Mapping[str, Any]]) -> list[int]:
-        """The conversation as the model's chat template renders it."""
+        """The conversation's tokens, rendered with the model's chat template."""
         try:
             return self.chat.prompt(messages)
         except NoPrompt as error:
@@ -116,10 +117,10 @@ class Sampler:
             raise PromptRefused(f"{about}: {error}") from error
 
     def _longest(self, group: AnswerGroup) -> int:
-        """Most tokens of an answer: `sampling.max_tokens`, or what the servers' context leaves for it.
+        """Maximum tokens of an answer: `sampling.max_tokens`, or less if the servers' context is smaller.
 
         Raises:
-            PromptRefused: the context leaves nothing.
+            PromptRefused: the context leaves no room for an answer.
         """
         limit, prompt = self.servers.max_model_len, len(group.prompt_ids)
         if limit is None:
@@ -127,18 +128,18 @@ class Sampler:
         if prompt >= limit:
             raise PromptRefused(
                 f"environment {self.config.environment.name!r}, problem {group.problem}: its prompt has "
-                f"{prompt} tokens, and the servers take {limit} with at least one of them for the answer; "
-                "raise the servers' --max-model-len (on rl, --inference.max-model-len), or leave it out of "
-                "the environment"
+                f"{prompt} tokens, but prompt and answer together may have at most {limit} on the servers; "
+                "raise the servers' --max-model-len (on rl, --inference.max-model-len), or remove the "
+                "problem from the environment"
             )
         return min(self.config.sampling.max_tokens, limit - prompt)
 
     def _seed(self, group: AnswerGroup, chunk: int) -> int:
-        """The seed for a piece of the group's first answer; answer i has this seed + i."""
+        """The seed of piece `chunk` of the group's first answer; answer i has this seed + i."""
         return derive(self.config.seed, "sample", group.place, group.policy_step, *([chunk] if chunk else []))
 
     async def _sample(self, group: AnswerGroup, numbers: Sequence[int], seed: int) -> None:
-        """Sample and record the next piece of these answers, which all have equally many tokens."""
+        """Sample and record the next piece of these answers, which must all have the same length so far."""
         so_far = group.rollouts[numbers[0]].token_ids
         longest = self._longest(group)
         asked = min(self.config.sampling.chunk_tokens, longest - len(so_far))

@@ -1,4 +1,4 @@
-"""The orchestrator's part of a checkpoint: how far it has come, and the ledger."""
+"""The orchestrator's part of a checkpoint: its progress and the ledger."""
 
 from dataclasses import asdict
 
@@ -11,7 +11,7 @@ async def save_part(state: OrchestratorState, step: int) -> None:
     """Write the orchestrator's part of checkpoint `step`; the trainer commits it."""
     progress = state.shipped.at(step)
     if progress is None or state.store.has_part(step, "orchestrator", state.attempt.id):
-        return  # written by a process that died since
+        return  # an earlier process of this attempt has written it
     problems = state.environment.problems
     epoch, position = divmod(progress.total_problems, problems)
     record = OrchestratorRecord(

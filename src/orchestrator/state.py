@@ -1,4 +1,4 @@
-"""What the parts of an orchestrator share: what they work with, and how far they have come."""
+"""The state that the parts of an orchestrator share."""
 
 import asyncio
 from collections.abc import Callable
@@ -18,7 +18,7 @@ from cairn.run.messages import ShippedBatch
 
 @dataclass(frozen=True)
 class ShippingProgress:
-    """How far the orchestrator has come: batches shipped, one a step, and what was in them."""
+    """The orchestrator's progress: steps whose batches are shipped, and totals over these batches."""
 
     step: int = 0
     total_tokens: int = 0
@@ -26,7 +26,7 @@ class ShippingProgress:
     total_problems: int = 0
 
     def after(self, batch: ShippedBatch) -> "ShippingProgress":
-        """Where the next batch leads."""
+        """The progress after shipping `batch` as well."""
         return ShippingProgress(
             batch.step,
             self.total_tokens + batch.tokens,
@@ -36,19 +36,19 @@ class ShippingProgress:
 
 
 class ShippedSteps:
-    """The progress after each step whose batch is shipped, beginning where the run was taken up."""
+    """The progress after each shipped step, beginning at the step where the run was taken up."""
 
     def __init__(self, beginning: ShippingProgress):
         self._by_step = {beginning.step: beginning}
         self.newest = beginning
-        """After the newest batch."""
+        """The progress after the newest batch."""
 
     def add(self, batch: ShippedBatch) -> None:
         """Record that the batch of the next step is shipped."""
         self.newest = self._by_step[batch.step] = self.newest.after(batch)
 
     def at(self, step: int) -> ShippingProgress | None:
-        """The progress after `step`; None if it is before where the run was taken up, or forgotten."""
+        """The progress after `step`; None if that is before the run was taken up, or forgotten."""
         return self._by_step.get(step)
 
     def forget_before(self, step: int) -> None:
@@ -58,41 +58,41 @@ class ShippedSteps:
 
 @dataclass
 class ServedPolicy:
-    """The policy that the servers have."""
+    """The policy that the servers have loaded."""
 
     step: int | None = None
-    """Optimiser steps that made it; None until they have one."""
+    """Optimiser steps of the policy; None until the servers have loaded one."""
     versions: set[str] = field(default_factory=set[str])
-    """Names of the policies that tokens may come from now."""
+    """Names of the policy versions that tokens may come from."""
     changed: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when the servers have another one, or an answer is there: whoever makes batches looks again."""
+    """Set when the servers have loaded a policy or a group is complete: wakes the batch maker."""
 
 
 class Disk:
-    """Runs what waits for the disk in one thread, in order, so that the event loop goes on meanwhile."""
+    """Runs disk writes one after the other in a thread, so that they don't block the event loop."""
 
     def __init__(self) -> None:
         self._thread = ThreadPoolExecutor(1)
 
     async def do(self, write: Callable[..., None], *arguments: object) -> None:
-        """Call `write` there, and wait until it has returned."""
+        """Call `write` in the thread, and wait until it has returned."""
         await asyncio.get_running_loop().run_in_executor(self._thread, write, *arguments)
 
     def close(self) -> None:
-        """Wait until all of it is done."""
+        """Wait until all writes are done."""
         self._thread.shutdown()
 
 
 @dataclass(frozen=True)
 class OrchestratorState:
-    """What all parts of an orchestrator work with."""
+    """What all parts of an orchestrator share."""
 
     config: OrchestratorConfig
     attempt: Attempt
     run: RunDirectory
     store: CheckpointStore
     recipe: dict[str, Any]
-    """The orchestrator's part of it."""
+    """The orchestrator's part of the run's recipe."""
     environment: SingleTurn
     servers: PolicyServers
     ledger: Ledger

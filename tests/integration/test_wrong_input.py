@@ -346,7 +346,7 @@ def test_a_folder_that_can_not_be_written_to(call: Callable[..., Finished], tmp_
         (("name", "wrong_environments:Empty"), "it has no problems: len() of it is 0"),
         (("args", '{"problem": 4}'), "problem"),
         (("args", '{"min_length": 5, "max_length": 4}'), "min_length <= max_length"),
-        (("args", '{"problems": 0}'), "problems >= 1"),
+        (("args", '{"problems": 0}'), "problems must be >= 1"),
     ],
 )
 def test_an_environment_that_can_not_be_made(refused: Refused, tmp_path: Path, flags: tuple, what: str):

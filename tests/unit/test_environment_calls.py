@@ -288,7 +288,7 @@ def test_conversations(conversation: Any):
     [
         ("Shout: hill", "returned 'Shout: hill', of type str"),
         (None, "returned None, of type NoneType"),
-        ([], "returned an empty one"),
+        ([], "returned an empty list"),
         ({"role": "user", "content": "hill"}, "of type dict"),
         (["hill"], "message 0 is 'hill', of type str"),
         ([*USER, {"content": "hill"}], "message 1 has no role"),
@@ -352,7 +352,7 @@ class Unread(Whole):
 @pytest.mark.parametrize(
     ("environment", "message"),
     [
-        (Endless, "len() of it, which is its number of problems, fails"),
+        (Endless, "len() of it, its number of problems, fails"),
         (Empty, "it has no problems: len() of it is 0"),
         (Unrewarding, "it has no method reward(problem, answer)"),
         (Silent, "it has no method messages(problem)"),

@@ -1,4 +1,4 @@
-"""Calls of the user's methods: off the event loop, and within a deadline."""
+"""Calls the user's methods off the event loop and within a deadline."""
 
 import asyncio
 import functools
@@ -15,18 +15,18 @@ from cairn.orchestrator.environments.protocol import EnvironmentFailed
 logger = logging.getLogger(__name__)
 
 SHOWN = 300
-"""Characters of an answer that are shown in a message."""
+"""Characters of an answer to quote in an error message."""
 
 
 class Calls:
-    """Calls a user's methods without holding up the event loop.
+    """Calls a user's methods without blocking the event loop.
 
-    Methods run on `threads` threads, so that many run at once; with one thread they need not be thread-safe.
-    Coroutines that they return run concurrently, on an event loop in a thread of its own. With 0 threads
-    methods run on the caller's thread, and hold up everything.
+    Methods run on up to `threads` threads at once; with 1 they need not be thread-safe. Coroutines that they
+    return run concurrently on one event loop in a further thread. With 0, methods run on the caller's thread
+    and block its event loop.
 
     Args:
-        whose: begins every message, such as "environment 'reverse_text'".
+        whose: prefix of every error message, such as "environment 'reverse_text'".
         timeout: seconds that a call may take.
     """
 
@@ -40,27 +40,27 @@ class Calls:
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def close(self) -> None:
-        """End the threads when their calls have returned; one that never does keeps no process alive."""
+        """End the threads once their calls have returned. They are daemons: a hung call delays no exit."""
         for _ in range(self._started):
             self._jobs.put(None)
         if self._loop is not None:
             self._loop.call_soon_threadsafe(self._loop.stop)
 
     async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
-        """What `method` returns, awaited if need be.
+        """The result of `method`, awaited if it is a coroutine.
 
         Raises:
-            EnvironmentFailed: it raised, or took longer than `timeout`.
+            EnvironmentFailed: the method raised, or took longer than `timeout`.
         """
         try:
-            async with self._free:  # so that the deadline runs from when it begins
+            async with self._free:  # wait for a thread before the deadline starts
                 async with asyncio.timeout(self.timeout):
                     found = await self._in_thread(lambda: method(*arguments))
             if inspect.isawaitable(found):
                 async with asyncio.timeout(self.timeout):
                     found = await self._on_own_loop(found)
             return found
-        except TimeoutError:  # ours: the environment's own is a `_Raised`
+        except TimeoutError:  # our deadline; the environment's own TimeoutError is a `_Raised`
             raise EnvironmentFailed(
                 f"{self.whose}: {what} has not returned within {self.timeout:g} s "
                 f"(--orchestrator.reward-timeout allows more){about}"
@@ -90,7 +90,7 @@ class Calls:
                     future.set_result(_outcome(call))
                 except _Raised as raised:
                     future.set_exception(raised)
-            del job, call, future  # or the last answer stays in memory
+            del job, call, future  # else the last answer stays referenced
 
     async def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
         async def outcome() -> Any:
@@ -98,7 +98,7 @@ class Calls:
                 return await awaitable
             except asyncio.CancelledError as error:
                 if (task := asyncio.current_task()) and task.cancelling():
-                    raise  # we cancelled it
+                    raise  # cancelled by us
                 raise _Raised(error) from error
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 raise _Raised(error) from error
@@ -111,7 +111,7 @@ class Calls:
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run it until it is stopped, and end what is left on it."""
+    """Run the loop until it is stopped, then cancel its remaining tasks."""
     loop.run_forever()
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
@@ -122,7 +122,7 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
 
 
 class _Raised(Exception):
-    """Carries an environment's exception through asyncio, which would act on SystemExit or StopIteration."""
+    """Wraps an environment's exception: asyncio would act on a bare SystemExit or StopIteration."""
 
     def __init__(self, error: BaseException):
         self.error = error
@@ -136,6 +136,6 @@ def _outcome(call: Callable[[], Any]) -> Any:
 
 
 def shortened(value: object) -> str:
-    """Its repr, without the middle if it is long."""
+    """The repr of `value`; the middle of a long one is cut out."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[: SHOWN * 2 // 3]} ... {text[-SHOWN // 3 :]}"

@@ -1,4 +1,4 @@
-"""Which environments there are, and how one is made and looked at before a run starts."""
+"""Makes the configured environment, and checks it before a run starts."""
 
 from collections.abc import Callable
 
@@ -13,10 +13,10 @@ BUILT_IN: dict[str, Callable[..., Environment]] = {"reverse_text": ReverseText}
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
-    """The built-in environment of that name, or `module:Class`, with the configured arguments.
+    """The built-in environment of that name, or `module:Class`, made with the configured arguments.
 
     Raises:
-        BadEnvironment: there is none, it refuses its arguments, or it is no `Environment`.
+        BadEnvironment: it does not exist, its constructor fails, or it is not an `Environment`.
     """
     try:
         cls = load(config.name, BUILT_IN, "orchestrator.environment.name")
@@ -29,13 +29,13 @@ def make_environment(config: EnvironmentConfig) -> Environment:
 
 
 def check_environment(config: OrchestratorConfig) -> Environment:
-    """Find what is wrong with an environment before anything is started: make it, and ask for problem 0.
+    """Check the configured environment before any process starts: make it, and ask for problem 0.
 
     Returns:
         The environment.
 
     Raises:
-        BadEnvironment: it can't be made, lacks something, or problem 0 is no conversation.
+        BadEnvironment: it can't be made, lacks a method, or its problem 0 is not a conversation.
     """
     environment = make_environment(config.environment)
 

@@ -1,4 +1,4 @@
-"""What an environment is, and what can be wrong with it."""
+"""The environment protocol, and its errors."""
 
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
@@ -7,22 +7,22 @@ from cairn.run.errors import CairnError
 
 
 class BadEnvironment(CairnError):
-    """The environment can't be made; the message names it and what is wrong."""
+    """The environment can't be made; the message names it and the cause."""
 
 
 class EnvironmentFailed(CairnError):
-    """An environment raised, took too long, or returned what is no conversation or no reward.
+    """An environment raised, timed out, or returned an invalid conversation or reward.
 
-    The message names the environment, the problem, for a reward the answer, and what happened.
+    The message names the environment, the problem, the cause and, for a reward, the answer.
     """
 
 
 class Environment(Protocol):
-    """A fixed set of problems, each of which is asked once and answered once.
+    """A fixed set of problems; the model gives one answer to each problem's conversation.
 
-    Problem i is the same in every process and every run. `messages` and `reward` may be coroutines. Both are
-    called from a thread of their own, one call at a time unless `orchestrator.reward_threads` allows more.
-    An attribute `identity`, if there is one, is text that changes when the problems or rewards do.
+    Problem i must be the same in every process and every run. `messages` and `reward` may be coroutines. Both
+    are called from a separate thread, one call at a time unless `orchestrator.reward_threads` allows more.
+    The optional attribute `identity` is text that must change whenever the problems or rewards do.
     """
 
     def __len__(self) -> int:
@@ -34,5 +34,5 @@ class Environment(Protocol):
         ...
 
     def reward(self, problem: int, answer: str) -> float | Awaitable[float]:
-        """How good `answer` is, for example from 0 to 1; a finite number, also one of numpy or torch."""
+        """How good `answer` is, for example from 0 to 1: one finite number (Python, numpy or torch)."""
         ...

@@ -1,4 +1,4 @@
-"""A task that a tiny model learns within minutes: strings backwards."""
+"""Reversing strings: a task that a tiny model learns within minutes."""
 
 import random
 import string
@@ -7,17 +7,17 @@ from cairn.run.seeds import derive
 
 
 class ReverseText:
-    """Reverse a random lower-case string; the reward is how much of it comes out in order.
+    """Reverse a random lower-case string; the reward is how much of the reversed string is in the answer.
 
     Args:
-        problems: how many strings there are.
+        problems: number of strings.
         min_length, max_length: letters in a string.
-        seed: of the strings.
+        seed: seed of the random strings.
     """
 
     def __init__(self, problems: int = 4096, min_length: int = 3, max_length: int = 8, seed: int = 0):
         if problems < 1 or not 1 <= min_length <= max_length:
-            raise ValueError("needs problems >= 1 and 1 <= min_length <= max_length")
+            raise ValueError("problems must be >= 1, and 1 <= min_length <= max_length")
         self._texts = [
             "".join(draw.choices(string.ascii_lowercase, k=draw.randint(min_length, max_length)))
             for draw in (random.Random(derive(seed, "reverse_text", i)) for i in range(problems))
@@ -31,13 +31,13 @@ class ReverseText:
         return [{"role": "user", "content": self._texts[problem]}]
 
     def reward(self, problem: int, answer: str) -> float:
-        """2 x longest common subsequence / (both lengths): 1.0 only for the reversed string itself."""
+        """2 * longest common subsequence / (both lengths): 1.0 only for the reversed string itself."""
         wanted = self._texts[problem][::-1]
         return 2 * longest_common_subsequence(wanted, answer) / (len(wanted) + len(answer))
 
 
 def longest_common_subsequence(a: str, b: str) -> int:
-    """Length of the longest string that is left of both when letters are struck out."""
+    """Length of the longest common subsequence of both strings."""
     row = [0] * (len(b) + 1)
     for letter in a:
         diagonal = 0

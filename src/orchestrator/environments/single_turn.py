@@ -1,4 +1,4 @@
-"""Environments of three methods, as the orchestrator uses them: one question, one answer, one reward."""
+"""Single-turn environments as the orchestrator uses them: one conversation, one answer, one reward."""
 
 import inspect
 import math
@@ -11,11 +11,11 @@ from cairn.orchestrator.environments.calls import Calls, shortened
 from cairn.orchestrator.environments.protocol import Environment, EnvironmentFailed
 
 LARGEST_REWARD = 1e37
-"""Advantages are float32, which ends soon after."""
+"""Largest absolute reward: advantages are stored as float32, whose maximum is 3.4e38."""
 
 
 class SingleTurn:
-    """Asks an environment for conversations and rewards, off the event loop, and checks what it says.
+    """Asks an environment for conversations and rewards off the event loop, and checks what it returns.
 
     Use as a context manager, or `close` it.
     """
@@ -32,7 +32,7 @@ class SingleTurn:
         self.close()
 
     def close(self) -> None:
-        """End the environment's threads, once what they are at has returned."""
+        """End the environment's threads once their current calls have returned."""
         self._calls.close()
 
     @property
@@ -42,7 +42,7 @@ class SingleTurn:
 
     @property
     def identity(self) -> str | None:
-        """What the environment itself says of which one it is, if it does."""
+        """The environment's own `identity`, or None if it has none."""
         own = getattr(self.environment, "identity", None)
         return None if own is None else str(own)
 
@@ -50,7 +50,7 @@ class SingleTurn:
         """The conversation that asks problem number `problem`.
 
         Raises:
-            EnvironmentFailed: there is none.
+            EnvironmentFailed: the environment raised, timed out, or returned something else.
         """
         found = await self._calls.call(self.environment.messages, f"messages({problem})", problem)
         if wrong := _wrong_with_conversation(found):
@@ -61,10 +61,10 @@ class SingleTurn:
         return list(found)
 
     async def reward(self, problem: int, answer: str) -> float:
-        """How good `answer` is; a finite number.
+        """How good `answer` is: a finite number.
 
         Raises:
-            EnvironmentFailed: the environment doesn't say.
+            EnvironmentFailed: the environment raised, timed out, or returned something else.
         """
         what = f"reward of problem {problem}"
         about = f"; the answer was {shortened(answer)}"
@@ -80,14 +80,14 @@ class SingleTurn:
 
 
 def to_reward(value: Any) -> float | None:
-    """`value` as a finite float; None if it is no number, or not one.
+    """`value` as a finite float; None if it is not one finite number.
 
-    A number may be Python's, or a scalar or an array or tensor of one element of numpy or torch.
+    Accepted are Python numbers, and scalars and one-element arrays or tensors of numpy and torch.
     """
     if callable(item := getattr(value, "item", None)):
         try:
             value = item()
-        except (TypeError, ValueError, RuntimeError):  # several elements
+        except (TypeError, ValueError, RuntimeError):  # more than one element
             return None
     if not isinstance(value, numbers.Real):
         return None
@@ -99,7 +99,7 @@ def to_reward(value: Any) -> float | None:
 
 
 def wrong_with(environment: Any) -> str | None:
-    """What keeps this from being an environment, in words; None if nothing does."""
+    """Why the object is not an `Environment`, in words; None if it is one."""
     for name, arguments in {"messages": ("problem",), "reward": ("problem", "answer")}.items():
         wanted = f"{name}({', '.join(arguments)})"
         method = getattr(environment, name, None)
@@ -110,20 +110,20 @@ def wrong_with(environment: Any) -> str | None:
         except TypeError as error:
             return f"its {name} can't be called as {wanted}: {error}"
         except ValueError:
-            pass  # it has no signature to look at
+            pass  # inspect knows no signature of it
     try:
         problems = len(environment)
     except Exception as error:
-        return f"len() of it, which is its number of problems, fails: {error!r}"
+        return f"len() of it, its number of problems, fails: {error!r}"
     return None if problems else "it has no problems: len() of it is 0"
 
 
 def _wrong_with_conversation(found: Any) -> str | None:
-    """What keeps this from being a conversation, in words; None if nothing does."""
+    """Why the value is not a conversation, in words; None if it is one."""
     if not isinstance(found, list | tuple):
         return f"returned {shortened(found)}, of type {type(found).__name__}"
     if not found:
-        return "returned an empty one"
+        return "returned an empty list"
     for i, message in enumerate(found):
         if not isinstance(message, Mapping):
             return f"message {i} is {shortened(message)}, of type {type(message).__name__}"

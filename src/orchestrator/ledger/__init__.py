@@ -1,8 +1,8 @@
-"""The ledger: what became of each prompt, so that nothing is asked for twice and nothing is left out.
+"""The ledger records what became of each prompt, so that every prompt is trained on exactly once.
 
-It is one SQLite file in the run directory, with one writer. It holds every prompt, with the tokens sampled so
-far, from when the prompt is given to a server until a committed checkpoint contains the training on it. One
-small row for each batch and for each dropped group is kept for ever. The life of a prompt:
+It is one SQLite file in the run directory, written by one process. A prompt and the tokens sampled for it are
+kept from when it is issued to a server until a committed checkpoint contains the training on it. One small
+row for each batch and for each dropped group is kept for ever. The life of a prompt:
 
     issued -> partial tokens -> whole answers -> shipped in a batch -> trained, and folded
                              -> dropped, and issued again

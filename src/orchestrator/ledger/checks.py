@@ -1,6 +1,6 @@
-"""Whether a run can go on with a ledger: undamaged, of this run, and without contradictions.
+"""Checks whether a run can continue with a ledger: undamaged, of this run, and free of contradictions.
 
-The contradictions are those by which a prompt could be trained on twice, or never, without notice.
+A contradiction is whatever could cause a prompt to be trained on twice, or never, without notice.
 """
 
 import bisect
@@ -18,16 +18,16 @@ SELECT place, sample FROM samples
 WHERE json_array_length(token_ids) IS NOT json_array_length(logprobs) OR json_valid(versions) = 0
 OR typeof(reward) NOT IN ('null', 'real') OR abs(reward) > 1e37 OR (reward NOT NULL AND finish_reason IS NULL)
 """
-"""Finds answers that the orchestrator would never have written."""
+"""Selects answers that the orchestrator can't have written like this."""
 NOWHERE = (0, -1, 0)
 
 
 def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, step: int) -> str | None:
-    """Why the run can't go on with the ledger at `path`, in words; None if it can.
+    """Why the run can't continue with the ledger at `path`, in words; None if it can.
 
     Args:
-        owner: run id, branch and format that it must have.
-        snapshot: the ledger of the checkpoint that the run goes on from, after `step` steps.
+        owner: the run id, branch and format that the ledger must have.
+        snapshot: the ledger in the checkpoint that the run resumes from, after `step` steps.
     """
     batches = f"SELECT * FROM batches WHERE step <= {step} ORDER BY step"
     try:
@@ -35,14 +35,14 @@ def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, s
             if database.execute("PRAGMA quick_check").fetchall() != [("ok",)]:
                 return "it is damaged"
             if database.execute("SELECT run_id, branch, format FROM run").fetchall() != [owner]:
-                return "it is of another run"
+                return "it belongs to another run or branch, or has another format"
             if odd := oddity(database):
                 return odd
             trained = database.execute(batches).fetchall()
     except sqlite3.DatabaseError as error:
         return f"it is damaged ({error})"
     if snapshot:
-        uri = f"file:{quote(str(snapshot))}?immutable=1"  # nothing may be written beside it
+        uri = f"file:{quote(str(snapshot))}?immutable=1"  # so that SQLite writes no files into the checkpoint
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
             if trained != database.execute(batches).fetchall():
                 return f"its batches through step {step} are not those of the checkpoint"
@@ -53,21 +53,21 @@ def check_format(database: sqlite3.Connection, snapshot: Path, wanted: int) -> N
     """Refuse a checkpoint's ledger of another format.
 
     Raises:
-        CheckpointError: the message names it.
+        CheckpointError: the format differs; the message names both.
     """
     try:
         (found,) = database.execute("SELECT format FROM run").fetchone()
     except sqlite3.DatabaseError:
-        found = "an older one"
+        found = "unknown (an older one)"
     if found != wanted:
-        raise CheckpointError(f"{snapshot} has the format {found}, this version of Cairn reads {wanted}")
+        raise CheckpointError(f"{snapshot} has format {found}; this version of Cairn reads format {wanted}")
 
 
 def oddity(database: sqlite3.Connection) -> str | None:
-    """What an orchestrator would never have written, in words; None if there is nothing.
+    """A contradiction in the ledger, in words; None if there is none.
 
     Raises:
-        sqlite3.DatabaseError: it can't be read.
+        sqlite3.DatabaseError: the ledger can't be read.
     """
     try:
         spans = sorted(
@@ -76,7 +76,7 @@ def oddity(database: sqlite3.Connection) -> str | None:
             for first, last in json.loads(places)
         )
     except (ValueError, TypeError) as error:
-        return f"the prompts of its batches can't be read ({error})"
+        return f"the list of prompts in a batch can't be read ({error})"
     for (_, end, owner), (first, _, step) in itertools.pairwise(spans):
         if first <= end:
             return f"prompt {first} is in batch {owner} and in batch {step}"
@@ -86,7 +86,7 @@ def oddity(database: sqlite3.Connection) -> str | None:
     ):
         _, end, owner = spans[before] if (before := bisect.bisect_right(starts, place) - 1) >= 0 else NOWHERE
         if place <= end:
-            return f"prompt {place} waits, and is in batch {owner}"
+            return f"prompt {place} is waiting and also in batch {owner}"
         if not valid:
             return f"prompt {place} can't be read"
     for place, sample in database.execute(UNWRITTEN):

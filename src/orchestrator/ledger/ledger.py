@@ -1,4 +1,4 @@
-"""The ledger as the orchestrator writes it."""
+"""The ledger, as the orchestrator writes it."""
 
 import contextlib
 import json
@@ -31,35 +31,35 @@ logger = logging.getLogger(__name__)
 
 
 class LedgerFailed(CairnError):
-    """The ledger can no longer be written or read; the message says how to go on."""
+    """The ledger can't be written or read any more; the message says how to resume."""
 
 
 class Ledger:
-    """The ledger of one branch of a run. Only one process may open it."""
+    """The ledger of one branch of a run. Only one process may open it at a time."""
 
     def __init__(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int):
         """Open the ledger of this run and branch.
 
-        A file that is damaged, of another branch, or contradicts itself or the snapshot is set aside, and the
-        ledger begins as a copy of the snapshot, or empty without one.
+        A file that is damaged, belongs to another branch, or contradicts itself or the snapshot is renamed,
+        and the ledger begins as a copy of the snapshot, or empty if there is none.
 
         Args:
-            snapshot: the ledger in the checkpoint that the run goes on from, after `step` steps.
+            snapshot: the ledger in the checkpoint that the run resumes from, after `step` steps.
 
         Raises:
-            CheckpointError: the snapshot is of another format, or contradicts itself.
+            CheckpointError: the snapshot has another format, or contradicts itself.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
         found = open_existing(path, run, snapshot, step)
         self.begun = found is None
-        """Whether it was empty or a copy of the snapshot when it was opened."""
+        """True if no usable file was found, so that the ledger began empty or as a copy of the snapshot."""
         self._database = found or begin(path, run, snapshot, step)
         self._inode = path.stat().st_ino
         self._run = run
         rows = self._database.execute("SELECT * FROM batches").fetchall()
         self._shipped = {row[0]: batch_of(*row) for row in rows}
-        """All batches. Other programs' changes to them are undone (`_mend`)."""
+        """All batches. If another program changes their rows, `_mend` restores them from here."""
 
     # Prompts and answers
 
@@ -80,13 +80,13 @@ class Ledger:
             self._database.execute("UPDATE groups SET prompt_ids = ? WHERE place = ?", row)
 
     def record(self, place: int, rollouts: Mapping[int, Rollout]) -> None:
-        """Record these answers, by their number, to the prompt at `place`; whole or partial."""
+        """Record answers, whole or partial, to the prompt at `place`; `rollouts` is by answer number."""
         rows = [sample_row(place, i, rollout) for i, rollout in rollouts.items()]
         with self._database:
             self._database.executemany(INSERT_SAMPLE, rows)
 
     def drop(self, place: int, reason: str, step: int) -> None:
-        """Delete the answers to a prompt, which is to be issued again; `step` would have been their batch."""
+        """Delete a prompt's answers so that it is issued again; `step` is the batch that leaves it out."""
         with self._database:
             self._database.execute(
                 "INSERT INTO dropped SELECT place, tries, ?, ? FROM groups WHERE place = ?",
@@ -95,7 +95,7 @@ class Ledger:
             self._forget([place])
 
     def waiting(self) -> list[AnswerGroup]:
-        """The prompts that were issued and not shipped, with their answers so far."""
+        """The prompts that are issued but not shipped, with their answers so far."""
         groups = {
             place: AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), [])
             for place, problem, policy_step, prompt_ids in self._database.execute(
@@ -111,10 +111,10 @@ class Ledger:
         return list(groups.values())
 
     def sample_at(self, temperature: float, step: int) -> int:
-        """Record that answers are sampled at this temperature from now on; `step` is the next batch's.
+        """Record the temperature from now on; `step` is that of the next batch.
 
-        A batch has one temperature, so waiting prompts with answers at another one are dropped. Returns how
-        many were.
+        A batch has one temperature, so waiting prompts with answers at another one are dropped. Returns the
+        number of dropped prompts.
         """
         with self._database:
             self._database.execute("CREATE TABLE IF NOT EXISTS sampling (temperature REAL NOT NULL)")
@@ -131,14 +131,14 @@ class Ledger:
     # Batches
 
     def ship(self, batch: ShippedBatch, problems: Mapping[int, int]) -> None:
-        """Record that a batch's file exists; `problems` has the problem at each of its places."""
+        """Record that a batch's file exists; `problems` maps each of the batch's places to its problem."""
         groups = [(place, problem, batch.oldest_step) for place, problem in problems.items()]
         self._stay_in_place()
         with self._database:
             self._note(batch)
             for statement in UNSHIP_ONE:
                 self._database.execute(statement, (batch.step,))
-            # Rows that a power cut took come back from the batch's file.
+            # A power cut can lose rows that were not flushed yet; the batch's file restores them.
             self._database.executemany("INSERT OR IGNORE INTO groups VALUES (?, ?, 1, ?, NULL, NULL)", groups)
             self._database.executemany(
                 "UPDATE groups SET batch = ? WHERE place = ?", [(batch.step, place) for place in problems]
@@ -149,25 +149,25 @@ class Ledger:
         self._database.execute("INSERT OR REPLACE INTO batches VALUES (?, ?, ?, ?, ?, ?)", batch_row(batch))
 
     def shipped(self, step: int) -> ShippedBatch | None:
-        """The batch of that step, if it was shipped."""
+        """The batch of `step`, or None if it was not shipped."""
         return self._shipped.get(step)
 
     def unship_after(self, step: int) -> None:
-        """Make the prompts of all batches after `step` wait again, as if those had never been shipped."""
+        """Make the prompts of all batches after `step` wait again, as if these had never been shipped."""
         with self._database:
             for statement in UNSHIP:
                 self._database.execute(statement, (step,))
         self._shipped = {number: batch for number, batch in self._shipped.items() if number <= step}
 
     def fold(self, step: int) -> None:
-        """Delete the answers in batches through `step`, which a committed checkpoint has been trained on."""
+        """Delete the answers in batches up to `step`, once a committed checkpoint covers their training."""
         places = self._database.execute("SELECT place FROM groups WHERE batch <= ?", (step,)).fetchall()
         if places:
             with self._database:
                 self._forget([place for (place,) in places])
 
     def never_issued(self) -> tuple[list[int], int]:
-        """The places at which no prompt was issued: the gaps, and the first place after all that were."""
+        """Places without a prompt: the gaps, and the first place after all that were issued."""
         ranges = [[place, place] for (place,) in self._database.execute("SELECT place FROM groups")]
         for (places,) in self._database.execute("SELECT places FROM batches"):
             ranges += json.loads(places)
@@ -185,7 +185,7 @@ class Ledger:
         """A consistent copy of the whole ledger.
 
         Raises:
-            LedgerFailed: another program has changed it, and that can't be undone.
+            LedgerFailed: another program has changed the ledger, and the change can't be undone.
         """
         self._mend()
         return self._database.serialize()
@@ -197,10 +197,10 @@ class Ledger:
         self._database.close()
 
     def _mend(self) -> None:
-        """Undo what another program has changed in the tables of batches and of the run.
+        """Undo changes by another program to the rows of the batches and of the run.
 
         Raises:
-            LedgerFailed: it has changed something else, and the ledger contradicts itself.
+            LedgerFailed: other rows were changed too, and the ledger contradicts itself.
         """
         self._stay_in_place()
         rows = self._database.execute("SELECT * FROM batches ORDER BY step").fetchall()
@@ -225,7 +225,7 @@ class Ledger:
             raise LedgerFailed(f"another program has changed {self.path}: {odd}")
 
     def _stay_in_place(self) -> None:
-        """Write the ledger again if somebody has removed or replaced its file."""
+        """Write the file again if another program has removed or replaced it."""
         if self.path.exists():
             if self.path.stat().st_ino == self._inode:
                 return

@@ -13,11 +13,11 @@ logger = logging.getLogger(__name__)
 
 
 def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection | None:
-    """The ledger at `path`, if there is one and the checks find nothing wrong; otherwise it is set aside."""
+    """The ledger at `path`, or None if there is none; a file that fails the checks is renamed and logged."""
     if not path.exists():
         return None
     if wrong := wrong_with(path, run.owner, snapshot, step):
-        logger.warning("the ledger is set aside as %s: %s", set_aside(path), wrong)
+        logger.warning("the ledger can't be used and is renamed to %s: %s", set_aside(path), wrong)
         return None
     database = connect(path)
     with database:
@@ -26,8 +26,8 @@ def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) 
 
 
 def begin(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection:
-    """The ledger as the snapshot has it, or an empty one."""
-    remove_journal(path)  # of a file that was removed; SQLite would apply it to the new one
+    """A new ledger: a copy of the snapshot, or empty without one."""
+    remove_journal(path)  # SQLite would apply a removed file's journal to the new file
     if snapshot:
         write_atomic(path, snapshot.read_bytes(), durable=True)
     database = connect(path)
@@ -36,7 +36,7 @@ def begin(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlit
             check_format(database, snapshot, FORMAT)
             _rewind(database, step)
             if odd := oddity(database):
-                raise CheckpointError(f"{snapshot}: {odd}; go on from another step (--ckpt.resume-step)")
+                raise CheckpointError(f"{snapshot}: {odd}; resume from another step (--ckpt.resume-step)")
         else:
             database.executescript(SCHEMA)
         write_owner(database, run)
@@ -44,16 +44,16 @@ def begin(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlit
 
 
 def connect(path: Path) -> sqlite3.Connection:
-    """The ledger at `path`, to be written by this process only."""
+    """Open the ledger at `path`; only this process may write to it."""
     database = sqlite3.connect(path)
     database.execute("PRAGMA journal_mode = WAL")
-    # Survives a kill. Rows that a power cut takes are made again from the batches' files.
+    # synchronous = NORMAL survives a kill. Rows lost in a power cut are restored from the batches' files.
     database.execute("PRAGMA synchronous = NORMAL")
     return database
 
 
 def _rewind(database: sqlite3.Connection, step: int) -> None:
-    """Go back to the state after `step` steps: prompts that were shipped for later ones wait again."""
+    """Go back to the state after `step` steps: the prompts of later batches wait again."""
     for statement in (
         "DELETE FROM samples WHERE place IN (SELECT place FROM groups WHERE batch <= ?)",
         "DELETE FROM groups WHERE batch <= ?",
@@ -64,13 +64,13 @@ def _rewind(database: sqlite3.Connection, step: int) -> None:
 
 
 def remove_journal(path: Path) -> None:
-    """Remove what SQLite keeps beside a ledger; it would apply it to a new file of the same name."""
+    """Remove SQLite's journal files of a ledger; SQLite would apply them to a new file of the same name."""
     for suffix in ("-wal", "-shm"):
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
 def set_aside(path: Path) -> Path:
-    """Rename the ledger, with what SQLite keeps beside it, to a name that is free."""
+    """Rename the ledger and its journal files to a free name; returns the ledger's new path."""
     n = 1
     while (target := path.with_name(f"{path.stem}_aside_{n}{path.suffix}")).exists():
         n += 1

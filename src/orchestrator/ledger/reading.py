@@ -1,4 +1,4 @@
-"""Reading a ledger from outside: while its run goes on, or the copy in a checkpoint."""
+"""Reading a ledger from outside: while its run is going on, or the copy in a checkpoint."""
 
 import contextlib
 import json
@@ -24,7 +24,7 @@ FROM samples JOIN groups USING (place) WHERE finish_reason IS NOT NULL ORDER BY 
 
 @dataclass(frozen=True)
 class LedgerContent:
-    """What an audit needs of a ledger, read at one moment."""
+    """The rows of a ledger that an audit needs, all read in one transaction."""
 
     run: Row
     groups: list[Row]
@@ -35,13 +35,13 @@ class LedgerContent:
 
 @contextlib.contextmanager
 def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Connection]:
-    """A ledger to read, as it is at this moment, also while its run goes on; rows come by column name.
+    """Open a ledger for reading, even while its run is writing to it; rows can be accessed by column name.
 
     Args:
-        immutable: nobody writes to it, and nothing may be written beside it, as in a checkpoint.
+        immutable: no process writes to it, and SQLite must create no files beside it, as in a checkpoint.
 
     Raises:
-        CheckpointError: it is missing, damaged, or of another format; also if a query finds that.
+        CheckpointError: it is missing, damaged, or of another format, even if only a query finds that out.
     """
     if not path.exists():
         raise CheckpointError(f"{path}: there is no ledger, so what was trained can't be proved")
@@ -55,14 +55,14 @@ def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Conn
                 raise sqlite3.DatabaseError(verdict)
             (found,) = database.execute("SELECT format FROM run").fetchone()
             if found != FORMAT:
-                raise ValueError(f"it has format {found}, this version of Cairn reads {FORMAT}")
+                raise ValueError(f"it has format {found}; this version of Cairn reads format {FORMAT}")
             yield database
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
 
 
 def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
-    """What an audit needs of a ledger; see `open_ledger`."""
+    """The rows that an audit needs; see `open_ledger`."""
     with open_ledger(path, immutable=immutable) as database:
         tables = {
             name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
@@ -79,6 +79,6 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
 
 
 def read_answers(path: Path) -> list[Row]:
-    """The whole answers, with their prompts and the steps they were shipped for; see `open_ledger`."""
+    """The whole answers, with their prompts and the steps of their batches; see `open_ledger`."""
     with open_ledger(path) as database:
         return [dict(row) for row in database.execute(ANSWERS)]

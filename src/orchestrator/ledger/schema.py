@@ -1,4 +1,4 @@
-"""What a ledger's file holds: its tables, and one row of each as a value."""
+"""The schema of a ledger: its tables, and conversions between their rows and values."""
 
 import json
 import sqlite3
@@ -50,7 +50,8 @@ CREATE TABLE dropped (
 );
 """
 
-# Without its prompt a group can't be shipped again, and is issued anew.
+# A group whose prompt tokens are unknown can't be shipped again; its row is deleted, and the prompt issued
+# anew.
 UNSHIP = (
     "DELETE FROM groups WHERE batch > ? AND prompt_ids IS NULL",
     "UPDATE groups SET batch = NULL WHERE batch > ?",
@@ -61,7 +62,7 @@ UNSHIP_ONE = tuple(statement.replace("batch > ?", "batch = ?") for statement in 
 
 @dataclass(frozen=True)
 class LedgerRun:
-    """Whose ledger it is."""
+    """The run that a ledger belongs to."""
 
     run_id: str
     branch: str
@@ -79,7 +80,7 @@ class LedgerRun:
 
 
 def write_owner(database: sqlite3.Connection, run: LedgerRun) -> None:
-    """Write down whose ledger it is now."""
+    """Replace the row of the table `run`."""
     database.execute("DELETE FROM run")
     database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(run))
 
@@ -94,7 +95,7 @@ def batch_of(step: int, places: str, *rest: Any) -> ShippedBatch:
     """The batch in a row of the table `batches`.
 
     Raises:
-        ValueError, TypeError: its places are no ranges.
+        ValueError, TypeError: `places` is not a list of ranges.
     """
     return ShippedBatch(step, [[first, last] for first, last in json.loads(places)], *rest)
 
@@ -117,7 +118,7 @@ def rollout_of(row: Sequence[Any]) -> Rollout:
 
 
 def to_ranges(places: Iterable[int]) -> list[list[int]]:
-    """Numbers as [first, last] of the runs that they make."""
+    """The numbers as a list of [first, last] ranges."""
     ranges: list[list[int]] = []
     for place in sorted(places):
         if ranges and place == ranges[-1][1] + 1:
