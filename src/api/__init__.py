@@ -1,1 +1,1 @@
-"""What `import cairn` offers (docs/api.md). Imported on first use: `import cairn` is quick."""
+"""The public API: what `import cairn` offers (docs/api.md). Its parts are imported on first use."""

@@ -1,4 +1,4 @@
-"""A checkpoint in memory: tensors that were compared with their checksums, and the state of the roles."""
+"""A checkpoint opened from Python: verified tensors, and the state of the roles."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -20,9 +20,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A step whose every byte was as it was written when `load_checkpoint` looked.
+    """A step of which `load_checkpoint` has verified every byte.
 
-    Tensors are read, on the CPU and in the data type in which they are stored, whenever they are asked for.
+    Tensors are read each time they are requested, on the CPU and in the data type of the file.
     """
 
     folder: Path
@@ -30,12 +30,12 @@ class Checkpoint:
 
     @property
     def step(self) -> int:
-        """Optimiser steps that were done."""
+        """Optimiser steps done."""
         return self.manifest.step
 
     @property
     def tensors(self) -> "dict[str, torch.Tensor]":
-        """The model's weights by the names that its files give them, which are the hub's."""
+        """The model's weights, by their names in the files, which are those of the hub."""
         folder = StepFolder(self.folder).model
         try:
             return _read(FORMATS["hf"].read(folder).tensors[MODEL])
@@ -44,9 +44,9 @@ class Checkpoint:
 
     @property
     def optimizer(self) -> "dict[str, dict[str, torch.Tensor]]":
-        """The optimiser's state by the name of the weight, then by kind, such as `exp_avg`.
+        """The optimiser's state: by name of the weight, then by kind, such as `exp_avg`.
 
-        Weights that never received a gradient have none, nor has a checkpoint that holds weights only.
+        Weights that never received a gradient have no state. Empty in a checkpoint of weights only.
         """
         state: dict[str, dict[str, torch.Tensor]] = {}
         for name, tensor in _read(StepFolder(self.folder).tensors(OPTIMIZER)).items():
@@ -56,7 +56,7 @@ class Checkpoint:
 
     @property
     def trainer_state(self) -> dict[str, Any]:
-        """Progress, recipe, scheduler and data position of the trainer; empty in one of weights only."""
+        """Progress, recipe, scheduler and data position of the trainer; empty if it holds weights only."""
         return read_json(self.folder / TRAINER_STATE, dict[str, Any]) or {}
 
     @property
@@ -65,7 +65,7 @@ class Checkpoint:
         return read_json(self.folder / ORCHESTRATOR_STATE, dict[str, Any]) or {}
 
     def model(self, **arguments: Any) -> "PreTrainedModel":
-        """The model, as `AutoModelForCausalLM.from_pretrained(folder, **arguments)` makes it."""
+        """The model, from `AutoModelForCausalLM.from_pretrained(folder, **arguments)`."""
         from transformers import AutoModelForCausalLM
 
         return AutoModelForCausalLM.from_pretrained(StepFolder(self.folder).model, **arguments)
@@ -78,15 +78,15 @@ class Checkpoint:
 
 
 def load_checkpoint(folder: str | Path) -> Checkpoint:
-    """Check a `step_N` folder byte by byte, and give access to what is in it.
+    """Verify every byte of a `step_N` folder, and give access to its content.
 
     Raises:
-        cairn.UsageError: there is no such folder, or it is no checkpoint.
-        cairn.CairnError: a file is missing or changed; the message names the file and the place.
+        cairn.UsageError: there is no such folder, or it is not a checkpoint.
+        cairn.CairnError: a file is missing or was changed; the message names file and position.
     """
     folder = Path(folder).absolute()
     if not (folder / FILE_NAME).exists():
-        why = "there is no such folder" if not folder.is_dir() else f"no {FILE_NAME} in it, so no checkpoint"
+        why = "there is no such folder" if not folder.is_dir() else f"not a checkpoint: it has no {FILE_NAME}"
         raise UsageError(f"{folder}: {why}; give the path of a step_N folder")
     return Checkpoint(folder, verify(folder))
 

@@ -21,22 +21,22 @@ COLUMNS = (
     *("step", "place", "problem", "sample", "prompt", "text", "reward"),
     *("finish_reason", "tokens", "policy_step"),
 )
-"""Of the data frame of rollouts."""
+"""Columns of the data frame of rollouts."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """A checkpoint that exists, and the facts that its manifest states."""
+    """A checkpoint that exists, and what its manifest says."""
 
     number: int
     folder: Path
 
     @functools.cached_property
     def manifest(self) -> Manifest:
-        """Everything that the manifest says.
+        """The whole manifest.
 
         Raises:
-            cairn.CairnError: it is damaged, or the step was deleted meanwhile.
+            cairn.CairnError: it is damaged, or the step has been deleted.
         """
         return load_manifest(self.folder)
 
@@ -47,34 +47,34 @@ class Step:
 
     @property
     def created(self) -> str:
-        """When it was committed: UTC, ISO 8601."""
+        """Time of the commit: UTC, ISO 8601."""
         return self.manifest.created
 
     @property
     def nbytes(self) -> int:
-        """The size of all its files."""
+        """Size of all files in bytes."""
         return self.manifest.nbytes
 
     @property
     def model(self) -> Path:
-        """The Hugging Face directory with its weights."""
+        """Hugging Face directory with the weights."""
         return self.folder / "model"
 
     def load(self) -> "Checkpoint":
-        """`cairn.load_checkpoint` of it."""
+        """The step, opened with `cairn.load_checkpoint`."""
         from cairn.api.checkpoints import load_checkpoint
 
         return load_checkpoint(self.folder)
 
 
 class Run:
-    """A run directory. Every property reads the files as they are now, also while the run goes on.
+    """A run directory. Every property reads the files anew, so it also works while the run is going on.
 
     Args:
         path: the run's `--output-dir`.
 
     Raises:
-        cairn.UsageError: it is no run directory.
+        cairn.UsageError: it is not a run directory.
     """
 
     def __init__(self, path: str | Path):
@@ -82,7 +82,7 @@ class Run:
         self.path = self._view.run.path
         run = self._view.run
         if not any(file.exists() for file in (run.roles, run.config, run.metrics.path)):
-            where = f"{path}: is no run directory, which has a roles.json, a config.json or a metrics.jsonl"
+            where = f"{path}: is not a run directory: it has no roles.json, config.json or metrics.jsonl"
             if (self.path / FILE_NAME).exists():
                 where += f"; it is a checkpoint, which cairn.load_checkpoint({str(path)!r}) reads"
             raise UsageError(where)
@@ -91,7 +91,7 @@ class Run:
         return f"<cairn.Run {str(self.path)!r}: {self.state}, step {self.step}>"
 
     def snapshot(self) -> Snapshot:
-        """All that the run directory says at this moment: roles, signs of life, events, costs and more."""
+        """The state of the run at this moment: roles, heartbeats, events, costs and more."""
         return self._view.snapshot()
 
     @property
@@ -119,14 +119,14 @@ class Run:
         return [Step(number, store.folder(number)) for number in store.steps()]
 
     def rollouts(self) -> "pd.DataFrame":
-        """The whole answers that are in the run's ledger, one a row (RL).
+        """The whole answers in the run's ledger, one per row (RL only).
 
-        A committed checkpoint removes the answers that were trained on until its step. Columns: `step`, for
-        which an answer was shipped to the trainer (missing while it waits); `place` in the order of prompts;
-        `problem` of the environment; `sample` among the answers to this prompt; `prompt`, the text after the
-        chat template, None if no tokenizer is left; `text`; `reward`, missing until it is known;
-        `finish_reason`, stop or length; `tokens` of the answer; `policy_step`, the newest policy when the
-        prompt was issued.
+        A committed checkpoint removes the answers that were trained on up to its step. Columns: `step`, the
+        optimiser step that the answer was shipped for (missing while it waits); `place` in the prompt order;
+        `problem` number in the environment; `sample`, its number among the answers to this prompt; `prompt`,
+        the text with the chat template, None if the tokenizer is gone; `text`; `reward`, missing until it is
+        known; `finish_reason`, stop or length; `tokens`, their number in the answer; `policy_step`, the
+        newest policy when the prompt was issued.
 
         Raises:
             cairn.UsageError: the run has no ledger, as in SFT.
@@ -147,7 +147,7 @@ class Run:
         return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"step": "Int64", "reward": "float64"})
 
     def _tokenizer(self) -> "PreTrainedTokenizerBase | None":
-        """Of the newest checkpoint, or else of the model that the run started from."""
+        """The tokenizer of the newest checkpoint, or of the model that the run started from; None if gone."""
         from transformers import AutoTokenizer
 
         model = (self.snapshot().config or {}).get("model") or {}

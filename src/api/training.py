@@ -1,4 +1,4 @@
-"""Training runs from a script or a notebook, with the checks and the outcome of the commands."""
+"""Training from a script or notebook, with the same checks and results as the commands."""
 
 import sys
 import threading
@@ -23,16 +23,16 @@ def sft(config: "SFTConfig | Mapping[str, Any] | str | Path", **settings: Any) -
     """Supervised fine-tuning: the command `sft`, called from the main thread of a script or notebook.
 
     Args:
-        config: a file (TOML, JSON or YAML), a dict such as a file holds, or a `SFTConfig`.
+        config: a file (TOML, JSON or YAML), a dict with the content of such a file, or an `SFTConfig`.
         settings: override the file or dict, as flags do: `max_steps=20, ckpt={"interval": 5}`.
 
     Returns:
-        The run, once it is done or was stopped by a signal (`state`), such as Ctrl-C, with all saved that
-        could be.
+        The run, when it is done or was stopped by a signal such as Ctrl-C (see `state`). A stopped run has
+        saved as much as it could.
 
     Raises:
-        cairn.UsageError: it can't start like this; nothing was written (exit code 2 of the command).
-        cairn.CairnError: it failed (exit code 1).
+        cairn.UsageError: the run can't start like this; nothing was written (exit code 2 of the command).
+        cairn.CairnError: the run failed (exit code 1).
     """
     checked = _checked(SFTConfig, config, settings, needs=KINDS["sft"].needs)
     from cairn.launch.commands import start
@@ -41,9 +41,9 @@ def sft(config: "SFTConfig | Mapping[str, Any] | str | Path", **settings: Any) -
 
 
 def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
-    """A whole RL run: the command `rl`; otherwise as `sft`.
+    """A complete RL run: the command `rl`. Arguments, result and errors are those of `sft`.
 
-    Without `orchestrator.inference_url` it starts an inference server and ends it again.
+    Without `orchestrator.inference_url`, it starts an inference server and stops it at the end.
     """
     checked = _checked(RLConfig, config, settings, needs=KINDS["rl"].needs)
     from cairn.launch.commands import start
@@ -54,7 +54,7 @@ def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> 
 def _checked(
     cls: type[Config], config: object, settings: Mapping[str, Any], *, needs: tuple[str, ...]
 ) -> Config:
-    """A configuration of the caller's, checked as the command checks it; the caller's own stays as it is."""
+    """The caller's configuration, checked as the command checks it; the caller's object is not changed."""
     if isinstance(config, cls):
         if settings:
             raise UsageError(f"set {', '.join(settings)} in the {cls.__name__} itself")
@@ -74,11 +74,11 @@ def _checked(
 
 
 def _flags(root: Setting, path: tuple[str, ...], value: Any) -> Iterator[tuple[tuple[str, ...], Any]]:
-    """A setting of the caller's as the flags that say the same."""
+    """The caller's settings as the equivalent flags."""
     setting = root.find(path)
     section = setting is not None and setting.kind == "section"
     if section and value is True:
-        value = {}  # as a bare --ckpt
+        value = {}  # like --ckpt alone
     if section and isinstance(value, Mapping):
         yield path, {}
         for key, inner in value.items():
@@ -90,11 +90,11 @@ def _flags(root: Setting, path: tuple[str, ...], value: Any) -> Iterator[tuple[t
 def _run(command: Callable[[], int], output_dir: str) -> Run:
     if threading.current_thread() is not threading.main_thread():
         raise UsageError(
-            "call this from the main thread, which alone can receive the signals that stop a run"
+            "call this from the main thread: only there can Python handle the signals that stop a run"
         )
     streams = sys.stdout, sys.stderr
     try:
         command()
     finally:
-        sys.stdout, sys.stderr = streams  # a run that outlives its terminal wraps them
+        sys.stdout, sys.stderr = streams  # the run may have replaced them, to outlive its terminal
     return Run(output_dir)

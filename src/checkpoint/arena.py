@@ -1,7 +1,7 @@
-"""The memory that a save copies a rank's state into, and the process that writes it out.
+"""The arena: memory that a save copies a rank's state into, and the process that writes it to disk.
 
-The memory is shared with the writer (`cairn.checkpoint.writer`), allocated once and reused by every save of
-tensors of the same names, data types and shapes.
+The memory is shared with the writer process (`cairn.checkpoint.writer`), allocated once, and reused by every
+save whose tensors have the same names, data types and shapes.
 """
 
 # torch is typed in part.
@@ -40,20 +40,20 @@ Tensors = Mapping[str, Mapping[str, Stored]]
 
 
 class SaveFailed(CheckpointError):
-    """A save failed; no step was committed for it and none was harmed."""
+    """A save failed; its step was not committed, and no other step was changed."""
 
 
 class WriterDied(SaveFailed):
-    """The process that writes was killed or crashed; another start of the trainer may well succeed."""
+    """The writer process was killed or crashed; a restart of the trainer may well succeed."""
 
 
 class Arena:
-    """Shared memory that holds a copy of this rank's state, and the process that writes it out."""
+    """Shared memory for a copy of this rank's state, and the process that writes it to disk."""
 
     def __init__(self, tensors: Tensors, rank: int, max_file_bytes: int):
         self.rank = rank
         self.broken = False
-        """Set after a failed save: the writer's state is unknown, so the next save takes a new arena."""
+        """Set after a failed save: the writer's state is unknown, so the next save creates a new arena."""
         self.layout = _describe(tensors)
         files: list[FileLayout] = []
         self.indices: dict[str, bytes] = {}
@@ -104,13 +104,13 @@ class Arena:
         self._stream = torch.cuda.Stream() if on_gpu else None
         self._sources: list[tuple[int, torch.Tensor]] = []
         self._pinned = False
-        for position, number in self.plan.headers:  # they stay the same from save to save
+        for position, number in self.plan.headers:  # headers are the same in every save
             self._map[position : position + len(files[number].header)] = files[number].header
         self._ready = threading.Thread(target=self._populate, daemon=True)
         self._ready.start()
 
     def _populate(self) -> None:
-        """Have the kernel map the memory now (ctypes releases the GIL), and pin it for a GPU's copies."""
+        """Have the kernel allocate the pages now (ctypes releases the GIL); pin them for GPU copies."""
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE
         )
@@ -122,11 +122,11 @@ class Arena:
                 logger.warning("the arena is not pinned, so copying from the GPU is slow: %s", error)
 
     def fits(self, tensors: Tensors) -> bool:
-        """Whether it was made for tensors like these."""
+        """Whether the arena was made for tensors of these names, data types and shapes."""
         return self.layout == _describe(tensors)
 
     def start_copy(self, tensors: Tensors) -> None:
-        """Note which values to copy; on a GPU the copies come after the work that is queued there now."""
+        """Remember which values to copy; on a GPU the copies run after the work queued there so far."""
         tensors = {
             stem: in_rows(named) if stem in self._exchanged else named for stem, named in tensors.items()
         }
@@ -146,9 +146,9 @@ class Arena:
         self._send({"save": str(folder), "receipt": str(receipt), "attempt": attempt, "read_back": read_back})
 
     def copy(self) -> None:
-        """Copy all values in the order in which they are written, and keep the writer informed."""
+        """Copy all values in the order in which they are written, and report progress to the writer."""
         told = 0
-        with torch.cuda.stream(self._stream):  # which does nothing if there is none
+        with torch.cuda.stream(self._stream):  # a no-op without a GPU
             for start, source in self._sources:
                 for begin in range(0, len(source), COPY_BYTES):
                     piece = source[begin : begin + COPY_BYTES]
@@ -169,8 +169,8 @@ class Arena:
         """Wait until the writer is done.
 
         Raises:
-            SaveFailed: it failed.
-            WriterDied: it is gone.
+            SaveFailed: writing failed.
+            WriterDied: the writer died.
         """
         line = self._answers.readline()
         if not line:
@@ -189,7 +189,7 @@ class Arena:
         if self._pinned:
             _cudart().cudaHostUnregister(self._bytes.data_ptr())
             self._pinned = False
-        with contextlib.suppress(BrokenPipeError):  # it is dead already
+        with contextlib.suppress(BrokenPipeError):  # it has died already
             self._commands.close()
         self._writer.wait()
         self._answers.close()
@@ -203,7 +203,7 @@ class Arena:
 
 
 def _cudart() -> Any:
-    """CUDA's runtime, which torch binds without types."""
+    """The CUDA runtime, for which torch has no type hints."""
     return torch.cuda.cudart()
 
 
@@ -212,9 +212,9 @@ def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]
 
 
 def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, int, int]]:
-    """The copies that fill a tensor's ranges in the arena: where to, and which of its local bytes.
+    """The copies that fill a tensor's ranges: (arena position, first local byte, number of bytes).
 
-    Ranges that follow each other in the arena, as short ones do, are one copy.
+    Ranges that are adjacent in the arena, as short ones are, become one copy.
     """
     joined: list[tuple[int, int, int]] = []
     position = 0
@@ -229,6 +229,6 @@ def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, i
 
 
 def _inside(file: FileLayout, folder: str, stem: str) -> FileLayout:
-    """The same file, named from the step's folder on, its tensors told apart from other stems'."""
+    """The same file with its path relative to the step's folder, and with the stem in its tensors' names."""
     offsets = {f"{stem}:{name}": offset for name, offset in file.offsets.items()}
     return FileLayout(f"{folder}/{file.name}", file.header, offsets, file.size)

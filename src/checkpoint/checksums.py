@@ -1,9 +1,9 @@
 """Checksums of files that several ranks write and read in pieces.
 
-Every chunk of CHUNK_BYTES of a file has a CRC-64/NVME (the one that S3 uses for whole objects). CRCs are
-linear: a chunk's CRC is the exclusive or of the contributions of its pieces, each of which another process
-may compute. Ranks that each hold some of a file's bytes therefore arrive at the same checksums whatever their
-number, without exchanging data, and a reader checks the file with the bytes that its ranks read anyway.
+Every chunk of CHUNK_BYTES of a file has a CRC-64/NVME (which S3 also uses for whole objects). CRCs are
+linear: the CRC of a chunk is the XOR of the contributions of its pieces, and each piece can be computed by
+another process. So ranks that each hold some of a file's bytes get the same checksums whatever their number,
+without exchanging data, and a reader verifies the file with the bytes that its ranks read anyway.
 """
 
 from pathlib import Path
@@ -15,14 +15,14 @@ READ_BYTES = 1 << 20  # stays in the processor's cache between reading and check
 
 
 def crc64(data: memoryview | bytes, previous: int = 0) -> int:
-    """The CRC-64/NVME of `data`, which goes on after bytes whose CRC is `previous`."""
+    """The CRC-64/NVME of `data`, continuing after bytes whose CRC is `previous`."""
     return crt.crc64nvme(data, previous)  # pyright: ignore[reportArgumentType] # it takes any buffer
 
 
 class FileChecksum:
-    """What some pieces of one file contribute to the CRCs of its chunks.
+    """The contributions of some pieces of a file to the CRCs of its chunks.
 
-    `crcs` maps a chunk's number to the contribution so far; `nbytes` counts the bytes seen.
+    `crcs` maps chunk numbers to contributions so far; `nbytes` counts the bytes that were added.
     """
 
     def __init__(self, size: int, crcs: dict[int, int] | None = None, nbytes: int = 0):
@@ -31,7 +31,7 @@ class FileChecksum:
         self.nbytes = nbytes
 
     def add(self, offset: int, data: memoryview | bytes) -> None:
-        """Add the bytes `data`, which are in the file at `offset`."""
+        """Add `data`, which is at `offset` in the file."""
         view = memoryview(data)
         while view:
             piece = view[: CHUNK_BYTES - offset % CHUNK_BYTES]
@@ -40,20 +40,20 @@ class FileChecksum:
             view = view[len(piece) :]
 
     def add_crc(self, offset: int, nbytes: int, crc: int) -> None:
-        """Add `nbytes` bytes at `offset` whose CRC is `crc`; they must lie within one chunk."""
+        """Add `nbytes` bytes at `offset` by their CRC; they must lie within one chunk."""
         chunk = offset // CHUNK_BYTES
         end = min((chunk + 1) * CHUNK_BYTES, self.size)
         self.crcs[chunk] = self.crcs.get(chunk, 0) ^ crt.combine_crc64nvme(crc, 0, end - offset - nbytes)
         self.nbytes += nbytes
 
     def merge(self, other: "FileChecksum") -> None:
-        """Add the contributions of another process to the same file."""
+        """Add the contributions that another process has computed for the same file."""
         for chunk, crc in other.crcs.items():
             self.crcs[chunk] = self.crcs.get(chunk, 0) ^ crc
         self.nbytes += other.nbytes
 
     def chunks(self) -> list[int]:
-        """The CRC of each chunk, when every byte has been added.
+        """The CRC of each chunk, once every byte has been added.
 
         Raises:
             ValueError: some bytes are missing, or were added twice.

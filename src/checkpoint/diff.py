@@ -13,10 +13,10 @@ from cairn.checkpoint.step import MODEL, OrchestratorRecord, StepFolder, Trainer
 
 
 def compare(a: Path, b: Path) -> dict[str, Any]:
-    """What `ckpt diff --json` prints of two step folders.
+    """The content of `ckpt diff --json` for two step folders.
 
     Raises:
-        CheckpointError: one of them is no checkpoint.
+        CheckpointError: one of them is not a checkpoint.
     """
     one, two = load_manifest(a), load_manifest(b)
     return {

@@ -1,4 +1,4 @@
-"""The data types that tensor files hold, under the names that files and settings have for them."""
+"""The data types in tensor files, by the names that safetensors and torch give them."""
 
 import torch
 
@@ -14,8 +14,8 @@ DTYPE_NAMES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""safetensors' name for each."""
+"""safetensors' name of each torch data type."""
 DTYPES = {name: dtype for dtype, name in DTYPE_NAMES.items()}
-"""By safetensors' name."""
+"""The torch data type by safetensors' name."""
 DTYPES_IN_SETTINGS = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPE_NAMES}
-"""By torch's name, such as float32: settings and messages between roles use it."""
+"""The torch data type by torch's name, such as float32; used in settings and in messages between roles."""

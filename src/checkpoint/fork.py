@@ -1,4 +1,4 @@
-"""Starting another run's folder from a checkpoint of this one."""
+"""Forking: a copy of a checkpoint becomes the first step of a new run."""
 
 import secrets
 from pathlib import Path
@@ -11,19 +11,19 @@ from cairn.run.files import make_folders
 
 
 def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
-    """Copy a step into `output_dir`, as the first of a new run; returns the copy's folder and manifest.
+    """Copy a step into `output_dir` as the first of a new run; returns the copy's folder and manifest.
 
     Raises:
-        UsageError: `output_dir` is of another run, in the step itself, or no folder.
+        UsageError: `output_dir` belongs to another run, lies in the step itself, or is not a folder.
         CheckpointError: the step is damaged.
-        OSError: naming the file that can't be written.
+        OSError: a file can't be written; the error names it.
     """
     manifest = verify(step)
     run, source = RunDirectory(output_dir), step.resolve()
     if source in (target := output_dir.resolve(), *target.parents):
-        raise UsageError(f"{output_dir}: lies in the checkpoint itself; give a new folder")
+        raise UsageError(f"{output_dir}: is inside the checkpoint itself; give a new folder")
     if any(path.exists() and not path.is_dir() for path in (run.checkpoints, run.path, *run.path.parents)):
-        raise UsageError(f"{output_dir}: is no folder, and none can be made there; give another one")
+        raise UsageError(f"{output_dir}: is not a folder and can't be created; give another one")
     if run.roles.exists():
         raise UsageError(f"{output_dir}: a run has begun here; give a new folder")
     store = CheckpointStore(run.checkpoints)

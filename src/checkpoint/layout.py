@@ -1,8 +1,8 @@
-"""Where each tensor's bytes lie in plain safetensors files.
+"""The layout of tensors in safetensors files: which bytes of which file hold which tensor.
 
-The layout is computed from names, data types and shapes alone, so every rank comes to the same one without
-asking the others, and the files do not depend on the number of ranks. The format is safetensors': eight
-bytes of header length, a JSON header padded with spaces, then the tensors end to end.
+The layout depends only on names, data types and shapes. So every rank computes the same one without
+communication, and the files do not depend on the number of ranks. The format is safetensors': eight bytes of
+header length, a JSON header padded with spaces, then the tensors without gaps.
 """
 
 import errno
@@ -21,7 +21,7 @@ ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
     **{"I8": 1, "U8": 1, "BOOL": 1, "F8_E4M3": 1, "F8_E5M2": 1},
 }
-ALIGNMENT = 4096  # tensor data starts on a page, so that it can be written past the page cache
+ALIGNMENT = 4096  # tensor data starts at a page boundary, as O_DIRECT requires
 DIRECT_BYTES = 256 << 10  # shorter ranges go through the page cache
 MAX_FILE_BYTES = 5 << 30
 MALFORMED = (ValueError, KeyError, TypeError, AttributeError, RecursionError)
@@ -31,7 +31,7 @@ MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library
 
 @dataclass(frozen=True)
 class TensorSpec:
-    """A whole tensor as it stands in a file; `dtype` is safetensors' name for it, such as F32."""
+    """A whole tensor in a file; `dtype` is safetensors' name, such as F32."""
 
     name: str
     dtype: str
@@ -45,7 +45,7 @@ class TensorSpec:
 
 @dataclass(frozen=True)
 class FileLayout:
-    """One safetensors file: its header, and where each tensor starts, counted from the file's start."""
+    """One safetensors file: its header, and the offset of each tensor from the start of the file."""
 
     name: str
     header: bytes
@@ -56,9 +56,9 @@ class FileLayout:
 def plan(
     specs: list[TensorSpec], stem: str, *, max_file_bytes: int = MAX_FILE_BYTES
 ) -> tuple[list[FileLayout], bytes | None]:
-    """Spread tensors over files in the given order, and write the index that Hugging Face expects.
+    """Distribute tensors over files in the given order, and make the index that Hugging Face expects.
 
-    Returns the files, and the content of `<stem>.safetensors.index.json`, or None for a single file.
+    Returns the files and the content of `<stem>.safetensors.index.json`, which is None for a single file.
     """
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
@@ -99,7 +99,7 @@ def _plan_file(specs: list[TensorSpec], name: str) -> FileLayout:
 
 @dataclass(frozen=True)
 class Extent:
-    """A range of a file whose bytes one rank holds, and where they stand in that rank's arena."""
+    """A range of a file whose bytes one rank holds, and their position in that rank's arena."""
 
     file: int
     offset: int
@@ -109,10 +109,10 @@ class Extent:
 
 @dataclass(frozen=True)
 class RankPlan:
-    """What one rank writes: extents in the order of files and offsets, which is that of the arena, too.
+    """What one rank writes: extents by file and offset, which is also the order in the arena.
 
-    starts: where in the arena each of a tensor's ranges begins. headers: arena position and file of each
-    header; rank 0 writes them. arena_bytes: how large the arena is.
+    starts: by tensor, the arena position of each of its ranges. headers: arena position and file of each
+    header; rank 0 writes them. arena_bytes: size of the arena.
     """
 
     extents: list[Extent]
@@ -124,11 +124,11 @@ class RankPlan:
 def plan_rank(
     files: list[FileLayout], held: Mapping[str, Sequence[tuple[int, int]]], *, with_headers: bool
 ) -> RankPlan:
-    """Lay out a rank's arena so that each extent can be written from it with few, large, aligned writes.
+    """Lay out a rank's arena so that each extent can be written with few, large, aligned writes.
 
     Args:
-        held: for each tensor the ranges of it that this rank writes, in ascending order: the first byte,
-            counted from the tensor's start, and how many.
+        held: for each tensor the ranges that this rank writes, in ascending order: (first byte, number of
+            bytes), counted from the tensor's start.
         with_headers: whether this rank writes the headers.
     """
     extents: list[Extent] = []
@@ -144,7 +144,7 @@ def plan_rank(
         if with_headers:
             pieces.insert(0, (0, len(file.header), ""))
         for begin, end, members in _join([piece for piece in pieces if piece[1]]):
-            if end - begin >= DIRECT_BYTES:  # memory and file must be aligned alike for direct writes
+            if end - begin >= DIRECT_BYTES:  # O_DIRECT needs the same alignment in memory and file
                 cursor = -(-cursor // ALIGNMENT) * ALIGNMENT + begin % ALIGNMENT
             for offset, _, name in members:
                 if name:
@@ -157,7 +157,7 @@ def plan_rank(
 
 
 def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[tuple[int, int, str]]]]:
-    """Pieces (offset, bytes, name) that follow each other without a gap: begin, end, pieces."""
+    """Join pieces (offset, bytes, name) that are adjacent; yields begin, end and the joined pieces."""
     members: list[tuple[int, int, str]] = []
     end = 0
     for piece in pieces:
@@ -172,7 +172,7 @@ def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[t
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """Where a tensor lies on disk."""
+    """The location of a tensor on disk."""
 
     path: Path
     offset: int
@@ -180,11 +180,11 @@ class StoredTensor:
 
 
 def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
-    """All tensors of `tensor_files(folder, stem)`.
+    """All tensors of `tensor_files(folder, stem)`, by name.
 
     Raises:
         FileNotFoundError: there are no such files.
-        Damaged: the index or a header can't be right.
+        Damaged: the index or a header is invalid.
     """
     found: dict[str, StoredTensor] = {}
     for path in tensor_files(folder, stem):
@@ -194,13 +194,13 @@ def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
 
 
 def tensor_files(folder: Path, stem: str) -> list[Path]:
-    """`<stem>.safetensors` if it is there, as in transformers, else the files that its index names.
+    """`<stem>.safetensors` if it exists, as in transformers, otherwise the files that the index names.
 
-    Every reader of a model folder asks here, so that all read the same tensors.
+    Every reader of a model folder calls this, so that all read the same tensors.
 
     Raises:
         FileNotFoundError: there is neither.
-        Damaged: the index can't be right, or a file that it names is missing.
+        Damaged: the index is invalid, or a file that it names is missing.
     """
     single = folder / f"{stem}.safetensors"
     if single.exists():
@@ -216,16 +216,16 @@ def tensor_files(folder: Path, stem: str) -> list[Path]:
     if outside := [name for name in names if type(name) is not str or not PLAIN_NAME.fullmatch(name)]:
         raise Damaged(f"{index}: names a file outside its folder: {outside[0]!r}")
     if absent := [name for name in names if not (folder / name).is_file()]:
-        raise Damaged(f"{index}: names {absent[0]}, which is not there")
+        raise Damaged(f"{index}: names {absent[0]}, which does not exist")
     return [folder / name for name in names]
 
 
 def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors that a safetensors file holds, in the order in which they stand in it.
+    """The tensors of a safetensors file, in file order.
 
     Raises:
         FileNotFoundError: there is no such file.
-        Damaged: the header is too large, no JSON, or does not describe exactly the bytes that are there.
+        Damaged: the header is too large, not valid JSON, or does not describe exactly the file's bytes.
     """
     if path.is_dir():
         raise Damaged(f"{path}: is a folder, not a safetensors file")
@@ -245,23 +245,23 @@ def read_header(path: Path) -> list[StoredTensor]:
     position = 0
     for start, end, spec in spans:
         if start != position or end - start != spec.nbytes:
-            raise Damaged(f"{path}: {spec.name} does not stand where the tensor before it ends")
+            raise Damaged(f"{path}: {spec.name} does not begin where the tensor before it ends")
         position = end
     if position != size - 8 - length:
-        raise Damaged(f"{path}: has {size} bytes, and its tensors take {8 + length + position}")
+        raise Damaged(f"{path}: has {size} bytes, but its header describes {8 + length + position}")
     return [StoredTensor(path, 8 + length + start, spec) for start, _, spec in spans]
 
 
 def _span(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorSpec]:
-    """Where a tensor begins and ends in the data, as its header entry says.
+    """Begin and end of a tensor in the data, and its spec, from its header entry.
 
     Raises:
-        ValueError: a number is none, or the data type is unknown.
+        ValueError: a number is invalid, or the data type is unknown.
     """
     start, end = entry["data_offsets"]
     shape = cast("list[Any]", entry["shape"]) if isinstance(entry["shape"], list) else None
     if shape is None or any(type(n) is not int or n < 0 for n in [start, end, *shape]):
-        raise ValueError(f"{name}: shape and data_offsets must be whole numbers from 0 on")
+        raise ValueError(f"{name}: shape and data_offsets must be whole numbers >= 0")
     if entry["dtype"] not in ITEM_BYTES:
         raise ValueError(f"{name}: unknown data type {entry['dtype']!r}")
     return start, end, TensorSpec(name, entry["dtype"], tuple(shape))

@@ -1,4 +1,4 @@
-"""The manifest: what a checkpoint holds, and whether it is still all there."""
+"""The manifest: lists the content of a checkpoint, so that it can be verified."""
 
 import json
 import re
@@ -15,17 +15,17 @@ from cairn.run.errors import CairnError
 
 FILE_NAME = "manifest.json"
 WRITERS_NOTE = re.compile(r"\.begun\.json|\.\w+\.part\.json|\..+\.tmp")
-"""Files in a step's folder that belong to a save under way; a crash may leave them behind."""
+"""Names of files that belong to a save in progress; a crash may leave them in a step's folder."""
 MAX_BYTES = 64 << 20  # enough for 40 TB of files
 STEP_NAME = re.compile(r"step_([1-9][0-9]{0,15})")
 
 
 class CheckpointError(CairnError):
-    """A checkpoint can't be used; the message names it and says why."""
+    """A checkpoint can't be used; the message names it and the reason."""
 
 
 class Damaged(CheckpointError):
-    """A file of a checkpoint is missing, short or changed."""
+    """A file of a checkpoint is missing, has another size, or was changed."""
 
 
 class FileEntry(BaseModel):
@@ -38,12 +38,12 @@ class FileEntry(BaseModel):
 
     @classmethod
     def of(cls, size: int, crcs: list[int]) -> "FileEntry":
-        """The entry of a file whose chunks have these CRCs."""
+        """The entry of a file of `size` bytes whose chunks have these CRCs."""
         return cls(size=size, crc64nvme=[f"{crc:016x}" for crc in crcs])
 
 
 class Origin(BaseModel):
-    """A step of some run."""
+    """A step of some run, as the origin of another."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -52,7 +52,7 @@ class Origin(BaseModel):
 
 
 class Manifest(BaseModel):
-    """The content of manifest.json. A step exists if and only if this file does."""
+    """The content of manifest.json. A step exists if and only if this file exists."""
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
@@ -64,16 +64,16 @@ class Manifest(BaseModel):
     """Changes whenever the run goes back to an earlier step and continues from there."""
     parent: Origin | None
     created: str
-    """When it was committed, in UTC, ISO 8601."""
+    """Time of the commit: UTC, ISO 8601."""
     parts: list[str]
-    """Whose state it holds: trainer, orchestrator, or only the model."""
+    """The roles whose state it contains: trainer, orchestrator, or only the model."""
     world_size: int = Field(ge=1)
     dtypes: dict[str, str]
     metrics: dict[str, Any]
     versions: dict[str, str]
     config_digest: str
     chunk_bytes: Literal[16777216] = 16777216
-    """CHUNK_BYTES."""
+    """Always CHUNK_BYTES."""
     files: dict[str, FileEntry]
 
     @field_validator("files")
@@ -88,20 +88,20 @@ class Manifest(BaseModel):
 
     @property
     def nbytes(self) -> int:
-        """The size of all files together."""
+        """The total size of all files in bytes."""
         return sum(entry.size for entry in self.files.values())
 
     def to_json(self) -> bytes:
-        """As it stands in the file."""
+        """The bytes of manifest.json."""
         return (self.model_dump_json(indent=1) + "\n").encode()
 
 
 def parse(text: bytes | str, where: str) -> Manifest:
-    """Read a manifest; `where` names it in errors.
+    """Parse a manifest; `where` names it in errors.
 
     Raises:
-        Damaged: it is no JSON, repeats a key, misses a field, or names a path outside the checkpoint.
-        CheckpointError: another version of Cairn wrote it in another format.
+        Damaged: it is not valid JSON, repeats a key, lacks a field, or names a path outside the checkpoint.
+        CheckpointError: another version of Cairn wrote it, in another format.
     """
     try:
         content = json.loads(text, object_pairs_hook=refuse_repeated_keys)
@@ -109,10 +109,10 @@ def parse(text: bytes | str, where: str) -> Manifest:
         raise Damaged(f"{where}: not a manifest: {error}") from None
     number = cast("dict[str, Any]", content).get("format") if isinstance(content, dict) else None
     if type(number) is not int:
-        raise Damaged(f"{where}: format: not a manifest, which is an object that names its format")
+        raise Damaged(f"{where}: not a manifest: its format is missing")
     if number != 1:
         raise CheckpointError(
-            f"{where}: format {number}, and this version of Cairn reads format 1; use a newer one"
+            f"{where}: format {number}, but this version of Cairn reads format 1; use a newer one"
         )
     try:
         return Manifest.model_validate_json(text)
@@ -123,36 +123,36 @@ def parse(text: bytes | str, where: str) -> Manifest:
 
 
 def refuse_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """A JSON object (as `object_pairs_hook`) in which no key may stand twice.
+    """An `object_pairs_hook` for json.loads that allows each key only once.
 
     Raises:
-        ValueError: one does.
+        ValueError: a key is repeated.
     """
     content = dict(pairs)
     if len(content) != len(pairs):
-        raise ValueError("a key stands in it twice")
+        raise ValueError("it contains a key twice")
     return content
 
 
 def load_manifest(folder: Path) -> Manifest:
-    """The manifest of one step_N folder.
+    """The manifest of a step_N folder.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, its save was never completed, or it can't be read.
+        CheckpointError: the folder is not a checkpoint, its save was never completed, or it can't be read.
     """
     path = folder / FILE_NAME
     try:
         with open(path, "rb") as file:
             text = file.read(MAX_BYTES + 1)
     except (FileNotFoundError, NotADirectoryError):
-        what = "there is no manifest.json in it" if folder.is_dir() else "there is no such folder"
+        what = "it has no manifest.json" if folder.is_dir() else "there is no such folder"
         if folder.is_dir() and STEP_NAME.fullmatch(folder.name):
             what = "its save was never completed"
         raise CheckpointError(f"{folder} is not a checkpoint: {what}") from None
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     if len(text) > MAX_BYTES:
-        raise Damaged(f"{path}: not a manifest: it has more than {MAX_BYTES} bytes")
+        raise Damaged(f"{path}: not a manifest: it is larger than {MAX_BYTES} bytes")
     manifest = parse(text, str(path))
     match = STEP_NAME.fullmatch(folder.name)
     if match and int(match[1]) != manifest.step:
@@ -161,7 +161,7 @@ def load_manifest(folder: Path) -> Manifest:
 
 
 def holds_tensors(name: str) -> bool:
-    """Whether a file of a checkpoint is one of those whose content `tensors.load_step` checks."""
+    """Whether the file is one of those that `tensors.load_step` verifies while loading."""
     return name.endswith(".safetensors")
 
 
@@ -173,7 +173,7 @@ def check_files(
     tensors: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> None:
-    """Check every file of a step against the manifest: sizes, no other files and, in parallel, checksums.
+    """Verify the files of a step against its manifest: sizes, no unknown files and, in parallel, checksums.
 
     Args:
         content: False checks names and sizes only.
@@ -181,7 +181,7 @@ def check_files(
         on_bytes: called with the number of bytes checked since the last call, for a progress bar.
 
     Raises:
-        Damaged: naming a file that is missing, short, long, changed or unknown, and where in it.
+        Damaged: a file is missing, short, long, changed or unknown; the message names file and position.
     """
     paths = (path for path in folder.rglob("*") if path.is_symlink() or not path.is_dir())
     found = {path.relative_to(folder).as_posix() for path in paths}
@@ -198,10 +198,10 @@ def check_files(
 def check_content(
     folder: Path, files: Mapping[str, FileEntry], *, on_bytes: Callable[[int], None] = lambda n: None
 ) -> None:
-    """Read these files of a step, in parallel, and compare them with their checksums.
+    """Read these files of a step in parallel, and compare them with their checksums.
 
     Raises:
-        Damaged: naming a file that can't be read or was changed, and where in it.
+        Damaged: a file can't be read or was changed; the message names file and position.
     """
 
     def check(place: tuple[str, int]) -> int:
@@ -220,29 +220,29 @@ def check_content(
 
 
 def check_size(path: Path, entry: FileEntry) -> None:
-    """Compare a file's size with what it should be, and the number of its checksums with that.
+    """Check a file's size, and that the manifest has as many checksums as this size requires.
 
     Raises:
-        Damaged: they differ, or there is no such file.
+        Damaged: they differ, or the file is missing.
     """
     try:
         status = path.lstat()
     except OSError as error:
         raise Damaged(f"{path}: {error.strerror}") from None
     if not stat.S_ISREG(status.st_mode):
-        raise Damaged(f"{path}: is no file")
+        raise Damaged(f"{path}: is not a file")
     size = status.st_size
     if size != entry.size:
-        raise Damaged(f"{path}: has {size} bytes, should have {entry.size}")
+        raise Damaged(f"{path}: has {size} bytes, but should have {entry.size}")
     if len(entry.crc64nvme) != -(-size // CHUNK_BYTES):
         raise Damaged(f"{path}: the manifest has {len(entry.crc64nvme)} checksums for {size} bytes")
 
 
 def check_crc(path: Path, entry: FileEntry, chunk: int, crc: int) -> None:
-    """Compare the CRC of a chunk, as it was read, with what it should be.
+    """Compare the CRC of a chunk that was read with the manifest's.
 
     Raises:
-        Damaged: naming the file and the place.
+        Damaged: they differ; the message names file and position.
     """
     if f"{crc:016x}" != entry.crc64nvme[chunk]:
         start, end = chunk * CHUNK_BYTES, min((chunk + 1) * CHUNK_BYTES, entry.size)

@@ -1,8 +1,8 @@
-"""Ranges of files, read into tensors by several threads and checksummed on the way.
+"""Reads ranges of files into tensors, with several threads, and computes checksums on the way.
 
-What the page cache holds is copied from there straight into the tensors. The rest is read past it, a few MiB
-at a time, into a buffer that the processor's cache holds: that takes far less of the processor than filling
-the page cache, and a checkpoint is loaded once.
+Bytes in the page cache are copied from there straight into the tensors. Other bytes are read with O_DIRECT, a
+few MiB at a time, into a buffer that stays in the CPU's cache: this takes far less CPU time than filling the
+page cache, and a checkpoint is loaded only once.
 """
 
 import contextlib
@@ -23,30 +23,30 @@ from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, crc64
 from cairn.checkpoint.manifest import Damaged
 
 READERS = 3
-"""Threads of each rank."""
+"""Threads per rank."""
 STREAM_BYTES = 64 << 20
-"""What a thread reads in a row: long enough for the kernel to read ahead."""
+"""Bytes that one thread reads in sequence: enough for the kernel's read-ahead."""
 BLOCK_BYTES = 256 << 10
-"""What is checksummed at once: it is still in the processor's cache after it was copied there."""
+"""Bytes per checksum call: few enough to be still in the CPU's cache after they were copied."""
 DIRECT_BYTES = 4 << 20
-"""What is read at once past the page cache."""
+"""Bytes per read with O_DIRECT."""
 DIRECT_FROM = 256 << 10
 """Shorter reads go through the page cache."""
 ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Of reads past the page cache."""
+"""Alignment of reads with O_DIRECT, in bytes."""
 MAX_BUFFERS = 512
-"""Of one read; systems allow at least 1024."""
+"""Maximum buffers of one readv; systems allow at least 1024."""
 Block = list[memoryview]
-"""Memory that follows each other in a file."""
+"""Buffers to fill with consecutive bytes of a file."""
 Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a file that belongs into a tensor.
+    """A range of a file to read into a tensor.
 
-    dtype: of what is stored. target: contiguous, one dimension, perhaps of another data type. counted:
-    whether the range is part of the checksums that `read_pieces` returns.
+    dtype: data type in the file. target: contiguous, one-dimensional, possibly of another data type. counted:
+    whether the range counts in the checksums that `read_pieces` returns.
     """
 
     path: Path
@@ -57,30 +57,30 @@ class Piece:
 
     @property
     def nbytes(self) -> int:
-        """Bytes in the file."""
+        """Number of bytes in the file."""
         return self.target.numel() * self.dtype.itemsize
 
     @property
     def in_place(self) -> bool:
-        """Whether the target's memory takes the file's bytes as they are."""
+        """Whether the bytes can be read straight into the target's memory."""
         return self.target.dtype == self.dtype and self.target.device.type == "cpu"
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """The values of a contiguous tensor as uint8 [nbytes], sharing its memory."""
+    """A contiguous tensor's values as uint8 [nbytes], sharing its memory."""
     return tensor.contiguous().view(-1).view(torch.uint8)
 
 
 def as_memory(tensor: torch.Tensor) -> memoryview:
-    """The bytes of a contiguous tensor on the CPU."""
+    """A contiguous CPU tensor's bytes."""
     return as_bytes(tensor).numpy().data
 
 
 def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
-    """Fill the targets of all pieces. Returns what the counted ones contribute to their files' checksums.
+    """Fill the targets of all pieces; returns, by file, the checksum contributions of the counted pieces.
 
-    Bytes are checksummed while they are still in the processor's cache, and pieces that follow each other in
-    a file are read together.
+    Checksums are computed while the bytes are in the CPU's cache; adjacent pieces of a file are read
+    together.
 
     Raises:
         Damaged: a file ends too early.
@@ -105,14 +105,14 @@ _libc = ctypes.CDLL(None, use_errno=True)
 
 
 class _File:
-    """An open file that several threads read, as a context manager."""
+    """An open file that several threads read; a context manager."""
 
     def __init__(self, path: Path):
         self.path = path
         self.fd = os.open(path, os.O_RDONLY)
         self.size = os.fstat(self.fd).st_size
         self.direct_fd: int | None = None
-        """For reads past the page cache, where the file system has them."""
+        """Descriptor with O_DIRECT; None if the file system doesn't support that."""
         with contextlib.suppress(OSError):
             self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
         self._address = 0
@@ -124,7 +124,7 @@ class _File:
         return self
 
     def is_cached(self, start: int, end: int) -> bool:
-        """Whether the page cache holds all of a range that begins at a page, or there is no saying."""
+        """Whether a range that begins at a page is in the page cache; True if that can't be found out."""
         if not self._address:
             return True
         end = min(end, self.size)
@@ -140,7 +140,7 @@ class _File:
 
 
 class _Own(threading.local):
-    """What a thread keeps from one window to the next."""
+    """A thread's own buffer, kept from one window to the next."""
 
     def __init__(self) -> None:
         self._memory: Bytes | None = None
@@ -156,19 +156,19 @@ _own = _Own()
 
 
 class _Window:
-    """What one thread reads of a file from `offset` to `end`, block after block."""
+    """A range of a file, from `offset` to `end`, that one thread reads block after block."""
 
     def __init__(self, file: _File, offset: int, end: int):
         self.file = file
         self.offset = offset
         self.end = end
         self._held: Bytes = np.empty(0, np.uint8)
-        """What was read ahead, past the page cache."""
+        """Bytes that were read ahead with O_DIRECT."""
         self._cached_until = 0
-        """The page cache had everything from here to there."""
+        """Offset up to which the page cache is known to hold the file."""
 
     def fill(self, block: Block) -> None:
-        """Read what follows into this memory.
+        """Read the next bytes into the block's memory.
 
         Raises:
             Damaged: the file ends too early.
@@ -176,7 +176,7 @@ class _Window:
         while block:
             count = self._take_held(block) if len(self._held) else self._read(block)
             if count == 0 and not len(self._held):
-                raise Damaged(f"{self.file.path}: ends at byte {self.offset}, and more should be there")
+                raise Damaged(f"{self.file.path}: ends at byte {self.offset}, but should be longer")
             self.offset += count
             while block and count >= len(block[0]):
                 count -= len(block[0])
@@ -191,7 +191,7 @@ class _Window:
         return count
 
     def _read(self, block: Block) -> int:
-        """Bytes that were read into the block; 0 at the end of the file, or where they are held now."""
+        """Bytes read into the block; 0 at the end of the file, or if they were read ahead instead."""
         file, start = self.file, self.offset // ALIGNMENT * ALIGNMENT
         if file.direct_fd is None or self.end - self.offset < DIRECT_FROM or self.offset < self._cached_until:
             return os.preadv(file.fd, block, self.offset)
@@ -204,7 +204,7 @@ class _Window:
         try:
             count = os.preadv(file.direct_fd, [memory.data], start)
         except OSError as error:
-            if error.errno != errno.EINVAL:  # another alignment than ours, say
+            if error.errno != errno.EINVAL:  # EINVAL: the device needs another alignment
                 raise
             return os.preadv(file.fd, block, self.offset)
         self._held = memory[self.offset - start : min(count, self.end - start)]
@@ -212,7 +212,7 @@ class _Window:
 
 
 def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Pieces that follow each other without a gap, as much as one thread should read in a row."""
+    """Groups adjacent pieces, up to the amount that one thread reads in sequence."""
     limit = min(STREAM_BYTES, max(sum(piece.nbytes for piece in pieces) // (4 * READERS), CHUNK_BYTES))
     stream: list[Piece] = []
     filled = 0
@@ -228,7 +228,7 @@ def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
 
 
 def _cut(piece: Piece, nbytes: int) -> list[Piece]:
-    """Parts of a piece of at most that many bytes each."""
+    """Cut a piece into parts of at most `nbytes` bytes."""
     if piece.nbytes <= nbytes:
         return [piece]
     count = nbytes // piece.dtype.itemsize
@@ -244,7 +244,7 @@ def _follows(piece: Piece, before: Piece) -> bool:
 
 
 def _read(file: _File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
-    """Read pieces that follow each other: the file, and (offset, bytes, CRC) of what counts, by chunk."""
+    """Read adjacent pieces; returns the file and the (offset, bytes, CRC) of counted ranges, by chunk."""
     first, last = stream[0], stream[-1]
     buffers = [p.target if p.in_place else torch.empty(p.target.shape, dtype=p.dtype) for p in stream]
     window = _Window(file, first.offset, last.offset + last.nbytes)
@@ -269,7 +269,7 @@ def _read(file: _File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, 
 
 
 def _blocks(buffers: list[torch.Tensor], offset: int) -> Iterator[Block]:
-    """The memory to fill with each read; reads end at multiples of BLOCK_BYTES, so where chunks end."""
+    """The memory for each read; reads end at multiples of BLOCK_BYTES, and so at the ends of chunks."""
     block: Block = []
     for buffer in buffers:
         view = as_memory(buffer)

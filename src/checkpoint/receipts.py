@@ -1,7 +1,7 @@
-"""Receipts: a process' list of the files that it wrote for a step, kept until the step is committed.
+"""Receipts: a process's list of the files that it wrote for a step, kept until the step is committed.
 
-A receipt is the file `.<name>.part.json` in the step's folder. It says who wrote (a start of the trainer, or
-an attempt of the run) and what that contributes to each file's checksums.
+A receipt is the file `.<name>.part.json` in the step's folder. It names its author (a start of the trainer,
+or an attempt of the run) and the author's contributions to the checksums of each file.
 """
 
 from typing import Any, TypedDict
@@ -10,7 +10,7 @@ from cairn.checkpoint.checksums import FileChecksum
 
 
 class _Written(TypedDict):
-    """One file: its size, the bytes of it that the process wrote, and (chunk, CRC) pairs of those."""
+    """One file: its size, the number of bytes that the process wrote, and their (chunk, CRC) pairs."""
 
     size: int
     nbytes: int
@@ -18,14 +18,14 @@ class _Written(TypedDict):
 
 
 class Receipt(TypedDict):
-    """The content of the file."""
+    """The content of a receipt file."""
 
     attempt: str
     files: dict[str, _Written]
 
 
 def make_receipt(attempt: str, files: dict[str, FileChecksum]) -> Receipt:
-    """The receipt of `attempt` for what it saw of each file while writing it."""
+    """The receipt of `attempt` for the checksums that it computed while writing."""
     entries: dict[str, _Written] = {
         name: {
             "size": file.size,

@@ -1,4 +1,4 @@
-"""Which steps to keep: a pure rule over what is on disk, so that it survives restarts."""
+"""Which steps to keep: a function of what is on disk, so that it is not affected by restarts."""
 
 import logging
 import shutil
@@ -20,18 +20,18 @@ PINS = "pins.json"
 
 @dataclass(frozen=True)
 class Step:
-    """A step that exists, and its metrics."""
+    """An existing step, and its metrics."""
 
     step: int
     metrics: Mapping[str, Any]
 
 
 def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) -> dict[int, list[str]]:
-    """Why each step is kept; one without a reason may be deleted.
+    """Why each step is kept; a step without a reason may be deleted.
 
-    Only `keep_last` and `keep_best` bound how many there are: without either, all are kept. The newest step
-    always is. Of equally good steps the newer counts as better; one without the metric, or with a value that
-    is not a number, is never among the best.
+    Only `keep_last` and `keep_best` limit the number of steps: without either, all are kept. The newest step
+    is always kept. Of equally good steps the newer counts as better; a step without the metric, or with a
+    value that is not a number, is never among the best.
     """
     numbers = sorted(step.step for step in steps)
     reasons: dict[int, list[str]] = {number: [] for number in numbers}
@@ -45,7 +45,7 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
         for number in numbers[-rules.keep_last :]:
             reasons[number].append("last")
     if rules.keep_best is not None:
-        assert rules.metric is not None  # as the settings see to
+        assert rules.metric is not None  # the configuration checks this
         sign = 1 if rules.mode == "max" else -1
         rated = [
             (sign * step.metrics[rules.metric], step.step)
@@ -70,7 +70,7 @@ def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
 
 
 def read_steps(tier: Tier) -> list[Step]:
-    """The steps of a tier with their metrics; one whose manifest is damaged has none."""
+    """The steps of a tier with their metrics; a step with a damaged manifest has none."""
     found: list[Step] = []
     for number in tier.steps():
         try:
@@ -81,30 +81,31 @@ def read_steps(tier: Tier) -> list[Step]:
 
 
 def pins(store: CheckpointStore) -> set[int]:
-    """The steps that a person pinned.
+    """The steps that a person has pinned.
 
     Raises:
-        CheckpointError: the file that says so can't be read, so that any step may be pinned.
+        CheckpointError: the file of pins can't be read, so any step may be pinned.
     """
     path = store.root / PINS
     try:
         return set(read_json(path, list[int]) or [])
     except DamagedFile as error:
-        raise CheckpointError(f"{error}; it has to be a list of steps: mend or remove it") from None
+        raise CheckpointError(f"{error}; it must be a list of steps: repair or remove it") from None
 
 
 def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
-    """Pin a step, which keeps it for ever, or take the pin away."""
+    """Pin a step, so that it is kept for ever, or remove the pin."""
     with store.alone():
         wanted = pins(store) | {step} if pinned else pins(store) - {step}
         write_json(store.root / PINS, sorted(wanted), durable=True)
 
 
 def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
-    """Delete what the rules do not keep, and the debris of earlier saves; returns the deleted steps.
+    """Delete the steps that the rules do not keep, and the debris of earlier saves; returns the deleted
+    steps.
 
-    Call it after a commit: a step is deleted only when its successor exists. A step that can't be deleted is
-    reported and left.
+    Call it after a commit, so that a step is deleted only when a newer one exists. A step that can't be
+    deleted is logged and left.
     """
     newest = store.latest()
     if newest is None:
@@ -124,8 +125,8 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
 
 
 def delete_unkept(tier: Tier, rules: CkptConfig, pinned: set[int]) -> list[int]:
-    """Delete the steps of a tier that the rules do not keep, and return them; failures are reported."""
-    # Manifests are only read where the rules look into them.
+    """Delete the steps of a tier that the rules do not keep, and return them; failures are logged."""
+    # Read manifests only if a rule needs their metrics.
     steps = read_steps(tier) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
     deleted: list[int] = []
     for number, reasons in reasons_to_keep(steps, rules, pinned).items():
@@ -147,10 +148,11 @@ def prune(
     abandoned: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
-    """Delete what the rules do not keep, all that was never completed, and, if asked, abandoned branches.
+    """Delete the steps that no rule keeps, saves that were never completed and, if asked, abandoned branches.
 
-    The newest good step always stays, and so does what is newer than the newest step: it may be a save that
-    is under way. Returns what `ckpt prune --json` prints; `failed` says what could not be deleted, and why.
+    The newest good step always stays, and so does everything newer than the newest step: that may be a save
+    in progress. Returns the content of `ckpt prune --json`; `failed` lists what could not be deleted, and
+    why.
 
     Args:
         pinned: the steps that count as pinned.
@@ -183,7 +185,7 @@ def prune(
 
 
 def _branches(store: CheckpointStore) -> list[Path]:
-    """The folders of abandoned steps; links are left alone, since their targets are not the run's."""
+    """The folders of abandoned steps; symbolic links are skipped, since their targets are not the run's."""
     if store.abandoned.is_symlink() or not store.abandoned.is_dir():
         return []
     return sorted(path for path in store.abandoned.iterdir() if path.is_dir() and not path.is_symlink())

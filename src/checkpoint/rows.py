@@ -1,9 +1,9 @@
-"""Tensors that are cut into very many short ranges are written and read by rows instead.
+"""Redistributes tensors that are cut into very many short ranges, so that they are written and read by rows.
 
-A matrix of which each rank holds a few columns is one range for each row: a system call and a checksum for
-every few bytes, and a list as long as the matrix. Where that would be so the ranks exchange values, so that
-each holds whole rows, which are one range. It takes memory for a second copy of those tensors' shards until
-they are copied, and communication on the calling thread; shards on dimension 0 never need it.
+If each rank holds a few columns of a matrix, every row is a range of its own: a system call and a checksum
+for every few bytes, and a list as long as the matrix. For such tensors the ranks exchange values so that each
+holds whole rows, which are one range. This takes memory for a second copy of those shards until they are
+copied, and communication on the calling thread. Shards on dimension 0 never need it.
 """
 
 # torch is typed in part.
@@ -18,18 +18,18 @@ from torch.distributed.tensor.placement_types import Placement
 from cairn.checkpoint.shares import Section, Stored, count_ranges, ranges_of
 
 FEW_RANGES = 1024
-"""A tensor of no more ranges is never exchanged."""
+"""A tensor with at most this many ranges is never exchanged."""
 SHORT_BYTES = 16 << 10
-"""One of more ranges is, if they are shorter than this on average."""
+"""A tensor with more ranges is exchanged if they are shorter than this on average."""
 
 
 def in_rows(tensors: Mapping[str, Stored]) -> dict[str, Stored]:
-    """The same values, as rows where ranges are many and short; all ranks call it with the same names."""
+    """The same values, redistributed to rows where ranges are many and short. All ranks call it together."""
     return _replaced(tensors, _exchanged)
 
 
 class RowTargets:
-    """What to read instead of `tensors`: rows of those that are in many short ranges."""
+    """Targets to read in place of `tensors`: rows for those with many short ranges."""
 
     def __init__(self, tensors: Mapping[str, Stored]):
         self._made: list[tuple[DTensor, DTensor]] = []
@@ -37,11 +37,11 @@ class RowTargets:
 
     @property
     def exchanged(self) -> bool:
-        """Whether there are such tensors."""
+        """Whether there are any such tensors."""
         return bool(self._made)
 
     def finish(self) -> None:
-        """Bring what was read into the tensors themselves; all ranks call it."""
+        """Redistribute what was read into the tensors themselves. All ranks call it together."""
         with torch.no_grad():
             for tensor, rows in self._made:
                 values = rows.redistribute(tensor.device_mesh, tensor.placements)
@@ -54,7 +54,7 @@ class RowTargets:
 
 
 def _blank_rows(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
-    """A tensor like `tensor` with other placements, whose values are undefined."""
+    """A tensor like `tensor` with other placements and undefined values."""
     mesh = tensor.device_mesh
     at = mesh.get_coordinate() or [0] * mesh.ndim
     ranges = ranges_of(tuple(tensor.shape), placements, tuple(mesh.shape), at)
@@ -71,7 +71,7 @@ def _exchanged(tensor: DTensor, placements: tuple[Placement, ...]) -> DTensor:
 
 
 def _row_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
-    """The placements that make rows of a tensor; None if its ranges are few, or long enough as they are."""
+    """The placements that give each rank whole rows; None if the ranges are few, or long enough already."""
     if all(placement.is_replicate() or placement == Shard(0) for placement in tensor.placements):
         return None
     shape, mesh_shape = tuple(tensor.shape), tuple(tensor.device_mesh.shape)
@@ -84,7 +84,7 @@ def _row_placements(tensor: DTensor) -> tuple[Placement, ...] | None:
 def _replaced(
     tensors: Mapping[str, Stored], make: Callable[[DTensor, tuple[Placement, ...]], DTensor]
 ) -> dict[str, Stored]:
-    """The tensors, with those in many short ranges replaced by what `make` makes of them, once for each."""
+    """The tensors, with those in many short ranges replaced by the result of `make`, called once for each."""
     made: dict[int, DTensor] = {}
 
     def replace(tensor: torch.Tensor) -> torch.Tensor:

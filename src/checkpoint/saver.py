@@ -1,10 +1,10 @@
 """Saving while training goes on.
 
-Parameters and optimiser state change only inside `optimizer.step()`. So a save copies them in a thread while
-the next forward and backward run, into an arena of shared memory that is allocated once; a process of its own
-(`cairn.checkpoint.writer`) writes the arena out and makes it durable; and rank 0 commits the step when every
-rank's part, and every other role's, is there. The loop waits only if the copy is not finished when the next
-update comes, or if a save falls due while the previous one is still under way.
+Parameters and optimiser state change only inside `optimizer.step()`. So a save copies them in a thread during
+the next forward and backward passes, into an arena of shared memory that is allocated once. A separate
+process (`cairn.checkpoint.writer`) writes the arena to disk and fsyncs it. Rank 0 commits the step when the
+parts of every rank and every other role are there. The loop waits only if the copy is not finished before the
+next update, or if a save is due while the previous one is still in progress.
 """
 
 import logging
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Saved:
-    """A completed save: how long the training loop waited for it, and how long it took until the commit."""
+    """A completed save: seconds that the training loop waited for it, and seconds until the commit."""
 
     step: int
     stall_seconds: float
@@ -35,7 +35,8 @@ class Saved:
 class SavingRank:
     """One of the ranks that save together.
 
-    session: names this start of all ranks; what an earlier one left behind is not taken for theirs.
+    session: identifies this start of all ranks, so that files of an earlier start are not mistaken for
+    theirs.
     """
 
     rank: int
@@ -47,8 +48,8 @@ class SavingRank:
 class SaveOptions:
     """How to save.
 
-    part_timeout: seconds to wait for another rank's or role's part. read_back: read what was written again
-    from the disk, and compare, before it counts. max_file_bytes: tensors of more go to several files.
+    part_timeout: seconds to wait for another rank's or role's part. read_back: read everything again from the
+    disk and compare, before the save counts. max_file_bytes: a larger set of tensors is split into files.
     """
 
     part_timeout: float = 300.0
@@ -59,14 +60,15 @@ class SaveOptions:
 class Saver:
     """Saves one rank's part of checkpoints; rank 0 also commits them.
 
-    All ranks call `save` for the same steps. `before_update` goes right before every `optimizer.step()`,
-    `check` once a step, `finish` at the end.
+    All ranks call `save` for the same steps, `before_update` right before every `optimizer.step()`, `check`
+    once a step, and `finish` at the end.
 
     Args:
-        rank: whose part it is.
-        roles: other roles whose parts belong to a checkpoint, such as orchestrator, and the id they carry.
-        before_commit: called by rank 0 in the background when all but the manifest is durable.
-        after_commit: called by rank 0 in the background after each commit, as for retention.
+        rank: the rank that saves.
+        roles: other roles that write parts of a checkpoint, such as orchestrator, and the id that each part
+        has.
+        before_commit: called by rank 0 in the background when everything but the manifest is durable.
+        after_commit: called by rank 0 in the background after each commit, for example for retention.
     """
 
     def __init__(
@@ -99,7 +101,7 @@ class Saver:
         self._given_up = threading.Event()
 
     def prepare(self, tensors: Tensors) -> None:
-        """Allocate the arena for state of this shape, in the background; else `save` does it."""
+        """Allocate the arena for tensors like these in the background; otherwise `save` does it."""
         if self._arena is None or self._arena.broken or not self._arena.fits(tensors):
             self.finish()
             self.close()
@@ -108,18 +110,18 @@ class Saver:
     def save(self, step: int, tensors: Tensors, files: Mapping[str, bytes], about: dict[str, Any]) -> None:
         """Begin to save `step`; the tensors must not change until `before_update` has returned.
 
-        A save that is still under way is waited for first.
+        If the previous save is still in progress, this waits for it.
 
         Args:
-            files: small files of rank 0, by name within the step.
+            files: small files that rank 0 writes, by name within the step.
             about: the manifest's fields that describe the run (see `CheckpointStore.commit`).
 
         Raises:
-            SaveFailed: the save before this one failed.
+            SaveFailed: the previous save failed.
         """
         started = time.monotonic()
         if self._thread is not None and self._thread.is_alive():
-            logger.warning("step %d waits for the save before it, which is still being written", step)
+            logger.warning("saving step %d waits, because the previous save is still being written", step)
         self.finish()
         self.prepare(tensors)
         assert self._arena is not None
@@ -136,7 +138,7 @@ class Saver:
         self._stall = time.monotonic() - started
 
     def before_update(self) -> None:
-        """Wait until the state has been copied; call it right before it changes."""
+        """Wait until the state has been copied; call it right before the state changes."""
         if not self._copied.is_set():
             started = time.monotonic()
             self._copied.wait()
@@ -146,7 +148,7 @@ class Saver:
         """The saves that were completed since the last call.
 
         Raises:
-            SaveFailed: one failed.
+            SaveFailed: a save failed.
         """
         if self._error is not None:
             error, self._error = self._error, None
@@ -156,7 +158,7 @@ class Saver:
         return done
 
     def finish(self) -> None:
-        """Wait for the save under way.
+        """Wait for the save in progress.
 
         Raises:
             SaveFailed: it failed.
@@ -168,15 +170,15 @@ class Saver:
             self._done = done
 
     def close(self) -> None:
-        """End the writer and give the arena back."""
+        """End the writer and free the arena."""
         if self._arena is not None:
             self._arena.close()
             self._arena = None
 
     def abandon(self) -> None:
-        """Give up the save under way, if there is one, and close.
+        """Give up the save in progress, if there is one, and close.
 
-        When this returns nothing writes into its folder any more, so that other ranks may save the same step.
+        Once this returns, nothing writes into the step's folder any more, so other ranks may save that step.
         """
         self._given_up.set()
         if self._arena is not None:
@@ -188,7 +190,7 @@ class Saver:
 
     def _check_wanted(self) -> None:
         if self._given_up.is_set():
-            raise SaveFailed("the save was given up")
+            raise SaveFailed("the save was abandoned")
 
     def _run(
         self,
@@ -199,7 +201,7 @@ class Saver:
         about: dict[str, Any],
         started: float,
     ) -> None:
-        """The background half of a save."""
+        """The part of a save that runs in the background."""
         try:
             receipt = self.store.receipt_file(step, f"trainer{self.rank}")
             try:

@@ -1,9 +1,9 @@
-"""Which values of a tensor a rank holds, whatever the mesh and the placements: ranges of the whole.
+"""The values of a tensor that a rank holds, for any mesh and placements, as ranges of the whole tensor.
 
-The whole is the tensor's values in row-major order, as they lie in a file. A rank of FSDP2, which shards on
-dimension 0, holds one range of it; so does every rank of a tensor that is replicated. A shard on another
-dimension is one range for each row, and a mesh of several dimensions cuts those once more. Of ranks that hold
-the same ranges one owns them: it writes them, and counts them in the checksums of what it reads.
+The whole tensor's values are counted in row-major order, as in a file. An FSDP2 rank, sharding on dimension
+0, holds one range; so does every rank of a replicated tensor. A shard on another dimension is one range per
+row, and further mesh dimensions cut these ranges again. Of all ranks that hold the same ranges, one owns
+them: it writes them, and counts them in the checksums when reading.
 """
 
 # torch is typed in part.
@@ -25,12 +25,13 @@ from torch.distributed.tensor.placement_types import (
 from cairn.checkpoint.formats.hub import Place
 
 Range = tuple[int, int]
-"""The first of some values that follow each other, and how many they are."""
+"""(first value, number of values)."""
 
 
 class Section:
-    """`shape` values of a tensor from item `first` on, contiguous in it; stands for a tensor of its own.
+    """`shape` contiguous values of a tensor, beginning with item `first`; treated as a tensor of its own.
 
+    Example: the experts of a layer are one tensor in memory but many in files (`checkpoint.formats.hub`).
     Such are the experts of a layer that is one tensor in memory and many in files (`checkpoint.formats.hub`).
     """
 
@@ -59,11 +60,11 @@ class Section:
 
 
 Stored = torch.Tensor | Section
-"""What is one tensor in a file."""
+"""Whatever is stored as one tensor in a file."""
 
 
 def at_places(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) -> dict[str, Stored]:
-    """A file's tensors by their names in it; one that is only a part of a tensor in memory is a section."""
+    """A file's tensors by their names in it; a part of a tensor in memory becomes a section."""
     return {
         name: tensors[place.name]
         if place.shape == tuple(tensors[place.name].shape)
@@ -74,11 +75,11 @@ def at_places(tensors: Mapping[str, torch.Tensor], places: Mapping[str, Place]) 
 
 @dataclass(frozen=True)
 class Share:
-    """What this rank holds of one tensor.
+    """A rank's share of one tensor.
 
-    dtype, shape: of the whole. ranges: the values of the whole that the rank holds, in ascending order.
-    local: those values, in the order of the ranges once flattened; it shares the tensor's memory and may be
-    strided. owned: whether this rank, of all that hold these ranges, writes and counts them.
+    dtype, shape: of the whole tensor. ranges: the values that the rank holds, in ascending order. local:
+    these values, in the order of the ranges once flattened; shares the tensor's memory and may be strided.
+    owned: whether this rank, of all that hold these ranges, writes and counts them.
     """
 
     name: str
@@ -89,12 +90,12 @@ class Share:
     owned: bool
 
     def byte_ranges(self) -> list[Range]:
-        """The ranges in bytes of the whole."""
+        """The ranges in bytes."""
         size = self.dtype.itemsize
         return [(first * size, count * size) for first, count in self.ranges]
 
     def cut(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor]]:
-        """Each range's first value in the whole, and its values in `flat`, which is as long as `local`."""
+        """Each range's first value in the whole, and its part of `flat`, which is as long as `local`."""
         position = 0
         for first, count in self.ranges:
             yield first, flat[position : position + count]
@@ -102,10 +103,10 @@ class Share:
 
 
 def share_of(name: str, tensor: Stored, rank: int) -> Share:
-    """This rank's share of `tensor`. Rank 0 owns what is no DTensor, which every rank has.
+    """This rank's share of `tensor`. Rank 0 owns tensors that are not DTensors, since every rank has them.
 
     Raises:
-        NotImplementedError: its placement is not one of sharding and replicating.
+        NotImplementedError: a placement is neither sharded nor replicated.
     """
     with torch.no_grad():
         local = local_values(tensor).detach()
@@ -137,7 +138,7 @@ def _held(tensor: torch.Tensor, rank: int) -> tuple[tuple[Range, ...], bool]:
         return (((0, tensor.numel()),) if tensor.numel() else ()), rank == 0
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
-    if coordinate is None:  # this rank is outside the mesh
+    if coordinate is None:  # this rank is not in the mesh
         return (), False
     ranges = tuple(ranges_of(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate))
     copies = [at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
@@ -145,9 +146,9 @@ def _held(tensor: torch.Tensor, rank: int) -> tuple[tuple[Range, ...], bool]:
 
 
 def _is_first(mesh: DeviceMesh) -> bool:
-    """Whether a mesh is, of all equal slices of the mesh that it was cut from, the first one.
+    """Whether a mesh is the first of all equal slices of the mesh that it was cut from.
 
-    The others hold copies of its tensors.
+    The other slices hold copies of its tensors.
     """
     root = mesh._get_root_mesh()  # pyright: ignore[reportPrivateUsage] # torch has no public way
     return root is mesh or bool((mesh.mesh == root.mesh.flatten()[0]).any())
@@ -159,7 +160,7 @@ def ranges_of(
     """The ranges of a whole tensor that the rank at coordinate `at` of a mesh holds, in ascending order.
 
     Raises:
-        NotImplementedError: a placement is not one of sharding and replicating.
+        NotImplementedError: a placement is neither sharded nor replicated.
     """
     return _flatten(shape, _kept(shape, placements, mesh_shape, at))
 
@@ -167,10 +168,10 @@ def ranges_of(
 def count_ranges(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int]
 ) -> tuple[int, int]:
-    """How many ranges the first rank of a mesh, which holds most, has, and of how many values in all.
+    """The number of ranges, and of values, of the first rank of a mesh (the one that holds most).
 
     Raises:
-        NotImplementedError: a placement is not one of sharding and replicating.
+        NotImplementedError: a placement is neither sharded nor replicated.
     """
     kept = _kept(shape, placements, mesh_shape, [0] * len(mesh_shape))
     lengths = [sum(count for _, count in runs) for runs in kept]
@@ -182,7 +183,7 @@ def count_ranges(
 def _kept(
     shape: Sequence[int], placements: Sequence[Placement], mesh_shape: Sequence[int], at: Sequence[int]
 ) -> list[list[Range]]:
-    """What a rank holds of each dimension."""
+    """The runs of each dimension that a rank holds."""
     kept = [[(0, length)] for length in shape]
     for placement, ranks, number in zip(placements, mesh_shape, at, strict=True):
         if isinstance(placement, _StridedShard):  # FSDP2 over tensor parallelism on the same dimension
@@ -193,14 +194,14 @@ def _kept(
             continue
         else:
             raise NotImplementedError(
-                f"tensors placed as {tuple(placements)}: only shards and replicas are known"
+                f"tensors placed as {tuple(placements)}; only Shard and Replicate are supported"
             )
         kept[dim] = _cut(kept[dim], pieces, ranks, number)
     return kept
 
 
 def _cut(runs: list[Range], pieces: int, ranks: int, number: int) -> list[Range]:
-    """What rank `number` gets of a dimension: of each of `pieces` equal pieces, its chunk of `ranks`."""
+    """The part of a dimension for rank `number`: its chunk, of `ranks`, of each of `pieces` equal pieces."""
     length = sum(count for _, count in runs)
     found: list[Range] = []
     for piece in range(pieces):
@@ -217,13 +218,13 @@ def _cut(runs: list[Range], pieces: int, ranks: int, number: int) -> list[Range]
 
 
 def _chunk(begin: int, end: int, chunks: int, number: int) -> Range:
-    """Where chunk `number` of `begin` to `end` begins and ends, cut as by `torch.chunk`."""
+    """Begin and end of chunk `number` when `begin` to `end` is cut as by `torch.chunk`."""
     length = -(-(end - begin) // chunks)
     return min(begin + length * number, end), min(begin + length * (number + 1), end)
 
 
 def _flatten(shape: Sequence[int], kept: list[list[Range]]) -> list[Range]:
-    """The ranges of the whole that the given runs of each dimension make up together."""
+    """The ranges of the whole tensor that the given runs of each dimension select together."""
     if not all(kept) or not math.prod(shape):
         return []
     last = _last_cut(shape, kept)
@@ -239,10 +240,10 @@ def _flatten(shape: Sequence[int], kept: list[list[Range]]) -> list[Range]:
 
 
 def _last_cut(shape: Sequence[int], kept: list[list[Range]]) -> int | None:
-    """The last dimension of which the rank does not hold all."""
+    """The last dimension that the rank does not hold in full."""
     return next((dim for dim in reversed(range(len(shape))) if kept[dim] != [(0, shape[dim])]), None)
 
 
 def _count_before(ranges: Sequence[Range], item: int) -> int:
-    """How many values of the ranges come before value `item` of the whole."""
+    """Number of values in the ranges that come before value `item` of the whole."""
     return sum(min(max(item - first, 0), count) for first, count in ranges)

@@ -1,4 +1,4 @@
-"""What lies where in a step's folder, and what its small files say."""
+"""The inner layout of a step's folder, and the content of its small files."""
 
 import json
 from dataclasses import asdict, dataclass, field
@@ -9,9 +9,9 @@ from cairn.checkpoint.layout import StoredTensor, find_tensors
 from cairn.run.files import read_json
 
 MODEL = "model/model"
-"""Stem of the files of weights, within the step."""
+"""Stem of the weights' files, relative to the step's folder."""
 OPTIMIZER = "trainer/optimizer"
-"""Stem of the files of optimiser state."""
+"""Stem of the optimiser state's files."""
 TRAINER_STATE = "trainer/state.json"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
 LEDGER = "orchestrator/ledger.sqlite"
@@ -19,10 +19,11 @@ LEDGER = "orchestrator/ledger.sqlite"
 
 @dataclass(frozen=True)
 class TrainerRecord:
-    """The content of trainer/state.json; what older versions of Cairn did not write is None or empty.
+    """The content of trainer/state.json; fields that older versions of Cairn did not write are None or empty.
 
-    progress: step, total_tokens, total_samples. rows: how samples lay in rows. optimizer: its class.
-    recipe: the trainer's part of the run's.
+    progress: step, total_tokens, total_samples. rows: how samples were packed into rows. optimizer: its
+    class.
+    recipe: the trainer's part of the run's recipe.
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])
@@ -32,21 +33,21 @@ class TrainerRecord:
     scheduler: dict[str, Any] | None = None
     recipe: dict[str, Any] | None = None
     config: dict[str, Any] | None = None
-    """The settings, in versions that kept no recipe."""
+    """The settings, from versions without a recipe."""
     data: dict[str, Any] | None = None
-    """The data set, in those versions."""
+    """The data set, from versions without a recipe."""
 
     def to_json(self) -> bytes:
-        """As it stands in the file."""
+        """The bytes of the file."""
         return _to_json({key: value for key, value in asdict(self).items() if key not in ("config", "data")})
 
 
 @dataclass(frozen=True)
 class OrchestratorRecord:
-    """The content of orchestrator/state.json; what older versions of Cairn did not write is None or empty.
+    """The content of orchestrator/state.json; fields that older versions did not write are None or empty.
 
-    progress: step, total_tokens, total_samples, total_problems. recipe: the orchestrator's part of the run's.
-    prompts: environment, problems, and how far in them the orchestrator was.
+    progress: step, total_tokens, total_samples, total_problems. recipe: the orchestrator's part of the run's
+    recipe. prompts: environment, number of problems, and the orchestrator's position in them.
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])
@@ -55,12 +56,12 @@ class OrchestratorRecord:
     prompts: dict[str, Any] = field(default_factory=dict[str, Any])
 
     def to_json(self) -> bytes:
-        """As it stands in the file."""
+        """The bytes of the file."""
         return _to_json(asdict(self))
 
 
 class StepFolder:
-    """A step_N folder: the one place that knows its inner layout."""
+    """A step_N folder. Only this class knows its inner layout."""
 
     def __init__(self, path: str | Path):
         self.path = Path(path)
@@ -69,26 +70,26 @@ class StepFolder:
         self.ledger = self.path / LEDGER
 
     def trainer_state(self) -> TrainerRecord | None:
-        """What the trainer saved beside its tensors; None in a checkpoint of weights alone.
+        """The trainer's record; None if the checkpoint holds weights only.
 
         Raises:
-            DamagedFile: the file is no such record.
+            DamagedFile: the file is not such a record.
         """
         return read_json(self.path / TRAINER_STATE, TrainerRecord)
 
     def orchestrator_state(self) -> OrchestratorRecord | None:
-        """What the orchestrator saved beside its ledger; None if there was none.
+        """The orchestrator's record; None if there is none.
 
         Raises:
-            DamagedFile: the file is no such record.
+            DamagedFile: the file is not such a record.
         """
         return read_json(self.path / ORCHESTRATOR_STATE, OrchestratorRecord)
 
     def tensors(self, stem: str) -> dict[str, StoredTensor]:
-        """Where the tensors of a stem, such as MODEL, lie, by name; empty if the step has none of them.
+        """The locations of a stem's tensors, such as MODEL's, by name; empty if the step has none of them.
 
         Raises:
-            Damaged: an index or a header can't be right.
+            Damaged: an index or a header is invalid.
         """
         folder, _, name = stem.rpartition("/")
         if not any((self.path / folder).glob(f"{name}*.safetensors")):

@@ -1,8 +1,8 @@
-"""The store: the step_N folders of a run, and the one rule that says which of them exist.
+"""The checkpoint store: a run's step_N folders, and the rule that says which of them exist.
 
 A step exists if and only if its manifest.json does. Each role and rank writes its part into the step's
 folder, then a receipt that lists what it wrote. Rank 0 waits for all receipts and writes the manifest last. A
-folder without a manifest is debris, which no reader looks at. A symbolic link is never a step.
+folder without a manifest is debris and is ignored by every reader. A symbolic link is never a step.
 """
 
 import contextlib
@@ -34,15 +34,15 @@ BEGUN = ".begun.json"
 
 
 class CheckpointStore:
-    """The checkpoints of one run, below `root`."""
+    """The checkpoints of one run, in the folder `root`."""
 
     def __init__(self, root: str | Path):
         self.root = Path(root).absolute()
         self.abandoned = self.root / "abandoned"
-        """Holds the steps that were set aside when the run went back to an earlier one."""
+        """Folder for the steps that were set aside when the run went back to an earlier one."""
 
     def folder(self, step: int) -> Path:
-        """Where step `step` lies, or would lie."""
+        """The folder of a step, whether or not it exists."""
         return self.root / f"step_{step}"
 
     # Reading
@@ -52,7 +52,7 @@ class CheckpointStore:
         return [step for step in self._folders() if self.exists(step)]
 
     def exists(self, step: int) -> bool:
-        """The one rule: a step exists if and only if its manifest does."""
+        """Whether a step exists: if and only if its manifest does."""
         folder = self.folder(step)
         return (folder / FILE_NAME).exists() and not folder.is_symlink()
 
@@ -65,7 +65,7 @@ class CheckpointStore:
         return load_manifest(self.folder(step))
 
     def links(self) -> list[Path]:
-        """Symbolic links that are named like steps; neither they nor their targets are read or changed."""
+        """Symbolic links named like steps; neither links nor targets are read or changed."""
         return sorted(Path(entry) for entry in self._entries() if entry.is_symlink())
 
     def debris(self) -> list[Path]:
@@ -80,21 +80,21 @@ class CheckpointStore:
             with os.scandir(self.root) as entries:
                 return [entry for entry in entries if STEP_NAME.fullmatch(entry.name)]
         except FileNotFoundError:
-            if self.root.is_symlink():  # to a disk that is not mounted, say: its steps may well exist
-                raise UsageError(f"{self.root}: is a link to {self.root.readlink()}, which is gone") from None
+            if self.root.is_symlink():  # perhaps to a disk that is not mounted, with steps on it
+                raise UsageError(f"{self.root}: links to {self.root.readlink()}, which is missing") from None
             return []
         except NotADirectoryError:
-            if not os.path.lexists(self.root):  # but something above it
+            if not os.path.lexists(self.root):  # a parent is not a folder
                 return []
-            raise UsageError(f"{self.root}: is no folder, and checkpoints need one; move it") from None
+            raise UsageError(f"{self.root}: is not a folder, which checkpoints need; move it away") from None
 
     def latest(self) -> int | None:
-        """The newest step that exists; older ones are not looked at."""
+        """The newest step that exists; None if there is none."""
         numbers = reversed(self._folders())
         return next((step for step in numbers if self.exists(step)), None)
 
     def newest_good(self, *, content: bool = True) -> tuple[Path | None, list[str]]:
-        """The newest undamaged step, and what is wrong with the newer ones.
+        """The folder of the newest undamaged step, and what is wrong with each newer one.
 
         Args:
             content: False checks names and sizes only.
@@ -114,13 +114,13 @@ class CheckpointStore:
     # Writing
 
     def begin(self, step: int, folders: list[str], attempt: str | None = None) -> None:
-        """Create empty `folders` in step `step`; what an unfinished save left in them is removed.
+        """Create empty `folders` in step `step`; files of an unfinished save in them are removed.
 
         Args:
-            attempt: if given, `wait_for_begin` of other processes of this attempt returns.
+            attempt: if given, `wait_for_begin` returns in other processes of this attempt.
 
         Raises:
-            CheckpointError: the step exists already, or something else has its name.
+            CheckpointError: the step exists already, or a link or file has its name.
         """
         folder = self.folder(step)
         self._check_free(folder)
@@ -133,19 +133,19 @@ class CheckpointStore:
     @staticmethod
     def _check_free(folder: Path) -> None:
         if folder.is_symlink():
-            raise CheckpointError(f"{folder} is a link, and a step is a folder of its own; move it away")
+            raise CheckpointError(f"{folder} is a link, but a step must be a real folder; move it away")
         if (folder / FILE_NAME).exists():
-            raise CheckpointError(f"{folder} exists already and is never overwritten")
+            raise CheckpointError(f"{folder} exists already; steps are never overwritten")
 
     def wait_for_begin(
         self, step: int, attempt: str, *, timeout: float, on_poll: Callable[[], None] = lambda: None
     ) -> None:
         """Wait until rank 0 has created the folders of step `step`.
 
-        `on_poll` is called repeatedly meanwhile; an error that it raises ends the wait.
+        `on_poll` is called repeatedly while waiting; an error that it raises ends the wait.
 
         Raises:
-            DeadlinePassed: rank 0 did not make them within `timeout` seconds.
+            DeadlinePassed: rank 0 did not create them within `timeout` seconds.
         """
         wait_for(
             lambda: on_poll() or _note_of(attempt, self.folder(step) / BEGUN),
@@ -155,16 +155,16 @@ class CheckpointStore:
         )
 
     def receipt_file(self, step: int, part: str) -> Path:
-        """Where the writer of a part leaves its receipt, until the step is committed."""
+        """The receipt of a part; the file exists until the step is committed."""
         return self.folder(step) / f".{part}.part.json"
 
     def write_part(
         self, step: int, part: str, files: Mapping[str, bytes], attempt: str, *, read_back: bool = False
     ) -> None:
-        """Write a part that consists of small files, by name within the step, and its receipt; all durable.
+        """Write a part that consists of small files, by name within the step, and its receipt; all fsynced.
 
         Args:
-            read_back: read the files again from the disk, and compare, before the part counts.
+            read_back: read the files again from the disk and compare, before the part counts.
         """
         folder = self.folder(step)
         checksums: dict[str, FileChecksum] = {}
@@ -188,13 +188,13 @@ class CheckpointStore:
         read_back: bool = False,
         on_poll: Callable[[], None] = lambda: None,
     ) -> Manifest:
-        """Wait for all parts, then make the step exist.
+        """Wait for all parts, then commit the step.
 
         Args:
-            parts: the parts that belong to it, and the id of the session or attempt that each must carry.
+            parts: the parts of the step, and the session or attempt id that each must carry.
             timeout: seconds to wait for a part.
             about: the manifest's fields other than step, files and created.
-            read_back: read the manifest again from the disk, and compare, before it counts.
+            read_back: read the manifest again from the disk and compare, before it counts.
             on_poll: called repeatedly while waiting; an error that it raises ends the wait.
 
         Raises:
@@ -221,18 +221,18 @@ class CheckpointStore:
         return manifest
 
     def adopt(self, source: Path, manifest: Manifest) -> Path:
-        """Commit a step with copies of files that lie elsewhere; returns its folder.
+        """Commit a step with copies of files from elsewhere; returns its folder.
 
-        It is the commit without the roles of a run, as for a fork. A failure leaves nothing behind; a process
+        It is a commit without the roles of a run, as for a fork. A failure leaves nothing behind; a process
         that is killed leaves debris, which the next call removes.
 
         Args:
             source: the folder with the files that `manifest` lists.
 
         Raises:
-            CheckpointError: the step exists already, or something else has its name.
-            Damaged: a copy is not what the manifest says.
-            OSError: naming the file that can't be written.
+            CheckpointError: the step exists already, or a link or file has its name.
+            Damaged: a copy differs from what the manifest says.
+            OSError: a file can't be written; the error names it.
         """
         folder = self.folder(manifest.step)
         make_folders(self.root)
@@ -257,7 +257,7 @@ class CheckpointStore:
         return folder
 
     def _publish(self, manifest: Manifest, *, read_back: bool = False) -> None:
-        """Write the manifest, with which the step exists; every commit ends here, its other files durable."""
+        """Write the manifest, which makes the step exist. All its other files must be durable."""
         folder = self.folder(manifest.step)
         self._remove_leftovers(folder, set(manifest.files))
         temporary = folder / f".{FILE_NAME}"
@@ -271,27 +271,27 @@ class CheckpointStore:
         sync(folder)
         sync(self.root)
         fault_point("commit.done")
-        for path in folder.glob(".*"):  # part files, and what a crash left of them: no part of a checkpoint
+        for path in folder.glob(".*"):  # receipts and temporary files
             path.unlink(missing_ok=True)
 
     @staticmethod
     def _remove_leftovers(folder: Path, wanted: set[str]) -> None:
-        """Remove files that an earlier save of the same step left behind and this one does not have."""
+        """Remove files of an earlier, unfinished save of the same step that this save does not have."""
         for path in folder.rglob("*"):
             name = path.relative_to(folder).as_posix()
             if path.is_file() and name not in wanted and not name.startswith("."):
                 path.unlink()
 
     def has_part(self, step: int, part: str, attempt: str) -> bool:
-        """Whether that part was written by this attempt, or is committed already."""
+        """Whether this attempt has written that part, or the step is committed already."""
         arrived = self._arrived(step, part, attempt) is not None
-        return arrived or self.exists(step)  # in this order: a commit takes part files away once it is done
+        return arrived or self.exists(step)  # in this order, because a commit removes receipts at its end
 
     def _arrived(self, step: int, part: str, attempt: str) -> dict[str, Any] | None:
         return _note_of(attempt, self.receipt_file(step, part))
 
     def delete(self, step: int) -> None:
-        """Delete a step: first its manifest, with which it ceases to exist, then the rest.
+        """Delete a step: first its manifest, so that it no longer exists, then the rest.
 
         Another process may delete it at the same time.
         """
@@ -305,7 +305,7 @@ class CheckpointStore:
 
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
-        """Hold the lock that `ckpt` commands take before they change something; saving does not take it."""
+        """Hold the lock that `ckpt` commands take before they change anything; saving does not take it."""
         fd = os.open(self.root, os.O_RDONLY)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX)
@@ -334,15 +334,15 @@ class CheckpointStore:
 
 
 def step_of(folder: "Path | os.DirEntry[str]") -> int:
-    """The step that a folder's name says it is."""
+    """The step number in a folder's name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def remove_folder(folder: Path) -> None:
-    """Remove a folder and its content; another process may be doing the same.
+    """Remove a folder and its content; tolerates another process that does the same.
 
     Raises:
-        OSError: something can't be removed, or `folder` is a link.
+        OSError: something can't be removed, or `folder` is a symbolic link.
     """
 
     def unless_gone(_function: object, _path: str, error: "tuple[type, BaseException, object]") -> None:
@@ -353,7 +353,7 @@ def remove_folder(folder: Path) -> None:
 
 
 def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
-    """The content of a receipt or of BEGUN, if it is there and of this attempt or session."""
+    """The content of a receipt or of BEGUN, if the file exists and is of this attempt or session."""
     content = read_note(path, dict[str, Any])
     return content if content and content.get("attempt") == attempt else None
 
@@ -365,7 +365,7 @@ def verify(
     tensors: bool = True,
     on_bytes: Callable[[int], None] = lambda n: None,
 ) -> Manifest:
-    """Check every file of a step against its manifest.
+    """Verify every file of a step against its manifest.
 
     Args:
         content: False checks names and sizes only.
@@ -373,8 +373,8 @@ def verify(
         on_bytes: called with the number of bytes checked since the last call, for a progress bar.
 
     Raises:
-        CheckpointError: it is no checkpoint.
-        Damaged: naming the file and the place.
+        CheckpointError: the folder is not a checkpoint.
+        Damaged: a file differs; the message names file and position.
     """
     manifest = load_manifest(folder)
     check_files(folder, manifest, content=content, tensors=tensors, on_bytes=on_bytes)

@@ -1,7 +1,7 @@
-"""Tensors to and from safetensors files, all ranks in parallel, no gather.
+"""Writes tensors to safetensors files and reads them back, on all ranks in parallel, without a gather.
 
 Each rank writes the ranges that it owns (`checkpoint.shares`) straight into the final files, and reads only
-those that it holds, on any number of ranks.
+the ranges that it holds, on any number of ranks.
 """
 
 import os
@@ -40,7 +40,7 @@ from cairn.checkpoint.shares import Stored, share_of
 def plan_tensors(
     tensors: Mapping[str, Stored], stem: str, max_file_bytes: int = MAX_FILE_BYTES
 ) -> tuple[list[FileLayout], bytes | None]:
-    """The files that hold these tensors as wholes, and their index; the same on every rank."""
+    """The files that hold these tensors in full, and their index; the same on every rank."""
     specs = [TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
     return plan(specs, stem, max_file_bytes=max_file_bytes)
 
@@ -56,9 +56,9 @@ def write_tensors(
 ) -> None:
     """Write whole tensors and this rank's shards of DTensors to `<stem>.safetensors` or several such files.
 
-    Every rank calls it with the same names in the same order; `barrier` waits for all of them. The files do
-    not depend on the number of ranks. Nothing is fsynced: it is for weights in transit, not for checkpoints.
-    Files of these names that are there already are written over, which is faster than making new ones.
+    Every rank calls it with the same names in the same order; `barrier` waits for all ranks. The files do not
+    depend on the number of ranks. Nothing is fsynced: this is for weights in transit, not for checkpoints.
+    Existing files of these names are overwritten in place, which is faster than creating new ones.
     """
     tensors = in_rows(tensors)
     files, index = plan_tensors(tensors, stem, max_file_bytes)
@@ -94,10 +94,10 @@ def read_tensors(
 ) -> dict[Path, FileChecksum]:
     """Fill `targets` in place, converting the data type: whole tensors, or this rank's shards of DTensors.
 
-    Over all ranks every byte of the files is counted once if `targets` are all the tensors there are, so the
-    merged checksums tell whether the files are as they were written.
+    If `targets` are all tensors of the files, the ranks together count every byte once, so the merged
+    checksums verify the files.
 
-    Returns what this rank saw of each file.
+    Returns this rank's checksum contributions for each file.
 
     Raises:
         CheckpointError: a tensor is missing or has another shape.
@@ -110,7 +110,7 @@ def read_tensors(
 
 
 def read_tensor(stored: StoredTensor) -> torch.Tensor:
-    """One whole tensor, in the data type in which it is stored."""
+    """One whole tensor, in the data type of the file."""
     tensor = torch.empty(stored.spec.shape, dtype=_dtype(stored))
     read_pieces([Piece(stored.path, stored.offset, tensor.dtype, tensor.view(-1))])
     return tensor
@@ -118,7 +118,7 @@ def read_tensor(stored: StoredTensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class _Found:
-    """Tensors to fill, and where they and all others of their files lie."""
+    """Tensors to fill, and the locations of all tensors in their files."""
 
     targets: Mapping[str, Stored]
     stored: dict[str, StoredTensor]
@@ -138,7 +138,7 @@ def _find(folder: Path, targets: Mapping[str, Stored], stem: str) -> _Found:
 
 
 def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
-    """Fill all targets; every rank reads its part, and rank 0 also looks at headers."""
+    """Fill all targets; every rank reads its part, and rank 0 also reads the headers for the checksums."""
     pieces: list[Piece] = []
     scattered: list[tuple[torch.Tensor, torch.Tensor]] = []
     for files in found:
@@ -172,17 +172,17 @@ def load_step(
     rank: int = 0,
     gather: Callable[[Any], list[Any]] = lambda mine: [mine],
 ) -> Manifest:
-    """Fill `tensors` (by file stem within the step, such as `model/model`, and name) from a checkpoint.
+    """Fill `tensors` from a checkpoint; they are given by file stem, such as `model/model`, and name.
 
-    All ranks call it. Each reads its own ranges and no others; together they read every byte of the step's
-    tensor files once, and check it. An error that one of them finds is raised on all.
+    All ranks call it. Each reads only its own ranges; together they read every byte of the step's tensor
+    files once, and verify it. An error that one rank finds is raised on all.
 
     Args:
-        gather: returns what all ranks gave it, on every rank.
+        gather: returns, on every rank, the list of what all ranks passed to it.
 
     Raises:
-        CheckpointError: it is no checkpoint, or holds other tensors.
-        Damaged: a tensor file is not as it was written; the tensors then hold what was read.
+        CheckpointError: the folder is not a checkpoint, or holds other tensors.
+        Damaged: a tensor file is damaged; `tensors` then hold what was read.
     """
     manifest = load_manifest(folder)
     rows = {stem: RowTargets(targets) for stem, targets in tensors.items()}
@@ -204,7 +204,7 @@ def load_step(
         _check_sums(folder, manifest, merged)
     except Damaged:
         raise
-    except CheckpointError:  # a damaged header may name other tensors than those that are there
+    except CheckpointError:  # a damaged header may name wrong tensors
         check_content(folder, {name: e for name, e in manifest.files.items() if holds_tensors(name)})
         raise
     for own in rows.values():
@@ -215,7 +215,7 @@ def load_step(
 def _load_files(
     folder: Path, manifest: Manifest, tensors: Mapping[str, Mapping[str, Stored]], rank: int
 ) -> dict[str, FileChecksum]:
-    """Fill this rank's share of `tensors`; what it saw of each tensor file of the step, by name."""
+    """Fill this rank's share of `tensors`; returns its contributions to the files' checksums, by name."""
     try:
         for name, entry in manifest.files.items():
             if holds_tensors(name):
@@ -228,18 +228,18 @@ def _load_files(
     except OSError as error:
         raise Damaged(f"{error.filename or folder}: {error.strerror}") from None
     seen = {path.relative_to(folder).as_posix(): checksum for path, checksum in checksums.items()}
-    if rank == 0:  # what nobody asks for is checked all the same
+    if rank == 0:  # verify files that no target needs, too
         left = {n: e for n, e in manifest.files.items() if holds_tensors(n) and n not in seen}
         check_content(folder, left)
     return seen
 
 
 def _check_sums(folder: Path, manifest: Manifest, merged: Mapping[str, FileChecksum]) -> None:
-    """Compare what all ranks read of the tensor files with the manifest.
+    """Compare the checksums of what all ranks read with the manifest.
 
     Raises:
-        CheckpointError: they hold tensors that nobody read.
-        Damaged: one is not as it was written.
+        CheckpointError: a file holds tensors that no rank has read.
+        Damaged: a file differs from its checksums.
     """
     for name, checksum in merged.items():
         if name not in manifest.files:

@@ -1,4 +1,4 @@
-"""What a place that keeps steps offers, wherever it is: the rules of retention work over any of them."""
+"""The interface to a place that keeps steps; the rules of retention work with any of them."""
 
 from typing import Protocol
 
@@ -9,11 +9,11 @@ class Tier(Protocol):
     """A place that keeps steps, such as the local store (`checkpoint.store.CheckpointStore`)."""
 
     def steps(self) -> list[int]:
-        """The steps that exist there, oldest first: those whose manifest is there."""
+        """The steps that exist there, oldest first: those that have a manifest."""
         ...
 
     def manifest(self, step: int) -> Manifest:
-        """What a step says of itself.
+        """The manifest of a step.
 
         Raises:
             CheckpointError: the step does not exist, or its manifest is damaged.

@@ -1,11 +1,11 @@
-"""The process that writes checkpoints, beside a training process and outside its interpreter lock.
+"""The process that writes checkpoints, separate from the training process because of the GIL.
 
-It shares an arena of memory with the trainer, which copies its state there while it goes on training. This
-process follows the copy, checksums the bytes and writes them past the page cache where the file system allows
-that, makes them durable, and writes the rank's receipt last. It imports no torch.
+It shares an arena of memory with the trainer, which copies its state there while training continues. This
+process follows the copy, computes checksums, writes with O_DIRECT where the file system supports it, fsyncs,
+and writes the rank's receipt last. It does not import torch.
 
-Commands come as JSON lines on standard input: `plan` once, then for each save `save`, followed by `copied`
-lines that say how far the copy has come. Each save is answered by one JSON line: {"done": seconds} or
+Commands are JSON lines on standard input: `plan` once, then for each save `save`, followed by `copied` lines
+that report how far the copy has come. Each save is answered with one JSON line: {"done": seconds} or
 {"error": ...}.
 """
 
@@ -34,7 +34,7 @@ from cairn.run.signals import ignore_stop_signals
 LIBC = ctypes.CDLL(None, use_errno=True)
 FALLOC_FL_KEEP_SIZE = 1
 WRITE_BYTES = 8 << 20
-WRITERS = 2  # writes under way at once
+WRITERS = 2  # concurrent writes
 
 
 class ArenaWriter:
@@ -54,14 +54,14 @@ class ArenaWriter:
         *,
         read_back: bool = False,
     ) -> None:
-        """Write all extents below `folder`, make them durable, then write the receipt, the file of that name.
+        """Write all extents below `folder`, fsync them, then write the receipt to the file of that name.
 
         Args:
-            wait_for_copy: returns when the arena is filled up to the given position.
+            wait_for_copy: blocks until the arena is filled up to the given position.
             read_back: read everything again from the disk and compare.
 
         Raises:
-            OSError: the disk is full, or something else is wrong with it.
+            OSError: a write failed, for example because the disk is full.
         """
         checksums = {name: FileChecksum(size) for name, size in self.files}
         touched: list[Path] = []
@@ -114,16 +114,14 @@ class ArenaWriter:
                 for write in pending:
                     write.result()
             finally:
-                wait(pending)  # before the file is closed under them
+                wait(pending)  # they must finish before the file is closed
 
 
 def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
-    """Cut a range at multiples of WRITE_BYTES and, if it is long, at whole pages at either end."""
+    """Cut a range at multiples of WRITE_BYTES and, if it is long, at the page boundaries near its ends."""
     end = offset + nbytes
     cuts = {offset, end, *range(-(-offset // WRITE_BYTES) * WRITE_BYTES, end, WRITE_BYTES)}
-    if (
-        nbytes >= DIRECT_BYTES
-    ):  # ragged ends share a page with a neighbour's range: not to be written directly
+    if nbytes >= DIRECT_BYTES:  # partial pages at the ends can't be written with O_DIRECT
         cuts |= {-(-offset // ALIGNMENT) * ALIGNMENT, end // ALIGNMENT * ALIGNMENT}
     places = sorted(cuts)
     return [(a, b - a) for a, b in itertools.pairwise(places)]
@@ -131,7 +129,7 @@ def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _open(path: Path, size: int):
-    """Descriptors for buffered and, where O_DIRECT works, direct writing; sets the file's final size."""
+    """Descriptors for buffered and, if O_DIRECT works, direct writes; sets the file's final size."""
     fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
     direct = None
     try:
@@ -151,7 +149,7 @@ def _open(path: Path, size: int):
 
 
 def _allocate(fd: int, extent: Extent) -> None:
-    """Preallocate a long extent where the file system can (fallocate), which makes writing faster."""
+    """Preallocate a long extent (fallocate) if the file system can; that makes writing faster."""
     if extent.nbytes >= DIRECT_BYTES:
         offset, nbytes = ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes)
         if LIBC.fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, nbytes) and ctypes.get_errno() == errno.ENOSPC:
@@ -159,21 +157,21 @@ def _allocate(fd: int, extent: Extent) -> None:
 
 
 def _write_all(fd: int, direct: int | None, data: memoryview, offset: int) -> None:
-    """Write `data`, past the page cache if there is `direct` and the file system takes it."""
+    """Write `data`, with the O_DIRECT descriptor `direct` if there is one and the file system accepts it."""
     while data:
         try:
             written = os.pwrite(fd if direct is None else direct, data, offset)
         except OSError as error:
             if direct is None or error.errno != errno.EINVAL:
                 raise
-            direct = None  # this file system takes O_DIRECT in open, and refuses such a write
+            direct = None  # this file system accepts O_DIRECT in open but not in write
             continue
         data = data[written:]
         offset += written
 
 
 def _read_back(path: Path, extents: list[Extent], size: int) -> FileChecksum:
-    """The checksum of what the disk, not the page cache, holds."""
+    """The checksum of the bytes on the disk, bypassing the page cache."""
     checksum = FileChecksum(size)
     with open(path, "rb", buffering=0) as file:
         forget_cached(file.fileno())
@@ -184,33 +182,33 @@ def _read_back(path: Path, extents: list[Extent], size: int) -> FileChecksum:
 
 
 class _Commands:
-    """Standard input, line by line."""
+    """Reads commands from standard input line by line."""
 
     def __init__(self, stream: BinaryIO):
         self.stream = stream
         self.copied = 0
 
     def next(self) -> dict[str, Any] | None:
-        """The next command; None when the trainer is gone."""
+        """The next command; None once the trainer has exited."""
         line = self.stream.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
     def wait_for_copy(self, position: int) -> None:
-        """Return when the trainer has copied its state up to `position`."""
+        """Block until the trainer has copied its state up to `position`."""
         while self.copied < position:
             command = self.next()
             if command is None:
-                sys.exit(0)  # the trainer died in the middle: the save is debris
+                sys.exit(0)  # the trainer died: leave the unfinished save as debris
             self.copied = command["copied"]
 
 
 def main() -> None:
-    """Serve one training process until it closes its end."""
+    """Serve one training process until it closes standard input."""
     arena_fd, nbytes, trainer = map(int, sys.argv[1:])
-    die_with(trainer)  # the next trainer may save the same step
-    ignore_stop_signals()  # the trainer decides when it ends
+    die_with(trainer)  # after a restart another process may write the same step
+    ignore_stop_signals()  # the trainer ends this process
     os.nice(10)
-    os.posix_fallocate(arena_fd, 0, nbytes)  # have the kernel fetch the memory now, not during a save
+    os.posix_fallocate(arena_fd, 0, nbytes)  # allocate the pages now, not during a save
     arena = memoryview(mmap.mmap(arena_fd, nbytes))
     commands = _Commands(sys.stdin.buffer)
     plan = commands.next()

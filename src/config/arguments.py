@@ -1,6 +1,6 @@
-# Values that nobody has checked yet have no types.
+# Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""A command line, taken apart: configuration files, then flags that override them.
+"""Parses a command line: configuration files, then flags that override them.
 
 sft @ file.toml [@ another.toml] --optimizer.lr 1e-4 --ckpt --no-data.shuffle
 rl --trainer @train.toml --orchestrator @orch.toml --max-steps 20
@@ -23,7 +23,7 @@ NUMBER = re.compile(r"-?[\d.]")
 
 @dataclass
 class Layer:
-    """A configuration file, and the section that it was given for: () for the whole."""
+    """A configuration file and the section that it was given for; () means the whole configuration."""
 
     file: str
     section: tuple[str, ...]
@@ -32,17 +32,17 @@ class Layer:
 
 @dataclass
 class Arguments:
-    """What a command line says."""
+    """The content of a command line."""
 
     layers: list[Layer] = field(default_factory=list)
     """The files, those for the whole configuration first."""
     flags: list[tuple[tuple[str, ...], Any]] = field(default_factory=list)
-    """Keys and value of each flag, in order; text is yet to be checked."""
+    """Keys and value of each flag, in order; values are not yet checked."""
 
     def merged(self, root: Setting) -> tuple[dict[str, Any], dict[tuple[str, ...], str]]:
-        """All values in one tree, later ones over earlier ones, flags over files.
+        """All values in one tree: later files override earlier ones, and flags override files.
 
-        Also returns the file that each value came from, by its keys; flags are left out of it.
+        Also returns the file that each value came from, by its keys; values from flags are not in it.
         """
         tree: dict[str, Any] = {}
         sources: dict[tuple[str, ...], str] = {}
@@ -54,7 +54,7 @@ class Arguments:
                     target[key] = {}
                 target = target[key]
             _lay(target, layer.content, section, layer.file, sources)
-        # What a flag leaves behind is what files have said, not what other flags say.
+        # A flag that chooses another type drops values of files, but not those of other flags.
         for path, value in sorted(self.flags, key=lambda flag: not _chooses(root, flag[0])):
             _assign(tree, root, path, value)
             for known in [known for known in sources if known[: len(path)] == path]:
@@ -63,11 +63,11 @@ class Arguments:
 
 
 def take_apart(argv: list[str], root: Setting) -> Arguments:
-    """Read a command line for the configuration `root`.
+    """Parse a command line for the configuration `root`.
 
     Raises:
-        UsageError: it can't be understood, or a file can't be read. Unknown settings are left to the check
-            of values.
+        UsageError: a word can't be parsed, or a file can't be read. Unknown settings are found later, when
+            values are checked.
     """
     found = Arguments()
     words = _Words(argv)
@@ -92,7 +92,7 @@ def take_apart(argv: list[str], root: Setting) -> Arguments:
         setting = root.find(path)
         if not equals and words.peek().startswith("@") and (setting is None or _takes_file(setting)):
             if setting is None:
-                raise UsageError(f"--{name}: there is no such section to read a file for")
+                raise UsageError(f"--{name}: there is no such section")
             file = _file(words, words.take(), word)
             of_sections.append(Layer(file, setting.path, read_file(file)))
             continue
@@ -112,10 +112,10 @@ def take_apart(argv: list[str], root: Setting) -> Arguments:
 
 
 def read_file(name: str) -> dict[str, Any]:
-    """A configuration file's content.
+    """The content of a configuration file.
 
     Raises:
-        UsageError: it is not there, of an unknown kind, or malformed.
+        UsageError: it does not exist, has an unknown suffix, or is malformed.
     """
     path = Path(name)
     try:
@@ -137,20 +137,20 @@ def read_file(name: str) -> dict[str, Any]:
 
                 content = yaml.safe_load(text)
             case _:
-                raise UsageError(f"{name}: a configuration file ends in {', '.join(FILES)}")
+                raise UsageError(f"{name}: the name of a configuration file must end in {', '.join(FILES)}")
     except UsageError:
         raise
-    except Exception as error:  # each format's parser has an error of its own
+    except Exception as error:  # each parser has its own exceptions
         raise UsageError(f"{name} is not valid {path.suffix[1:].upper()}: {error}") from None
     if content is None:
         return {}
     if not isinstance(content, dict):
-        raise UsageError(f"{name} holds a {type(content).__name__} where settings and their values should be")
+        raise UsageError(f"{name} contains a {type(content).__name__}, not settings and their values")
     return content
 
 
 class _Words:
-    """What is left of a command line."""
+    """The words of a command line that are not parsed yet."""
 
     def __init__(self, argv: list[str]):
         self._left = list(reversed(argv))
@@ -159,7 +159,7 @@ class _Words:
         return bool(self._left)
 
     def peek(self) -> str:
-        """The next word, or --."""
+        """The next word; -- at the end."""
         return self._left[-1] if self._left else "--"
 
     def take(self) -> str:
@@ -169,7 +169,7 @@ class _Words:
         self._left.append(word)
 
     def values(self) -> list[str]:
-        """All words up to the next flag or file."""
+        """Takes all words up to the next flag or file."""
         taken = []
         while self and not self.peek().startswith(("--", "@")):
             taken.append(self.take())
@@ -199,7 +199,7 @@ def _negated(path: tuple[str, ...], root: Setting) -> Setting | None:
 
 
 def _value_of(setting: Setting, name: str, words: _Words, *, forced: bool) -> tuple[tuple[str, ...], Any]:
-    """A known setting with the value that follows; `forced`: it came after `=`, so it is one."""
+    """A known setting and the value that follows it; `forced`: after `=`, so the next word is a value."""
     follows = words.peek()
     has_value = forced or not follows.startswith(("--", "@"))
     if setting.kind == "section":
@@ -219,7 +219,7 @@ def _value_of(setting: Setting, name: str, words: _Words, *, forced: bool) -> tu
 
 
 def _section_value(setting: Setting, name: str, text: str | None) -> Any:
-    """What a section's own flag means: --ckpt turns it on, --ckpt None off."""
+    """The value of a section's own flag: --ckpt turns it on, --ckpt None off."""
     if text is not None and text.startswith("{"):
         return _json(text, name)
     if setting.optional and text == "None":
@@ -230,7 +230,7 @@ def _section_value(setting: Setting, name: str, text: str | None) -> Any:
         raise UsageError(f"--{name} takes a configuration file: --{name} @{text or 'file.toml'}")
     first = next(iter(setting.children.values())).flag
     if text is None:
-        raise UsageError(f"--{name} is a section: give one of its settings, such as {first}")
+        raise UsageError(f"--{name} is a section; give one of its settings, such as {first}")
     if setting.optional and text in TRUE + FALSE:
         how = f"--{name} alone turns it on" if text in TRUE else f"--no-{name} turns it off"
         raise UsageError(f"--{name} takes no {text!r}: {how}")
@@ -255,7 +255,7 @@ def _json(text: str, name: str) -> Any:
 def _unknown(
     path: tuple[str, ...], name: str, words: _Words, root: Setting, *, forced: bool
 ) -> tuple[tuple[str, ...], Any]:
-    """A key of a table, such as --environment.args.seed 3, or a setting that is not known."""
+    """A key of a table, such as --environment.args.seed 3, or an unknown setting."""
     given = [words.take()] if forced else words.values()
     for length in range(len(path) - 1, 0, -1):
         above = root.find(path[:length])
@@ -265,7 +265,7 @@ def _unknown(
 
 
 def _guess(text: str) -> Any:
-    """The value of a key without a declared type: JSON, else text."""
+    """The value of a key without a declared type: parsed as JSON, otherwise text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -280,7 +280,7 @@ def _lay(
     sources: dict[tuple[str, ...], str],
     above: tuple[str, ...] = (),
 ) -> None:
-    """Put a file's content over what earlier files said."""
+    """Merge a file's content into the values of earlier files."""
     above = section.path if section else above
     if section and _is_another_type(section, target, content.get("type")):
         target.clear()
@@ -300,7 +300,7 @@ def _lay(
 
 
 def _assign(tree: dict[str, Any], root: Setting, path: tuple[str, ...], value: Any) -> None:
-    """Set what a flag says; a section that is turned on keeps what files say of it."""
+    """Set a flag's value; a section that is turned on keeps its values from files."""
     for depth, key in enumerate(path[:-1]):
         if not isinstance(tree.get(key), dict):
             tree[key] = {}
@@ -316,7 +316,7 @@ def _assign(tree: dict[str, Any], root: Setting, path: tuple[str, ...], value: A
 
 
 def _arguments_of(root: Setting, path: tuple[str, ...]) -> str | None:
-    """The key beside this one that holds arguments of what this one names."""
+    """The key of the arguments that belong to the setting at `path`, if it has any."""
     section = root.find(path[:-1])
     return (
         getattr(section.models[0], "arguments_of", {}).get(path[-1]) if section and section.models else None
@@ -324,21 +324,21 @@ def _arguments_of(root: Setting, path: tuple[str, ...]) -> str | None:
 
 
 def _chooses(root: Setting, path: tuple[str, ...]) -> bool:
-    """Whether it depends on this setting which others there are beside it."""
+    """Whether this setting decides which others its section has."""
     section = root.find(path[:-1])
     is_type = section is not None and len(section.models) > 1 and path[-1] == "type"
     return is_type or _arguments_of(root, path) is not None
 
 
 def _leave_arguments(section: Setting, before: dict[str, Any], key: str, wanted: Any) -> None:
-    """Drop the arguments of what `key` named before, if it is to name something else now."""
+    """Drop the arguments of `key`'s old value if it gets another value."""
     arguments = _arguments_of(section, (key,))
     if arguments and wanted != before.get(key, section.children[key].default):
         before.pop(arguments, None)
 
 
 def _is_another_type(section: Setting, before: dict[str, Any], wanted: Any) -> bool:
-    """Whether a section is to be of another of its classes, which other values don't concern."""
+    """Whether a section gets another type, so that its old values no longer apply."""
     now = before.get("type", getattr(section.default, "type", None))
     return len(section.models) > 1 and wanted not in (None, now)
 

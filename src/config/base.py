@@ -1,4 +1,4 @@
-"""What every section of settings is made of."""
+"""The base class of all sections of settings."""
 
 from typing import ClassVar
 
@@ -7,8 +7,8 @@ from pydantic_config import BaseConfig as CheckedConfig  # pyright: ignore[repor
 
 
 class BaseConfig(CheckedConfig):
-    """Settings of known names with checked values. They never change: other values are another object."""
+    """Settings with known names and checked values. Immutable: changed values are a new object."""
 
     model_config = ConfigDict(frozen=True)
     unlisted: ClassVar[frozenset[str]] = frozenset()
-    """Fields that --help and hints leave out: only one value is allowed, or there is a newer name."""
+    """Fields that --help and hints leave out: they allow a single value, or have a newer name."""

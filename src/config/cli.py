@@ -1,9 +1,8 @@
-# Values that nobody has checked yet have no types.
+# Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """From the command line to a checked configuration.
 
-Whatever is wrong with it is a `UsageError`: one clear message and exit code 2, before anything is started
-or written.
+Any mistake in it is a `UsageError`: one clear message and exit code 2, before anything is started or written.
 """
 
 import sys
@@ -34,7 +33,7 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
 }
-"""The commands that take a configuration, and its class."""
+"""The configuration class of each command."""
 
 BOUNDS = {
     "greater_than": ("more than", "gt"),
@@ -51,7 +50,7 @@ def load(cls: type[Command], argv: list[str]) -> Command:
     Prints and exits with 0 on `--help` and `--dry-run`.
 
     Raises:
-        UsageError: unknown key or flag, missing file, impossible or contradictory value.
+        UsageError: unknown key or flag, missing file, invalid or contradictory value.
     """
     root = settings_of(cls)
     if "--help" in argv or "-h" in argv:
@@ -67,10 +66,10 @@ def load(cls: type[Command], argv: list[str]) -> Command:
 
 
 def resolve(cls: type[Config], arguments: Arguments) -> Config:
-    """The checked configuration of files and flags.
+    """Merge files and flags into a checked configuration.
 
     Raises:
-        UsageError: unknown key or flag, impossible or contradictory value.
+        UsageError: unknown key or flag, invalid or contradictory value.
     """
     root = settings_of(cls)
     _check_shared_values(arguments, root)
@@ -82,10 +81,10 @@ def resolve(cls: type[Config], arguments: Arguments) -> Config:
 
 
 def require(config: BaseConfig, *names: str) -> None:
-    """Refuse a configuration in which a setting that has no sensible default was not given.
+    """Refuse a configuration that lacks a required setting.
 
     Raises:
-        UsageError: it names all that are missing.
+        UsageError: the message names all that are missing.
     """
     root = settings_of(type(config))
     missing = []
@@ -108,7 +107,7 @@ def _name_of(cls: type[BaseConfig]) -> str:
     return next((name for name, known in COMMANDS.items() if known is cls), cls.__name__)
 
 
-# What the roles of a run share.
+# Settings that the roles of a run share.
 
 
 def _shared_keys(root: Setting) -> dict[str, tuple[str, ...]]:
@@ -120,7 +119,7 @@ def _is_shared(root: Setting, path: tuple[str, ...]) -> bool:
 
 
 def hidden_settings(root: Setting) -> set[tuple[str, ...]]:
-    """The settings that --help and hints leave out: refused where they stand, or of no use."""
+    """The settings that --help and hints leave out, because they are refused there or of no use."""
     unlisted = {
         leaf.path
         for leaf in root.leaves()
@@ -130,12 +129,12 @@ def hidden_settings(root: Setting) -> set[tuple[str, ...]]:
 
 
 def shared_settings(root: Setting) -> set[tuple[str, ...]]:
-    """The settings of roles that are set once for the whole run."""
+    """The roles' settings that are set once for the whole run."""
     return {leaf.path for leaf in root.leaves() if _is_shared(root, leaf.path)}
 
 
 def _check_shared_values(arguments: Arguments, root: Setting) -> None:
-    """Refuse two files that disagree on a shared value, and a shared value given to one role alone."""
+    """Refuse two files that disagree on a shared value, and a shared value that is given to one role only."""
     for path, value in arguments.flags:
         if _is_shared(root, path):
             if root.find(path) is None:
@@ -184,7 +183,7 @@ def _leaves(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return leaves
 
 
-# What is wrong, in words.
+# Messages about invalid values.
 
 
 def _readable(
@@ -194,11 +193,11 @@ def _readable(
     sources: dict[tuple[str, ...], str],
     layers: list[Layer],
 ) -> str:
-    """One line for each mistake; a file that is for another command or role says so once."""
+    """One line for each mistake; a file that belongs to another command or role is reported once."""
     root = settings_of(cls)
 
     def source(path: tuple[str, ...]) -> str | None:
-        """The file that a value came from; a shared one may stand in a role's section of it."""
+        """The file that a value came from; a shared value may be in a role's section of the file."""
         places = [path, *((role, *path) for role in _shared_keys(root))]
         return next((sources[place[:end]] for end in range(len(path) + 1, 0, -1) for place in places
                      if place[:end] in sources), None)  # fmt: skip
@@ -227,7 +226,7 @@ def _readable(
 
 
 def _path_of(loc: tuple[int | str, ...], values: Any) -> tuple[str, ...]:
-    """The keys of the value that an error is about, without what pydantic says of unions and lists."""
+    """The keys of the value that an error is about, without pydantic's markers for unions and list items."""
     path = []
     for i, part in enumerate(loc):
         if not isinstance(part, str):
@@ -244,7 +243,7 @@ def _flag(path: Collection[str]) -> str:
 
 
 def _stranger(layer: Layer, cls: type[BaseConfig]) -> str | None:
-    """What to say if a file's settings are those of another command or role."""
+    """The message if a file's settings are those of another command or role."""
     own = settings_of(cls).find(layer.section)
     if own is None or _fits(layer.content, own):
         return None
@@ -257,7 +256,7 @@ def _stranger(layer: Layer, cls: type[BaseConfig]) -> str | None:
 
 
 def _fits(content: dict[str, Any], section: Setting) -> bool:
-    """Whether all keys of a file are known in a section, and below it."""
+    """Whether all keys of a file, at every level, are known in a section."""
     for key, value in content.items():
         child = section.children.get(key)
         if child is None:
@@ -268,7 +267,7 @@ def _fits(content: dict[str, Any], section: Setting) -> bool:
 
 
 def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
-    """What is wrong with one value."""
+    """The message about one invalid value."""
     kind, given, context = problem["type"], problem.get("input"), problem.get("ctx") or {}
     setting = root.find(path)
     if kind == "extra_forbidden" and setting:
@@ -279,13 +278,13 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
         return str(context["error"])
     if kind in BOUNDS:
         words, key = BOUNDS[kind]
-        return f"it is {given}, and must be {words} {context[key]:g}"
+        return f"it is {given}, but must be {words} {context[key]:g}"
     if kind == "literal_error":
         choices = [choice.strip("'") for choice in context["expected"].replace(" or ", ", ").split(", ")]
-        return f"{given!r} is none of {', '.join(choices)}{hints.one_of(given, choices)}"
+        return f"{given!r} is not one of {', '.join(choices)}{hints.one_of(given, choices)}"
     if setting and setting.kind == "section":
         first = next(iter(setting.children.values())).flag
-        return f"{given!r} is one value, and this is a section; did you mean {first}?"
+        return f"{given!r} is one value, but this is a section; did you mean {first}?"
     if setting and setting.kind == "list" and kind in ("missing", "too_long", "too_short"):
         count = len(getattr(setting.annotation, "__args__", ()))
         return f"it takes {count} values"

@@ -1,6 +1,6 @@
-# Values that nobody has checked yet have no types.
+# Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""`--help`: every setting with its default, those first that people set first."""
+"""Renders `--help`: every setting with its default, most used first."""
 
 import os
 import shutil
@@ -18,16 +18,16 @@ FIRST = (
     "orchestrator", "orchestrator.sampling", "trainer", "trainer.optimizer", "trainer.scheduler", "sampling",
     "trainer.loss", "trainer.precision", "loss", "precision", "wandb",
 )  # fmt: skip
-"""Sections in the order in which they are shown; "" holds the settings at the top. Others follow."""
+"""Order of sections; "" holds the top-level settings. Other sections come after these, before LAST."""
 LAST = ("inference", "ray", "supervision")
-"""`supervision` is not a section of a file: its settings are at the top, but few people ever set them."""
+"""Sections shown last. `supervision` is no section of a file: its settings are top-level, but rarely set."""
 LEADING = (
     "max_steps", "output_dir", "seed", "host", "port", "workers", "seq_len", "micro_batch_size",
     "inference_url", "prompts_per_step", "samples_per_prompt", "max_off_policy_steps",
 )  # fmt: skip
-"""What comes first in its section."""
+"""Settings shown first in their section."""
 TRAILING = ("self_check", "dry_run")
-"""And what comes last."""
+"""Settings shown last in their section."""
 WIDEST = 110
 FLAG_COLUMN = 36
 TYPES = {int: "INT", float: "NUMBER", str: "TEXT"}
@@ -37,7 +37,7 @@ def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
     """The help of a command.
 
     Args:
-        hidden: settings that are refused where they stand.
+        hidden: settings to leave out.
     """
     width = min(shutil.get_terminal_size().columns, WIDEST)
     bold = _bold if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else str
@@ -91,7 +91,7 @@ def _by_section(root: Setting, hidden: set[tuple[str, ...]]) -> list[tuple[str, 
 
 
 def _rank(leaf: Setting) -> int:
-    """Where a setting stands in its section; those of the same rank stay in order of declaration."""
+    """The position of a setting in its section; settings of equal rank keep the order of declaration."""
     name = leaf.path[-1]
     if name in TRAILING:
         return len(LEADING) + 1 + TRAILING.index(name)
@@ -125,7 +125,7 @@ def _type(annotation: Any) -> str:
 
 
 def _explained(leaf: Setting) -> str:
-    """The docstring with the default, unless that says nothing."""
+    """The docstring, with the default value unless that is None or empty."""
     default = leaf.default
     if isinstance(default, BaseModel) or default in (None, "", [], {}, ()):
         return leaf.doc

@@ -1,7 +1,7 @@
-"""What a user may have meant by a setting that does not exist.
+"""Hints for unknown settings: what the user may have meant.
 
-Names that other frameworks use are in `RENAMED` and `MISSING`; a hint never names a setting that the command
-does not have.
+`RENAMED` and `MISSING` list names from other frameworks. A hint never names a setting that the command does
+not have.
 """
 
 import difflib
@@ -11,7 +11,7 @@ from typing import get_args
 from cairn.config.settings import Setting
 
 FILES = (".toml", ".json", ".yaml", ".yml")
-"""How the names of configuration files end."""
+"""Suffixes of configuration files."""
 
 RENAMED = {
     # TRL and the transformers Trainer
@@ -108,7 +108,7 @@ RENAMED = {
     "save_strategy": "ckpt.interval",
     "resume_mode": "ckpt.resume",
     "resume_path": "ckpt.resume",
-    # and what a hand types
+    # abbreviations and other likely guesses
     "model": "model.name",
     "data": "data.name",
     "dataset": "data.name",
@@ -120,7 +120,7 @@ RENAMED = {
     "tensor_parallel_size": "tensor_parallel",
     "gpu_memory_utilization": "kv_cache_memory",
 }
-"""Names used elsewhere, and the end of the name that the setting has here."""
+"""Names used elsewhere, and the last keys of the corresponding setting here."""
 
 NOTES = {
     "epochs": "training is counted in optimiser steps",
@@ -144,7 +144,7 @@ NOTES = {
     "resume_mode": "latest, auto, or the path of a step_N folder",
     "resume_path": "the path of a step_N folder",
 }
-"""How the setting here differs, for names in `RENAMED`."""
+"""How the setting here differs, by the names in `RENAMED`."""
 
 MISSING = {
     "packing": "samples are always packed into rows of --seq-len tokens",
@@ -154,18 +154,18 @@ MISSING = {
     "deepspeed": "FSDP2 shards parameters, gradients and optimiser state over all --workers",
     "fsdp": "FSDP2 is always on with several workers",
 }
-"""Names used elsewhere for what is not a setting here, and why it need not be."""
+"""Names used elsewhere that have no setting here, and why none is needed."""
 
 BATCH_SIZES = ("batch_size", "per_device_train_batch_size", "train_batch_size", "data.train_batch_size")
 
 
 def unknown_setting(path: tuple[str, ...], root: Setting, hidden: set[tuple[str, ...]], value: object) -> str:
-    """What to say of a setting that there is none of.
+    """The message about an unknown setting.
 
     Args:
         path: its keys.
-        hidden: settings that are refused where they stand, and so are never suggested.
-        value: what was given for it.
+        hidden: settings that must not be suggested.
+        value: the value that was given for it.
     """
     known = {leaf.path: leaf for leaf in root.leaves() if leaf.path not in hidden}
     said = "there is no such setting"
@@ -181,11 +181,11 @@ def unknown_setting(path: tuple[str, ...], root: Setting, hidden: set[tuple[str,
         names = [leaf.path[-1].replace("_", "-") for leaf in known.values() if leaf.path[:-1] == section.path]
         if names:
             return f"{said}; [{section.name}] has {', '.join(names)}"
-    return f"{said}; --help lists all"
+    return f"{said}; --help lists all settings"
 
 
 def of_another_type(setting: Setting, root: Setting, now: object) -> str:
-    """What to say of a setting that its section has only if it is of another type than `now`."""
+    """The message about a setting that exists only if its section has another type than `now`."""
     section = root.find(setting.path[:-1])
     key = setting.path[-1]
     owners = [
@@ -198,7 +198,7 @@ def of_another_type(setting: Setting, root: Setting, now: object) -> str:
 
 
 def flag_without_dashes(word: str, follows: str, root: Setting) -> str:
-    """What to say of `-max-steps`."""
+    """The message about a flag with one dash, such as `-max-steps`."""
     path = tuple(word.lstrip("-").partition("=")[0].replace("-", "_").split("."))
     if root.find(path):
         return f"{word}: did you mean -{word}? Flags begin with two dashes"
@@ -208,7 +208,7 @@ def flag_without_dashes(word: str, follows: str, root: Setting) -> str:
 
 
 def stray_argument(word: str, last: tuple[str, ...], root: Setting) -> str:
-    """What to say of a word that no flag takes."""
+    """The message about a word that belongs to no flag."""
     if word.endswith(FILES) or Path(word).is_file():
         return f"{word}: a configuration file is given as `@ {word}`"
     if root.find(tuple(word.partition("=")[0].replace("-", "_").split("."))):
@@ -221,7 +221,7 @@ def stray_argument(word: str, last: tuple[str, ...], root: Setting) -> str:
 
 
 def one_of(wanted: object, choices: list[str]) -> str:
-    """A question about which of the choices was meant, or nothing."""
+    """A question that suggests the closest choice, or an empty string."""
     close = difflib.get_close_matches(str(wanted), choices, n=1, cutoff=0.6)
     return f"; did you mean {close[0]}?" if close else ""
 
@@ -252,7 +252,7 @@ def _batch_size(known: dict[tuple[str, ...], Setting]) -> str | None:
 
 
 def _elsewhere(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> str | None:
-    """The same name in another section, or the same setting one section deeper or less deep."""
+    """The same name in another section, or the same setting at another depth."""
     for start in range(len(path)):
         found = _ending_in(path[start:], known, path[:start])
         if found and len(found) <= 2:
@@ -272,7 +272,7 @@ def _misspelt(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> s
 def _ending_in(
     end: tuple[str, ...], known: dict[tuple[str, ...], Setting], near: tuple[str, ...]
 ) -> list[Setting]:
-    """The settings whose keys end like this; those below the section that was named, if there are any."""
+    """The settings whose last keys are these; only those below the named section, if there are any."""
     found = [leaf for path, leaf in known.items() if path[-len(end) :] == end]
     below = [leaf for leaf in found if near and leaf.path[0] == near[0]]
     return below or found

@@ -1,4 +1,4 @@
-"""Configuration of the `inference` role."""
+"""Settings of the `inference` command."""
 
 from pydantic import Field, field_validator
 
@@ -19,35 +19,36 @@ OURS = {
     "weight-transfer-config": None,
     "api-key": None,
 }
-"""Arguments of vLLM's that Cairn gives itself, and the setting for each. Without one it must stay as it is:
-the trainer's loss needs the logprobs of the distribution that was sampled from, and no sampling defaults."""
+"""vLLM arguments that Cairn sets itself, with Cairn's setting for each. Those without one must not be
+changed: the trainer's loss needs logprobs of the distribution that was sampled from, and no default sampling
+parameters."""
 
 
 class InferenceConfig(CommandConfig):
     """The vLLM inference server."""
 
     model: ModelConfig = ModelConfig()
-    """Initial weights and tokenizer; a run loads its own weights later."""
+    """Initial weights and tokenizer; a run replaces the weights."""
     host: str = "127.0.0.1"
-    """Address to listen on; any other than loopback is reachable from other machines."""
+    """Address to listen on; with any address but loopback, other machines can connect."""
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to listen on."""
     dtype: str = "auto"
-    """Data type of weights and activations: auto (as saved), float32, bfloat16 or float16."""
+    """Data type of weights and activations: auto (as in the files), float32, bfloat16 or float16."""
     max_model_len: int | None = Field(default=None, ge=1)
-    """Longest prompt plus answer, in tokens; default: the model's own limit."""
+    """Maximum tokens of a prompt plus its answer (default: the model's limit)."""
     max_num_seqs: int = Field(default=64, ge=1)
-    """Maximum number of sequences generated at once."""
+    """Maximum number of sequences generated at the same time."""
     kv_cache_memory: str | None = None
-    """Bytes for the KV cache, such as 64M or 4G; default: vLLM's choice on GPU, 1G on CPU."""
+    """Memory for the KV cache, such as 64M or 4G (default: 1G on CPU, vLLM's choice on GPU)."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of the engine (CPU only); with 1, tokens don't depend on the batch."""
+    """CPU threads of the engine (CPU only); with 1, tokens do not depend on the other requests."""
     tensor_parallel: int = Field(default=1, ge=1)
-    """GPUs over which one copy of the model is split."""
+    """Number of GPUs to split each copy of the model over."""
     compile: bool = False
-    """Let vLLM compile the model: slower to start, faster to generate."""
+    """Let vLLM compile the model: starts more slowly, generates faster."""
     startup_timeout: float = Field(default=300, gt=0)
-    """Seconds to wait for the server to become healthy before giving up."""
+    """Seconds within which the server must become healthy."""
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
 
@@ -57,6 +58,6 @@ class InferenceConfig(CommandConfig):
         for argument in value:
             name = argument.split("=")[0].lstrip("-").replace("_", "-")
             if argument.startswith("-") and name in OURS:
-                instead = f"set it with {OURS[name]}" if OURS[name] else "runs depend on the value it has"
-                raise ValueError(f"{argument} is an argument that Cairn gives vLLM itself; {instead}")
+                instead = f"set it with {OURS[name]}" if OURS[name] else "runs depend on its value"
+                raise ValueError(f"{argument} is an argument that Cairn sets itself; {instead}")
         return value

@@ -1,4 +1,4 @@
-"""The kinds of runs: what the commands that start one differ in."""
+"""The kinds of runs, and what differs between them."""
 
 from dataclasses import dataclass
 from typing import Any, Literal
@@ -12,11 +12,11 @@ RunConfig = SFTConfig | TrainerConfig | RLConfig
 
 @dataclass(frozen=True)
 class RunKind:
-    """What a command starts.
+    """One kind of run.
 
-    config: the class of its configuration. needs: settings without a sensible default. roles: those that it
-    starts, a server only where none is running. parts: what a checkpoint must have to be gone on from.
-    epochs_of: what an epoch consists of. sections: whether its configuration has a section for each role.
+    config: its configuration class. needs: settings that must be given. roles: those that it starts (a server
+    only if none is given). parts: what a checkpoint must have so that the run can resume from it. epochs_of:
+    what an epoch consists of. sections: whether its configuration has one section per role.
     """
 
     command: str
@@ -28,15 +28,15 @@ class RunKind:
     sections: bool = False
 
     def of(self, role: str, config: RunConfig) -> Any:
-        """A role's configuration."""
+        """The configuration of a role."""
         return getattr(config, role) if self.sections else config
 
     def trainer(self, config: RunConfig) -> TrainerBase:
-        """The trainer's configuration."""
+        """The configuration of the trainer."""
         return self.of("trainer", config)
 
     def flags(self, role: str) -> str:
-        """How the flags of a role's settings begin."""
+        """The prefix of a role's flags."""
         return f"--{role}." if self.sections else "--"
 
 
@@ -58,15 +58,15 @@ KINDS = {
         ),
     )
 }
-"""By the command that starts the run, which roles.json names."""
+"""By the name of the command that starts the run, as in roles.json."""
 
 
 def kind_of(command: str) -> RunKind:
-    """The kind of a run that `command` started, by roles.json.
+    """The kind of the run that `command` has started, according to roles.json.
 
     Raises:
-        UsageError: this version has no such command.
+        UsageError: this version of Cairn has no such command.
     """
     if command not in KINDS:
-        raise UsageError(f"the run was started by {command!r}, which is none of {', '.join(KINDS)}")
+        raise UsageError(f"the run was started by {command!r}, which is not one of {', '.join(KINDS)}")
     return KINDS[command]

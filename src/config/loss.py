@@ -1,6 +1,6 @@
-# Values that nobody has checked yet have no types.
+# Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Configuration of the losses of SFT and RL: the type, and the settings that this type has."""
+"""Settings of the losses of SFT and RL; each type of loss has its own."""
 
 from collections.abc import Callable, Iterable
 from typing import Annotated, Any, ClassVar, Literal, cast
@@ -11,48 +11,48 @@ from cairn.config.base import BaseConfig
 from cairn.config.hints import one_of
 
 EARLIER_NAME = "correction"
-"""What `type` was called when all types had the same settings."""
+"""The earlier name of `type`, when all types had the same settings."""
 NAMES = AliasChoices("type", EARLIER_NAME)
 
 
 class LossConfig(BaseConfig):
-    """What all types of losses have."""
+    """The settings that all types of losses have."""
 
     is_own: ClassVar[bool] = False
-    """Whether it is a class of the user's own."""
+    """Whether it is the user's own class."""
     type: Any
     """Which loss: a built-in name, or module:Class."""
 
     def arguments(self) -> dict[str, Any]:
-        """What the loss's class is made with: the settings of its type."""
+        """Keyword arguments for the loss's class: the settings of its type."""
         return self.model_dump(exclude={"type"})
 
 
 class ClipConfig(LossConfig):
-    """Policy gradient with a ratio for each token: its probability now over that when it was sampled."""
+    """Policy gradient with a ratio per token: its probability now over its probability when sampled."""
 
     type: Literal["clip"] = Field(default="clip", validation_alias=NAMES)
-    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """clip: lower bound of the ratio is 1 - clip_low."""
+    """clip: the lower bound of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
-    """clip: upper bound of the ratio is 1 + clip_high."""
+    """clip: the upper bound of the ratio is 1 + clip_high."""
 
 
 class TruncateConfig(LossConfig):
     """Truncated importance sampling."""
 
     type: Literal["truncate"] = Field(default="truncate", validation_alias=NAMES)
-    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
     ratio_max: float = Field(default=2.0, ge=1)
-    """truncate: larger ratios are set to this."""
+    """truncate: larger ratios are reduced to this."""
 
 
 class MaskConfig(LossConfig):
-    """Importance sampling that leaves tokens out whose ratio is out of bounds."""
+    """Importance sampling that excludes tokens whose ratio is out of bounds."""
 
     type: Literal["mask"] = Field(default="mask", validation_alias=NAMES)
-    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
     ratio_min: float = Field(default=0.5, ge=0, le=1)
     """mask: tokens with a smaller ratio are excluded."""
     ratio_max: float = Field(default=2.0, ge=1)
@@ -63,17 +63,17 @@ class LikelihoodConfig(LossConfig):
     """Negative log-likelihood of the tokens to learn."""
 
     type: Literal["likelihood"] = "likelihood"
-    """What is minimised: -log p of each token to learn, or a loss of your own (module:Class)."""
+    """What to minimise: likelihood (-log p of each token to learn), or your own loss (module:Class)."""
 
 
 class CustomLossConfig(LossConfig):
-    """A loss of your own, for RL."""
+    """A user's own loss for RL."""
 
     is_own = True
     type: str = Field(validation_alias=NAMES)
-    """How the ratio is bounded: PPO clipping, truncation, masking, or a loss of your own (module:Class)."""
+    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
     args: dict[str, Any] = {}
-    """module:Class: arguments of the class."""
+    """module:Class: arguments of its constructor."""
 
     @field_validator("type")
     @classmethod
@@ -81,17 +81,17 @@ class CustomLossConfig(LossConfig):
         if not all(value.partition(":")):
             names = list(cls.built_in())
             raise ValueError(
-                f"{value!r} is none of {', '.join(names)}, nor module:Class{one_of(value, names)}"
+                f"{value!r} is not one of {', '.join(names)}, nor module:Class{one_of(value, names)}"
             )
         return value
 
     @classmethod
     def built_in(cls) -> Iterable[str]:
-        """The types that are no class of the user's."""
+        """The built-in types."""
         return POLICY_LOSSES
 
     def arguments(self) -> dict[str, Any]:
-        """What the class is made with."""
+        """Keyword arguments of the class."""
         return self.args
 
 
@@ -103,7 +103,7 @@ class CustomSFTLossConfig(CustomLossConfig):
 
     @classmethod
     def built_in(cls) -> Iterable[str]:
-        """The types that are no class of the user's."""
+        """The built-in types."""
         return SFT_LOSSES
 
 
@@ -118,7 +118,7 @@ SFT_LOSSES: dict[str, type[LossConfig]] = {"likelihood": LikelihoodConfig}
 
 
 def _with_type(data: Any) -> Any:
-    """In today's form: files of earlier runs call the type otherwise, and have the settings of all types."""
+    """Converts older files, in which `type` had another name and all types had the same settings."""
     if not isinstance(data, dict):
         return data
     data = dict(cast("dict[str, Any]", data))
@@ -153,9 +153,9 @@ PolicyLossConfig = Annotated[
     Discriminator(_tag(POLICY_LOSSES)),
     BeforeValidator(_with_type),
 ]
-"""The configuration of one type of loss of RL; `type` says which."""
+"""The settings of one type of RL loss; `type` says which."""
 SFTLossConfig = Annotated[
     Annotated[LikelihoodConfig, Tag("likelihood")] | Annotated[CustomSFTLossConfig, Tag("module:Class")],
     Discriminator(_tag(SFT_LOSSES)),
 ]
-"""The configuration of one type of loss of SFT; `type` says which."""
+"""The settings of one type of SFT loss; `type` says which."""

@@ -1,4 +1,4 @@
-"""Which model a role works on."""
+"""Settings of the model."""
 
 from pydantic import Field
 
@@ -9,6 +9,6 @@ class ModelConfig(BaseConfig):
     """Model and tokenizer."""
 
     name: str = ""
-    """A Hugging Face directory, a checkpoint's step_N (or its model/), or a hub name."""
+    """Hugging Face directory, checkpoint (a step_N folder or its model/), or name on the hub (owner/name)."""
     init_seed: int | None = Field(default=None, ge=0)
-    """Seed for random weights where the directory holds a config and a tokenizer but no weights."""
+    """Seed for random weights, if the directory has a config and a tokenizer but no weights."""

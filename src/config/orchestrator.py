@@ -1,6 +1,6 @@
-# Values that nobody has checked yet have no types.
+# Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Configuration of the orchestrator: prompts, rollouts, rewards, batches."""
+"""Settings of the orchestrator: prompts, rollouts, rewards, batches."""
 
 from typing import Any, ClassVar, cast
 
@@ -11,14 +11,14 @@ from cairn.config.shared import SharedConfig
 
 
 class EnvironmentConfig(BaseConfig):
-    """The source of prompts and rewards."""
+    """Where prompts and rewards come from."""
 
     arguments_of: ClassVar[dict[str, str]] = {"name": "args"}
-    """Another name is another environment, whose arguments are not those that were given for the first."""
+    """Another name means another environment, to which the arguments given for the first do not apply."""
     name: str = "reverse_text"
-    """A built-in environment, or your own module:Class."""
+    """A built-in environment (reverse_text), or your own as module:Class."""
     args: dict[str, Any] = {}
-    """Arguments of the environment, such as the number of prompts."""
+    """Arguments of the environment's constructor, such as its number of problems."""
 
 
 class SamplingConfig(BaseConfig):
@@ -26,41 +26,42 @@ class SamplingConfig(BaseConfig):
 
     unlisted = frozenset({"top_p"})
     temperature: float = Field(default=1.0, ge=0.01, le=2, allow_inf_nan=False)
-    """Softmax temperature of sampling; the loss uses it too. vLLM takes none beyond these bounds."""
+    """Softmax temperature, 0.01 to 2; the loss takes it into account."""
     top_p: float = 1.0
-    """Must be 1.0: a policy gradient needs answers from the whole distribution; lower the temperature."""
+    """Must be 1.0: a policy gradient needs samples from the whole distribution; lower the temperature."""
     max_tokens: int = Field(default=256, ge=1)
-    """Longest answer, in tokens."""
+    """Maximum tokens of an answer."""
     chunk_tokens: int = Field(default=512, ge=1)
-    """Tokens requested at once; after a crash an answer continues from its last complete piece."""
+    """Tokens per request: after a crash, an answer continues from its last complete piece of this size."""
 
     @field_validator("top_p")
     @classmethod
     def _whole_distribution(cls, value: float) -> float:
-        # The server's logprobs are those of the renormalised nucleus; the trainer's are of the whole
-        # vocabulary, so that every ratio would be too small by the nucleus's mass. Nor would comparing both
-        # over the whole vocabulary do: the samples would still come from another distribution, which never
-        # takes the tokens outside (DeepSeek-V3.2, arXiv:2512.02556, "Keep Sampling Mask": it takes the
-        # sampler's mask of each token, which servers don't return).
+        # With top-p, the server's logprobs are those of the renormalised nucleus, but the trainer's are of
+        # the whole vocabulary, so every ratio would be too small by the nucleus's mass. Using the whole
+        # vocabulary on both sides would not help: the samples would still come from another distribution,
+        # which never produces the tokens outside the nucleus. (DeepSeek-V3.2, arXiv:2512.02556, "Keep
+        # Sampling Mask", applies the sampler's mask of each token in the loss; servers don't return that
+        # mask.)
         if value != 1.0:
             raise ValueError(
                 "RL needs answers from the whole distribution (1.0): the loss compares each token's "
-                "probability now with that when it was sampled, and sampling from a part of the vocabulary "
-                "makes all of these ratios wrong. For safer answers lower sampling.temperature, which the "
-                "loss takes into account"
+                "probability now with its probability when it was sampled, and sampling from a part of the "
+                "vocabulary makes all of these ratios wrong. For safer answers lower sampling.temperature, "
+                "which the loss takes into account"
             )
         return value
 
 
 class AdvantageConfig(BaseConfig):
-    """How the answers to a prompt are compared: what the trainer learns by."""
+    """How the answers to a prompt are compared with each other."""
 
     arguments_of: ClassVar[dict[str, str]] = {"type": "args"}
-    """Those of one type mean nothing to another."""
+    """The arguments of one type do not apply to another."""
     type: str = "grpo"
-    """grpo, or your own module:Class."""
+    """grpo, or your own as module:Class."""
     args: dict[str, Any] = {}
-    """Arguments of the advantage; grpo has normalize, to divide by the rewards' standard deviation (true)."""
+    """Arguments of the advantage; grpo: normalize, whether to divide by the standard deviation (true)."""
 
 
 class OrchestratorConfig(SharedConfig):
@@ -68,37 +69,37 @@ class OrchestratorConfig(SharedConfig):
 
     unlisted = frozenset({"normalize_advantages"})
     inference_url: list[str] = []
-    """Address of one or several running servers; without it, rl starts one from [inference]."""
+    """Addresses of running servers; if none is given, rl starts one with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
     sampling: SamplingConfig = SamplingConfig()
     prompts_per_step: int = Field(default=16, ge=1)
-    """Prompts in one batch."""
+    """Prompts in one batch (one optimiser step)."""
     samples_per_prompt: int = Field(default=8, ge=2)
-    """Answers to each prompt; advantages are relative to the others in this group."""
+    """Answers to each prompt; each answer's advantage is relative to the others."""
     reward_threads: int = Field(default=1, ge=0)
-    """Calls of the environment at once, each in a thread; 0: in the main thread, where all else waits."""
+    """Threads that call the environment; 0: call it on the event loop, which blocks everything else."""
     reward_timeout: float = Field(default=600, gt=0)
-    """Seconds that a reward, or a problem's messages, may take."""
+    """Seconds that a call of the environment (messages or reward) may take."""
     max_off_policy_steps: int = Field(default=1, ge=0)
-    """Steps by which a token's policy may lag behind; with 0, generation and training alternate."""
+    """Maximum age of the sampling policy, in steps; with 0, generation and training alternate."""
     recompute_kv_cache: bool = False
-    """Recompute the KV cache of answers in progress whenever new weights are loaded."""
+    """Recompute the KV cache of unfinished answers whenever new weights are loaded."""
     advantage: AdvantageConfig = AdvantageConfig()
     normalize_advantages: bool | None = None
-    """Another name for advantage.args.normalize."""
+    """Earlier name of advantage.args.normalize."""
     max_in_flight: int = Field(default=256, ge=1)
-    """Maximum number of requests in progress."""
+    """Maximum number of answers in progress at the same time."""
     server_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for servers to become healthy."""
     request_timeout: float = Field(default=600, gt=0)
-    """Seconds to wait for an answer, and to retry a failed request."""
+    """Seconds to wait for an answer, including retries of failed requests."""
     version_timeout: float = Field(default=1800, gt=0)
-    """Seconds to wait for the trainer's next policy version."""
+    """Seconds to wait for the trainer's next policy."""
 
     @model_validator(mode="before")
     @classmethod
     def _one_name_for_normalize(cls, data: Any) -> Any:
-        """Move `normalize_advantages` to its place; it was a setting when there was one advantage only."""
+        """Move `normalize_advantages`, a setting from before there were types of advantages, to its place."""
         if not isinstance(data, dict):
             return data
         settings = cast("dict[str, Any]", data)
@@ -108,14 +109,14 @@ class OrchestratorConfig(SharedConfig):
             normalize = TypeAdapter(bool).validate_python(settings["normalize_advantages"])
             advantage = AdvantageConfig.model_validate(settings.get("advantage") or {})
         except ValidationError:
-            return settings  # the check of each field says what is wrong
+            return settings  # the checks of the fields will report the mistake
         if advantage.type != "grpo":
             raise ValueError(
-                f"normalize_advantages is an argument of grpo, and advantage.type = {advantage.type!r}: "
-                "leave it out, and give advantage.args what that type takes"
+                f"normalize_advantages is an argument of grpo, but advantage.type = {advantage.type!r}: "
+                "remove it, and set advantage.args as that type requires"
             )
         args = {key: value for key, value in advantage.args.items() if key != "normalize"}
-        if not normalize:  # true is the default, and needs no saying
+        if not normalize:  # true is the default
             args["normalize"] = False
         return {
             **settings,

@@ -1,6 +1,6 @@
-# Values that nobody has checked yet have no types.
+# Unchecked values have no static types.
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-"""Configuration of a whole RL run: the roles' own, and what they share."""
+"""Settings of a complete RL run: those of each role, and those that they share."""
 
 from typing import Any, ClassVar, Self
 
@@ -25,11 +25,11 @@ SHARED = {
     )
     for role, config in ROLES.items()
 }
-"""Which of the run's shared settings each role has."""
+"""The shared settings that each role has."""
 
 
 class RLConfig(SharedConfig, SupervisionConfig):
-    """Reinforcement learning: a trainer, an orchestrator, and a server unless one is running already."""
+    """Reinforcement learning: a trainer, an orchestrator and, unless given the address of one, a server."""
 
     shared: ClassVar[dict[str, tuple[str, ...]]] = SHARED
 
@@ -40,13 +40,13 @@ class RLConfig(SharedConfig, SupervisionConfig):
     @model_validator(mode="before")
     @classmethod
     def _set_shared_values_once(cls, data: Any) -> Any:
-        """Hand the run's value, or the one that a role's file sets, to every role."""
+        """Copy the run's value, or the value in a role's file, to every role."""
         if not isinstance(data, dict):
             return data
         roles = {role: dict(data.get(role) or {}) for role in SHARED}
         shared: dict[str, Any] = {}
         for key in SHARED["trainer"]:
-            for owner in [*roles.values(), data]:  # the run's own value comes last and wins
+            for owner in [*roles.values(), data]:  # the run's own value comes last, so it wins
                 if key in owner:
                     shared[key] = _merge(shared.get(key), owner[key])
         for role, keys in SHARED.items():

@@ -1,4 +1,4 @@
-"""The tree of settings that a command has, read from its configuration classes."""
+"""The tree of a command's settings, derived from its configuration classes."""
 
 import ast
 import functools
@@ -17,29 +17,29 @@ Kind = Literal["section", "flag", "value", "list", "table"]
 
 @dataclass
 class Setting:
-    """One setting, or a section of them.
+    """One setting, or a section of settings.
 
-    A flag is a boolean; a table is a dictionary with keys of the user's choice.
+    kind flag: a boolean. kind table: a dictionary whose keys the user chooses.
     """
 
     path: tuple[str, ...]
-    """Its keys from the top of a configuration file."""
+    """Its keys, from the top of a configuration file."""
     kind: Kind
     optional: bool
-    """Whether it can be None; an optional section is off unless it is asked for."""
+    """Whether it can be None; an optional section is off by default."""
     annotation: Any
     default: Any
     doc: str
     owner: type[BaseModel] | None
     """The class that declares it."""
     models: tuple[type[BaseModel], ...] = ()
-    """Of a section: its class, or the classes that its `type` chooses from."""
+    """For a section: its class, or the classes that its `type` chooses from."""
     children: dict[str, "Setting"] = field(default_factory=dict)
-    """Of a section, by every name that is accepted for each."""
+    """For a section: its settings by name, including aliases."""
 
     @property
     def name(self) -> str:
-        """The setting as a flag names it, without the dashes: optimizer.weight-decay."""
+        """Its name as a flag without the dashes, such as optimizer.weight-decay."""
         return ".".join(self.path).replace("_", "-")
 
     @property
@@ -55,10 +55,10 @@ class Setting:
         return here
 
     def leaves(self) -> "Iterator[Setting]":
-        """Every setting below this section that is no section itself, in the order of declaration."""
+        """Every setting in this section that is not itself a section, in the order of declaration."""
         for key, child in self.children.items():
             if key != child.path[-1]:
-                continue  # another name for the same setting
+                continue  # an alias
             if child.kind == "section":
                 yield from child.leaves()
             else:
@@ -67,7 +67,7 @@ class Setting:
 
 @functools.cache
 def settings_of(cls: type[BaseModel]) -> Setting:
-    """The root of a configuration class's tree."""
+    """The root of the tree of a configuration class."""
     return _section((), (cls,), optional=False, default=None, doc=cls.__doc__ or "", owner=None)
 
 
@@ -113,7 +113,7 @@ def _setting(path: tuple[str, ...], info: FieldInfo, doc: str, owner: type[BaseM
 
 
 def _add_another_types(setting: Setting, other: Setting) -> None:
-    """Have the setting of one type of a section stand for one of the same name that another type has."""
+    """Merge the same setting of another type of the section: annotations and docstrings are joined."""
     setting.annotation = Union[setting.annotation, other.annotation]  # noqa: UP007
     if other.doc != setting.doc:
         setting.doc = f"{setting.doc.rstrip('.')}; {other.doc}"
@@ -133,7 +133,7 @@ def _is_union(annotation: Any) -> bool:
 
 
 def _names(name: str, info: FieldInfo) -> list[str]:
-    """Every name that a field is accepted under; the first is the one that is kept."""
+    """Every name that a field accepts; the first is the canonical one."""
     alias = info.validation_alias
     if isinstance(alias, AliasChoices):
         return [choice for choice in alias.choices if isinstance(choice, str)]
@@ -141,7 +141,7 @@ def _names(name: str, info: FieldInfo) -> list[str]:
 
 
 def _field_docs(cls: type[BaseModel]) -> dict[str, str]:
-    """The docstrings below the fields of a class and of those that it extends."""
+    """The docstrings below the fields of a class and its base classes."""
     docs: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         docs |= _docs_in_module(base.__module__).get(base.__name__, {})
@@ -150,7 +150,7 @@ def _field_docs(cls: type[BaseModel]) -> dict[str, str]:
 
 @functools.cache
 def _docs_in_module(module: str) -> dict[str, dict[str, str]]:
-    """By class, the docstrings below its fields; reads the module's file once."""
+    """The docstrings below the fields of each class in a module; its source is parsed once."""
     file = getattr(sys.modules.get(module), "__file__", None)
     if module.partition(".")[0] in ("builtins", "pydantic", "pydantic_config") or file is None:
         return {}

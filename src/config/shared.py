@@ -1,4 +1,4 @@
-"""Settings that several commands have, each stated once."""
+"""Settings that several commands have."""
 
 import os
 from pathlib import Path
@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 
 class CommandConfig(BaseConfig):
-    """What every command has."""
+    """Settings that every command has."""
 
     model: ModelConfig = ModelConfig()
     dry_run: bool = False
@@ -23,17 +23,17 @@ class CommandConfig(BaseConfig):
 
 
 class SharedConfig(CommandConfig):
-    """What the roles of a run share; in an RL run it is said once, for all of them."""
+    """Settings that the roles of a run share; in an RL run they are given once, for all roles."""
 
     seed: int = Field(default=0, ge=0)
-    """Seed of every random draw of the run."""
+    """Seed of all random draws of the run."""
     max_steps: int = Field(default=100, ge=1)
-    """Optimiser steps after which the run is done."""
+    """Total optimiser steps of the run, including those before a resume."""
     output_dir: str = Field(default="outputs/rl", validate_default=True)
-    """Folder for everything that the run writes."""
+    """Run directory: everything that the run writes goes there."""
     ckpt: CkptConfig | None = None
     self_check: bool = True
-    """Refuse a model that scores samples otherwise alone, in micro-batches or on servers; false goes on."""
+    """Refuse a model whose logprobs differ alone, in micro-batches, or on the servers; off: train anyway."""
 
     @field_validator("output_dir")
     @classmethod
@@ -41,11 +41,11 @@ class SharedConfig(CommandConfig):
         return os.path.abspath(value)
 
     def run_directory(self) -> "RunDirectory":
-        """The directory of the run."""
-        from cairn.run.directory import RunDirectory  # imports numpy, which --help has no time for
+        """The run directory."""
+        from cairn.run.directory import RunDirectory  # imports numpy, which would slow down --help
 
         return RunDirectory(Path(self.output_dir), self.ckpt.dir if self.ckpt else None)
 
     def sharing(self, **values: Any) -> Self:
-        """The same with other values, for every role that has such settings."""
+        """A copy with other values, in every role that has these settings."""
         return self.model_copy(update=values)

@@ -1,4 +1,4 @@
-"""Configuration of the trainer: what SFT and RL share, and what is their own."""
+"""Settings of the trainer: those that SFT and RL share, and those of each."""
 
 from typing import ClassVar, Literal
 
@@ -11,99 +11,99 @@ from cairn.config.supervision import SupervisionConfig
 
 
 class OptimizerConfig(BaseConfig):
-    """AdamW."""
+    """The AdamW optimiser."""
 
     lr: float = Field(default=1e-5, gt=0)
     """Peak learning rate."""
     betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moment."""
+    """Decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
-    """Term added to the denominator."""
+    """Term added to the denominator for numerical stability."""
     weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay, applied to matrices only."""
+    """Decoupled weight decay; applies to matrices only."""
     max_grad_norm: float = Field(default=1.0, gt=0)
-    """Global L2 norm to which larger gradients are scaled down."""
+    """Maximum global L2 norm of the gradients; larger ones are scaled down."""
 
 
 class SchedulerConfig(BaseConfig):
-    """Learning rate over steps: linear warm-up, then the named shape."""
+    """Learning rate schedule: linear warm-up, then the chosen shape."""
 
     type: Literal["constant", "linear", "cosine"] = "constant"
     """Shape after the warm-up."""
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps over which the rate rises linearly to its peak."""
+    """Steps of linear warm-up to the peak learning rate."""
     steps: int | None = Field(default=None, ge=1)
-    """Step at which linear and cosine end, independent of max_steps; default: max_steps."""
+    """Step at which linear and cosine reach their end (default: max_steps)."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a fraction of the peak."""
 
 
 class PrecisionConfig(BaseConfig):
-    """FSDP2's mixed precision policy; master weights and optimiser state stay float32."""
+    """FSDP2's mixed precision; master weights and optimiser state are always float32."""
 
     compute: Literal["float32", "bfloat16"] = "float32"
-    """Data type of parameters and activations in forward and backward."""
+    """Data type of parameters and activations in the forward and backward passes."""
     reduce: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which gradients are reduced across ranks."""
+    """Data type in which gradients are summed across ranks."""
 
 
 class RayConfig(BaseConfig):
-    """The Ray cluster that the trainer's workers run on."""
+    """The Ray cluster for the trainer's workers."""
 
     address: str | None = None
-    """Address of a running cluster; default: start a local one."""
+    """Address of a running Ray cluster (default: start one on this machine)."""
     start_timeout: float = Field(default=300, gt=0)
-    """Seconds to wait for workers to be placed and started."""
+    """Seconds within which all workers must be placed and started."""
 
 
 class WandbConfig(BaseConfig):
     """Weights & Biases tracking."""
 
     project: str = "cairn"
-    """Project to log to."""
+    """W&B project."""
     name: str | None = None
-    """Name of the run; default: the output folder's name."""
+    """Name of the run in W&B (default: the name of the output folder)."""
     mode: Literal["online", "offline"] = "online"
-    """online needs a login; offline writes to the output folder, to be synced later."""
+    """online needs a login; offline writes into the output folder, for `wandb sync` later."""
 
 
 class TrainerBase(SharedConfig, SupervisionConfig):
-    """What every trainer has."""
+    """Settings that the trainers of SFT and RL share."""
 
     task: ClassVar[str]
-    """What the configuration is for: a name in `cairn.trainer.tasks`."""
+    """The kind of training: a name in `cairn.trainer.tasks`."""
     beside_servers: ClassVar[bool] = False
-    """Whether servers may use the same processor."""
+    """Whether inference servers may run on the same CPUs."""
     workers: int = Field(default=1, ge=1)
-    """Trainer ranks: one process each, one GPU each where there are GPUs."""
+    """Trainer ranks: one process each and, on machines with GPUs, one GPU each."""
     spare_workers: int = Field(default=0, ge=0)
-    """Idle workers with everything imported, to replace one that dies within a second or two."""
+    """Idle processes with everything imported, each ready to replace a dead rank within two seconds."""
     threads: int = Field(default=1, ge=1)
-    """CPU threads of each rank."""
+    """CPU threads per rank."""
     seq_len: int = Field(default=2048, ge=2)
-    """Longest row of a micro-batch, in tokens; samples are packed into rows, longer ones are cut."""
+    """Maximum tokens of a row; samples are packed into rows, and longer samples are cut."""
     micro_batch_size: int = Field(default=1, ge=1)
-    """Rows of seq_len tokens (or as many tokens in shorter rows) in one forward and backward pass."""
+    """Rows of seq_len tokens (or shorter rows with as many tokens in all) per forward and backward pass."""
     optimizer: OptimizerConfig = OptimizerConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
-    """Recompute each layer's activations in the backward pass, to save memory."""
+    """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     deterministic: bool = False
-    """Use only deterministic kernels; slower on GPUs, and no difference on CPUs."""
+    """Use deterministic kernels only: slower on GPUs, no difference on CPUs."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
 
     @property
     def records(self) -> "SFTDataConfig | None":
-        """The records that it trains on; None if batches come from an orchestrator."""
+        """The training records; None if batches come from an orchestrator."""
         return None
 
     @property
     def own_loss(self) -> LossConfig | None:
-        """The loss, if it is a class of the user's own."""
+        """The loss, if it is the user's own class."""
         return None
 
     @model_validator(mode="after")
@@ -118,24 +118,24 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
 
 class SFTDataConfig(BaseConfig):
-    """Records with `messages`, or with `prompt` and `completion`."""
+    """Training records, each with `messages`, or with `prompt` and `completion`."""
 
     name: str = ""
-    """A .jsonl, .json, .parquet or .csv file, a folder of them or from save_to_disk, or a hub name."""
+    """A .jsonl, .json, .parquet or .csv file, a folder of such files or from save_to_disk, or a hub name."""
     split: str = "train"
-    """Split to train on; a part of it as train[:1000]. A single file has only train."""
+    """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
     batch_size: int = Field(default=64, ge=1)
-    """Records in one optimiser step, over all ranks."""
+    """Records per optimiser step, over all ranks."""
     shuffle: bool = True
-    """Use a new seeded order in every epoch instead of the file's order."""
+    """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
 
 
 class SFTConfig(TrainerBase):
-    """Supervised fine-tuning on Ray-launched FSDP2 workers."""
+    """Supervised fine-tuning (SFT) with FSDP2 on Ray workers."""
 
     task = "sft"
     output_dir: str = Field(default="outputs/sft", validate_default=True)
-    """Folder for everything that the run writes."""
+    """Run directory: everything that the run writes goes there."""
     data: SFTDataConfig = SFTDataConfig()
     loss: SFTLossConfig = LikelihoodConfig()
 
@@ -150,17 +150,17 @@ class SFTConfig(TrainerBase):
 
 
 class TrainerConfig(TrainerBase):
-    """The trainer of an RL run: reads the orchestrator's batches, publishes policy versions."""
+    """The trainer of an RL run: trains on the orchestrator's batches and publishes policies."""
 
     task = "rl"
     beside_servers = True
     loss: PolicyLossConfig = ClipConfig()
     weight_transport: Literal["files", "network"] = "files"
-    """How servers get policies: from files, or from the trainer's memory over NCCL (GPUs) or gloo."""
+    """How servers get policies: files, or network (from the trainer's memory, over NCCL or gloo)."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
 
     @property
     def own_loss(self) -> LossConfig | None:
-        """The loss, if it is a class of the user's own."""
+        """The loss, if it is the user's own class."""
         return self.loss if self.loss.is_own else None

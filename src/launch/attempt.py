@@ -1,4 +1,4 @@
-"""Starting a run, or going on with one: decided once, here, before any role runs."""
+"""Decides how a run starts or resumes: once, here, before any role runs."""
 
 import contextlib
 import dataclasses
@@ -28,18 +28,18 @@ from cairn.run.files import make_folders, read_note, write_atomic, write_json
 logger = logging.getLogger(__name__)
 
 ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
-"""Of the folders of what attempts have set aside."""
+"""Names of the folders that hold what an attempt has set aside."""
 
 DAMAGE_NOTE = "damaged.json"
-"""In the run directory, from the trainer's driver to the launcher: which checkpoint its ranks can't load."""
+"""File in the run directory by which the trainer's driver tells the launcher of an unreadable checkpoint."""
 
 
 @dataclass(frozen=True)
 class Start:
-    """What a run goes on from: a step_N folder, or nothing.
+    """What a run starts from: a step_N folder, or nothing.
 
-    Every file of the folder is there with its size, and those that hold no tensors are as they were written;
-    `choose_start` says when that is also known of the others. named: whether the user named the step.
+    All files of the folder are there with their sizes, and those without tensors are verified; `choose_start`
+    says when tensor files are verified too. named: whether the user named the step.
     """
 
     store: CheckpointStore
@@ -49,17 +49,17 @@ class Start:
 
     @property
     def step(self) -> int:
-        """Optimiser steps done before."""
+        """Optimiser steps done so far."""
         return self.manifest.step if self.manifest else 0
 
     @property
     def is_fork(self) -> bool:
-        """Whether it is another run's checkpoint, which a new run starts from."""
+        """Whether the checkpoint belongs to another run, so that a new run starts from it."""
         return self.folder is not None and self.folder.parent != self.store.root
 
 
 class StartDamaged(CairnError):
-    """The checkpoint that an attempt goes on from is damaged: only another attempt can go back behind it."""
+    """The checkpoint that an attempt resumes from is damaged; only a new attempt can go back before it."""
 
     exit_code = EXIT_DAMAGED
 
@@ -68,12 +68,12 @@ class StartDamaged(CairnError):
         self.folder = folder
 
     def report(self, run: RunDirectory) -> None:
-        """Let the launcher know."""
+        """Report the damage to the launcher."""
         write_json(run.path / DAMAGE_NOTE, {"folder": str(self.folder), "problem": str(self)})
 
     @classmethod
     def reported(cls, run: RunDirectory) -> "StartDamaged | None":
-        """What the trainer's driver has reported, once."""
+        """The damage that the trainer's driver has reported, if any; a report is returned once."""
         path = run.path / DAMAGE_NOTE
         note = read_note(path, dict[str, str])
         path.unlink(missing_ok=True)
@@ -81,28 +81,31 @@ class StartDamaged(CairnError):
 
 
 def choose_start(config: RunConfig, *, needs: Sequence[str], damaged: StartDamaged | None = None) -> Start:
-    """Decide what the run goes on from; nothing is written.
+    """Decide what the run starts from; nothing is written.
 
-    Names and sizes of the step's files are checked, and the content of those that hold no tensors. Tensor
-    files are left to the ranks, which check them while they load them, so that each is read once. They are
-    checked here where damage must be known before anything is touched: if there are later steps, which going
-    on sets aside; if the run is complete, so that nobody loads the step; and if an RL run's answers count
-    before its trainer has loaded the weights that they are sampled from (`--no-self-check`).
+    The names and sizes of the step's files are checked, and the content of files without tensors. Tensor
+    files are left to the ranks, which verify them while loading, so that each is read only once. They are
+    verified here if damage must be known before anything is touched: if there are later steps, which resuming
+    sets aside; if the run is complete, so that no rank loads the step; and if the orchestrator uses answers
+    before the trainer has loaded the weights that they are sampled from (`--no-self-check`).
 
-    With `--ckpt.resume auto` that may be its last step (`is_complete`): whoever runs a command again until it
-    ends with 0 gets to know that the run is done.
+    With `--ckpt.resume auto` the choice may be the run's last step (`is_complete`): a script that repeats a
+    command until it exits with 0 then learns that the run is done.
 
     Args:
-        needs: the parts that a checkpoint to go on from must have: trainer, for RL also orchestrator.
-        damaged: what the ranks could not load; the newest good step is taken, whatever the user asked for.
+        needs: the parts that the checkpoint must have: trainer, for RL also orchestrator.
+        damaged: the checkpoint that the ranks could not load; the newest good step is then chosen, whatever
+            the user asked for.
 
     Raises:
-        UsageError: it can't start like this.
+        UsageError: the run can't start like this.
     """
     ckpt = config.ckpt
     store = CheckpointStore(RunDirectory(config.output_dir, ckpt and ckpt.dir).checkpoints)
     for link in store.links():
-        print(f"{link} is a link, so it is no step of this run; what it leads to is left alone", flush=True)
+        print(
+            f"{link} is a symbolic link, so it is no step of this run; its target stays untouched", flush=True
+        )
     if ckpt is None or not ckpt.resumes:
         return _fresh(config, store)
     start = _Choice(config, ckpt, store, needs, damaged).make()
@@ -111,27 +114,27 @@ def choose_start(config: RunConfig, *, needs: Sequence[str], damaged: StartDamag
         _check_fit(config, start)
     if is_complete(config, start) and ckpt.resume != "auto":
         raise UsageError(
-            f"--max-steps {config.max_steps}: the run goes on from step {start.step}, so nothing is left "
-            "to do; give a larger one"
+            f"--max-steps {config.max_steps}: the run resumes from step {start.step}, so no step is left to "
+            "do; give a larger --max-steps"
         )
     return start
 
 
 def is_complete(config: RunConfig, start: Start) -> bool:
-    """Whether nothing is left to do."""
+    """Whether the run has done its last step already."""
     return start.step >= config.max_steps
 
 
 def damaged_start(damaged: StartDamaged) -> UsageError:
-    """The error of a step that the user has named, and that can't be gone on from."""
+    """The error for a named step that can't be loaded."""
     return UsageError(f"can't resume: {damaged}; --ckpt.resume latest takes the newest good step")
 
 
 def _fresh(config: RunConfig, store: CheckpointStore) -> Start:
-    """The start of a run that goes on from nothing.
+    """The start of a new run.
 
     Raises:
-        UsageError: there are steps that it would leave behind.
+        UsageError: the run has checkpoints already, which a new run would leave behind.
     """
     if steps := store.steps():
         raise UsageError(
@@ -142,7 +145,7 @@ def _fresh(config: RunConfig, store: CheckpointStore) -> Start:
 
 
 class _Choice:
-    """How `choose_start` decides what a run goes on from that was asked to go on."""
+    """How `choose_start` decides for a run that the user asked to resume."""
 
     def __init__(
         self,
@@ -158,10 +161,10 @@ class _Choice:
         self.damaged = damaged
         self.steps = store.steps()
         self.counts_before_loading = "orchestrator" in needs and not config.self_check
-        """Whether answers count before the trainer has loaded the weights that they come from."""
+        """Whether answers are used before the trainer has loaded the weights that they come from."""
 
     def make(self) -> Start:
-        """The choice; see `choose_start`."""
+        """Choose; see `choose_start`."""
         if self.damaged or self.ckpt.resume in ("auto", "latest"):
             return self._newest_good()
         folder = self._named()
@@ -190,7 +193,7 @@ class _Choice:
         return Start(self.store)
 
     def _named(self) -> Path:
-        """The folder of the step that the user names, which may be another run's."""
+        """The folder of the step that the user named; it may belong to another run."""
         ckpt, store = self.ckpt, self.store
         if ckpt.resume_step is not None:
             if ckpt.resume_step not in self.steps:
@@ -211,10 +214,10 @@ class _Choice:
         return folder
 
     def _check(self, folder: Path) -> Manifest:
-        """Check a step as far as that is not left to those who load it; returns its manifest.
+        """Check a step, except for what the ranks verify while loading; returns its manifest.
 
         Raises:
-            CheckpointError: it can't be gone on from.
+            CheckpointError: the run can't resume from it.
         """
         manifest = load_manifest(folder)
         others_later = self.steps and folder != self.store.folder(self.steps[-1])
@@ -231,29 +234,28 @@ class _Choice:
 def begin(
     run: RunDirectory, config: RunConfig, start: Start, recipe: Mapping[str, Any], *, command: str
 ) -> Attempt:
-    """Make the run directory ready for an attempt from `start`, and announce it to the roles.
+    """Prepare the run directory for an attempt from `start`, and announce the attempt to the roles.
 
-    What lies beyond that step is set aside: later checkpoints under `abandoned/`, later rows of
-    metrics.jsonl, and whatever was in transit between roles. The directory stays locked while this process
-    lives. `recipe` is what recipe.json is to hold.
+    Later checkpoints go to `abandoned/`, later rows of metrics.jsonl are removed, and messages between roles
+    are deleted. The directory stays locked while this process lives. `recipe` is the content of recipe.json.
 
     Raises:
-        UsageError: another run is at work in the directory.
+        UsageError: another process is running in the directory.
     """
     if config.ckpt and config.ckpt.dir:
         _make_folder(run.checkpoints, f"--ckpt.dir {config.ckpt.dir}")
     _make_folder(run.path, f"--output-dir {config.output_dir}")
     if not run.lock():
-        raise UsageError(f"--output-dir {config.output_dir}: another run is at work in it")
+        raise UsageError(f"--output-dir {config.output_dir}: another process is running in it")
     run.mend()
-    run.end_roles("failed", "")  # those of an attempt that was killed, before anybody takes them for ours
+    run.end_roles("failed", "")  # of a killed attempt, so that they aren't taken for ours
     earlier = run.attempt()
     own_step = 0 if start.is_fork else start.step
     number = _newest_attempt(run, start.store) + 1
     rewinds = (start.store.latest() or 0) > own_step
     if own_step and start.manifest:
         run_id, branch = start.manifest.run_id, start.manifest.branch
-    elif earlier and config.ckpt and config.ckpt.resume == "auto":  # it died before its first checkpoint
+    elif earlier and config.ckpt and config.ckpt.resume == "auto":  # killed before its first checkpoint
         run_id, branch = earlier.run_id, earlier.branch
     else:
         run_id, branch = secrets.token_hex(4), ""
@@ -270,16 +272,16 @@ def begin(
     if aside:
         print(f"the checkpoints after step {own_step} are now in {aside}", flush=True)
     run.set_batches_aside(start.store.abandoned / name, attempt)
-    # Without roles.json, which may have been damaged, a checkpoint says that it is the same run.
+    # roles.json may have been damaged; then the checkpoint tells that it is the same run.
     goes_on = earlier.run_id == run_id if earlier else own_step > 0
     if not goes_on and earlier:
         run.history.path.unlink(missing_ok=True)
-    elif not goes_on and run.history.path.exists():  # there is no saying whose it is
+    elif not goes_on and run.history.path.exists():  # its run is unknown
         make_folders(start.store.abandoned / name)
         run.history.path.rename(start.store.abandoned / name / run.history.path.name)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
-    wanted = rewinds and start.named  # the user goes back on purpose
+    wanted = rewinds and start.named  # the user asked to go back
     run.history.recompute(dropped if goes_on and not wanted else 0)
     for change in recipe["trainer"].get("changes", []):
         if change["step"] == start.step:
@@ -292,10 +294,10 @@ def begin(
 
 
 def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
-    """The number of the newest attempt of the run; 0 if there was none.
+    """The number of the run's newest attempt; 0 if there was none.
 
-    It names branches and folders of abandoned steps, so it must not be taken twice, even if roles.json, which
-    says what it is, was lost.
+    Branches and folders of abandoned steps are named after it, so no number may be used twice, even if
+    roles.json, which records it, was lost.
     """
     earlier = run.attempt()
     aside = os.listdir(store.abandoned) if store.abandoned.is_dir() else []
@@ -311,16 +313,16 @@ def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
 
 
 def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -> Attempt:
-    """The attempt as a role that is started in the middle of it sees it: from its newest good checkpoint.
+    """The attempt as seen by a role that starts in the middle of it: from its newest good checkpoint.
 
-    As in `choose_start`, tensor files are left to those who load them.
+    As in `choose_start`, tensor files are verified by those who load them.
 
     Args:
-        pass_over: go back behind one that is damaged. The trainer can't: the step is there, and the batches
-            that led to it are not.
+        pass_over: skip a damaged checkpoint and take an older one. The trainer can't: the batches that led to
+            the damaged step are deleted.
 
     Raises:
-        StartDamaged: it is damaged and not to be passed over.
+        StartDamaged: the newest checkpoint is damaged, and `pass_over` is false.
     """
     for step in reversed(store.steps()):
         if step <= attempt.start_step:
@@ -339,33 +341,31 @@ def newest_start(attempt: Attempt, store: CheckpointStore, *, pass_over: bool) -
 
 
 def _make_folder(path: Path, setting: str) -> None:
-    """Make a folder now that is written to only much later.
+    """Create a folder early that is written to only much later.
 
     Raises:
-        UsageError: it can't be made, or not written into; naming the setting.
+        UsageError: it can't be created or written to; the message names the setting.
     """
     try:
         path.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=path):
             pass
     except OSError as error:
-        raise UsageError(
-            f"{setting}: {path} is no folder that can be written to ({error.strerror})"
-        ) from None
+        raise UsageError(f"{setting}: {path} is not a writable folder ({error.strerror})") from None
 
 
 def _check_parts(start: Start, needs: Sequence[str]) -> None:
-    """See that the checkpoint holds what this run needs.
+    """Check that the checkpoint has the parts that this run needs.
 
     Raises:
-        UsageError: it does not.
+        UsageError: a part is missing.
     """
     assert start.manifest is not None
     parts = start.manifest.parts
     if missing := [part for part in needs if part not in parts]:
         what = "holds weights only" if parts == ["model"] else f"has no {missing[0]} part"
         raise UsageError(
-            f"{start.folder} {what}, so this run can't go on from it; "
+            f"{start.folder} {what}, so this run can't resume from it; "
             f"--model.name {start.folder} starts a new run from its weights"
         )
 
@@ -373,10 +373,10 @@ def _check_parts(start: Start, needs: Sequence[str]) -> None:
 def _check_fit(config: RunConfig, start: Start) -> None:
     """Compare seed and packages with those of the checkpoint, before anything is touched.
 
-    Another seed is an error; other versions of packages are a warning.
+    Another seed is an error; other package versions are a warning.
 
     Raises:
-        UsageError: naming what differs.
+        UsageError: the seed differs.
     """
     assert start.folder is not None
     assert start.manifest is not None
@@ -384,7 +384,7 @@ def _check_fit(config: RunConfig, start: Start) -> None:
     if saved and saved.seed not in (None, config.seed) and not start.is_fork:
         raise UsageError(
             f"--seed {config.seed}: {start.folder} was made with seed {saved.seed}, and a resumed run "
-            f"goes on with that; give --seed {saved.seed}"
+            f"keeps its seed; give --seed {saved.seed}"
         )
     for package, version in start.manifest.versions.items():
         now = platform.python_version() if package == "python" else _version(package)

@@ -1,6 +1,6 @@
-"""What `sft`, `rl`, `trainer` and `orchestrator` do once their configuration is read.
+"""What `sft`, `rl`, `trainer` and `orchestrator` do after their configuration is read.
 
-Everything that can be wrong is looked at first; only then is anything started or written.
+Everything that can be wrong is checked before anything is started or written.
 """
 
 import asyncio
@@ -40,15 +40,15 @@ from cairn.run.waiting import run_async, wait_for
 from cairn.trainer.tracking import check_login
 
 ANSWER_SECONDS = 30.0
-"""How long a server may take to say how it is, before a run starts."""
+"""Seconds that a server has to answer a status request before a run starts."""
 
 
 def start(command: str, config: RunConfig) -> int:
     """`sft`, `trainer` and `rl`: start or resume a run and see it through; returns the exit code.
 
     Raises:
-        UsageError: it can't start like this; nothing was started or written.
-        ServerUnavailable: no server answers at an address that was given.
+        UsageError: the run can't start like this; nothing was started or written.
+        ServerUnavailable: no server answers at a given address.
         RoleFailed: a role died.
     """
     kind = KINDS[command]
@@ -57,14 +57,14 @@ def start(command: str, config: RunConfig) -> int:
         orchestrator = _check_environment(kind.of("orchestrator", config))
     check_login(kind.trainer(config))
     if own_loss := kind.trainer(config).own_loss:
-        from cairn.trainer.losses import make_loss  # imports torch, which other runs need not wait for
+        from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
 
         make_loss(own_loss)
     chosen = choose_start(config, needs=kind.parts)
     if is_complete(config, chosen):
         print(
             f"the run is complete: {chosen.folder} is step {chosen.step} of --max-steps {config.max_steps}; "
-            "a larger one goes on",
+            "give a larger --max-steps to continue",
             flush=True,
         )
         return 0
@@ -76,10 +76,10 @@ def start(command: str, config: RunConfig) -> int:
 
 
 def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str]]:
-    """The configuration with the servers' addresses, and the roles that are to be started.
+    """The configuration with the servers' addresses, and the roles to start.
 
     Raises:
-        ServerUnavailable: no server answers at an address that was given.
+        ServerUnavailable: no server answers at a given address.
     """
     urls = config.orchestrator.inference_url
     if not urls:
@@ -101,7 +101,7 @@ def _see_through(
     roles: list[str],
     orchestrator: dict[str, Any] | None,
 ) -> int:
-    """Run the roles to the end; a checkpoint that is found damaged on the way costs another attempt."""
+    """Run the roles to the end; if they find a checkpoint damaged, begin another attempt."""
     run = config.run_directory()
     model = config.model
     try:
@@ -119,13 +119,13 @@ def _see_through(
                     raise damaged_start(damaged) from None
                 if at_start:
                     print(
-                        f"the checkpoint of step {chosen.step} can't be gone on from: it is damaged",
+                        f"the checkpoint of step {chosen.step} is damaged: resuming from an earlier one",
                         flush=True,
                     )
                 else:
                     print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
                 if run.stop_requested():
-                    print("stopped; --ckpt.resume auto goes on from the newest good one", flush=True)
+                    print("stopped; --ckpt.resume auto resumes from the newest good one", flush=True)
                     return EXIT_STOPPED
                 config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
                 try:
@@ -142,7 +142,7 @@ def _see_through(
 def orchestrate(config: OrchestratorConfig) -> int:
     """`orchestrator`: serve the trainer that runs, or will run, in the same output folder.
 
-    What the run shares, and its model, is the trainer's to say.
+    The run's shared settings and its model are taken from the trainer.
     """
     if not config.inference_url:
         raise UsageError(
@@ -162,7 +162,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         kind = KINDS[attempt.command]
         if "orchestrator" in kind.roles or "orchestrator" not in kind.parts:
             raise RoleFailed(
-                f"{run.path} is a run of {attempt.command}, which needs no orchestrator of its own"
+                f"{run.path} is a run of {attempt.command}, which needs no separate orchestrator"
             )
         trainer = kind.trainer(run.read_config(kind.config))
         shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
@@ -181,7 +181,7 @@ def _interrupt() -> None:
 
 
 def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
-    """See that prompts can be had and answers compared; returns the orchestrator's part of the recipe."""
+    """Check that the environment and the advantage work; returns the orchestrator's part of the recipe."""
     make_advantage(config.advantage)
     try:
         return orchestrator_recipe(config, check_environment(config))
@@ -190,10 +190,10 @@ def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
 
 
 async def _check_server(url: str, patience: float) -> None:
-    """See that the server answers; a run that goes on may come back sooner than its server does.
+    """Check that the server answers; when a run resumes, its server may still be starting.
 
     Raises:
-        ServerUnavailable: it does not, not even within `patience` seconds.
+        ServerUnavailable: it did not answer within `patience` seconds.
     """
     end = time.monotonic() + patience
     waiting = False

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a progress bar, or lines where there is no terminal."""
+"""The display of a running command: a progress bar, or plain lines without a terminal."""
 
 import time
 from collections.abc import Iterable
@@ -20,15 +20,15 @@ from cairn.run.metrics import number
 from cairn.run.view import RunView
 
 ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",))
-"""Whose heartbeats are shown; of a trainer that of rank 0, once it has one, and else its driver's."""
+"""Roles whose heartbeats are shown. For the trainer: rank 0's, or its driver's before there are ranks."""
 QUIET_SECONDS = 10.0
-"""After so long without a step the display says what each role is doing."""
+"""Without a new step for this long, the display says what each role is doing."""
 LINE_SECONDS = 10.0
-"""Between two such lines where there is no terminal."""
+"""Seconds between two such lines without a terminal."""
 
 
 class StepDisplay:
-    """Follows metrics.jsonl, history.jsonl and the roles' heartbeats; call `update` now and then."""
+    """Follows metrics.jsonl, history.jsonl and the roles' heartbeats; call `update` regularly."""
 
     def __init__(self, run: RunDirectory, start_step: int, max_steps: int, console: Console | None = None):
         self._view = RunView(run.path)
@@ -63,7 +63,7 @@ class StepDisplay:
         self._bar.stop()
 
     def update(self, *, final: bool = False) -> None:
-        """Show the newest step, or what is being waited for, and which roles were restarted."""
+        """Show the newest step, or what is being waited for, and role restarts."""
         events = self._view.history()
         for event in events[self._events_seen :]:
             if event["event"] == "restart":
@@ -88,7 +88,7 @@ class StepDisplay:
             self._unprinted = None
 
     def _show_wait(self, now: float) -> None:
-        """Say what the roles are doing, while there is no first step or none has come for a while."""
+        """Say what the roles are doing, before the first step and when no step has come for a while."""
         quiet = now - self._moved_at
         if now - self._looked_at < 1 or (self.step > self.start_step and quiet < QUIET_SECONDS):
             return
@@ -106,7 +106,7 @@ class StepDisplay:
         self._printed_at = now
 
     def _doing(self) -> Iterable[str]:
-        """What each role of this attempt says that it is doing, and for how long."""
+        """What each role of this attempt reports that it is doing, and for how long."""
         for names in ROLES:
             for name in names:
                 beat = self._view.beat(name)
@@ -117,9 +117,9 @@ class StepDisplay:
                     break
 
     def account(self) -> str | None:
-        """What restarts have cost, in a line; None if there were none.
+        """One line about what restarts have cost; None if there were none.
 
-        A short run spends most of its time starting: its goodput is low although nothing went wrong.
+        The goodput of a short run is low even without problems, because starting takes most of its time.
         """
         costs = self._view.costs()
         restarts = sum(costs.restarts.values())
@@ -130,7 +130,7 @@ class StepDisplay:
 
 
 class _Bar(Progress):
-    """The bar, and below it lines of its own, each cut at the terminal's edge."""
+    """The progress bar, with lines below it that are cut at the terminal's edge."""
 
     note = ""
 

@@ -1,4 +1,4 @@
-"""How a run ends: what is said of it, and the launcher's exit code."""
+"""How a run ends: the final message and the launcher's exit code."""
 
 from pathlib import Path
 
@@ -12,10 +12,10 @@ RANK_DIED = "a rank of the trainer died"
 
 
 def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, config: RunConfig) -> int:
-    """Say how the run ended; returns the launcher's exit code.
+    """Print how the run ended; returns the launcher's exit code.
 
     Raises:
-        RoleFailed: it did not end as it should have.
+        RoleFailed: the run did not end properly.
     """
     store = CheckpointStore(run.checkpoints)
     folder = store.folder(step)
@@ -28,7 +28,7 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
     if step < config.max_steps:
         missing = f"metrics.jsonl ends with step {step} of {config.max_steps}"
     elif config.ckpt and not store.exists(step):
-        missing = f"{folder} is not there"
+        missing = f"{folder} does not exist"
     if missing:
         raise RoleFailed(f"the trainer reported no error, but {missing}; see {run.logs / 'trainer.log'}")
     saved = f", saved in {folder}" if config.ckpt else ""
@@ -37,30 +37,30 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
 
 
 def _saved(step: int, folder: Path) -> str:
-    return f"stopped at step {step}, saved in {folder}; --ckpt.resume auto goes on"
+    return f"stopped at step {step}, saved in {folder}; --ckpt.resume auto resumes"
 
 
 def conclude_early(run: RunDirectory, attempt: Attempt, step: int, config: RunConfig, why: str) -> int:
-    """Say what became of a run that was asked to stop and could not save its newest step; see `conclude`."""
+    """Print how a run ended that was asked to stop but could not save its newest step; see `conclude`."""
     store = CheckpointStore(run.checkpoints)
     newest = store.latest() or 0
-    if newest == step > attempt.start_step:  # it died after that
+    if newest == step > attempt.start_step:  # killed after its save
         print(_saved(step, store.folder(step)), flush=True)
         return EXIT_STOPPED
     if step <= max(newest, attempt.start_step):
         saved = f" Step {newest}, saved in {store.folder(newest)}, is the newest." if newest else ""
         print(
             f"stopped before step {step + 1}: nothing is lost.{saved} "
-            f"{'--ckpt.resume auto goes on from there' if newest else 'The same command starts again'}",
+            f"{'--ckpt.resume auto resumes from there' if newest else 'The same command starts again'}",
             flush=True,
         )
         return EXIT_STOPPED
     if not config.ckpt:
-        raise RoleFailed(f"stopped at step {step}, which is lost: --ckpt would have saved it")
+        raise RoleFailed(f"stopped at step {step}, which is lost; with --ckpt it would have been saved")
     start = f"from step {newest}" if newest else "from the start"
     print(
-        f"stopped, but step {step} could not be saved ({why}): --ckpt.resume auto goes on {start}, and does "
-        f"the steps after it again",
+        f"stopped, but step {step} could not be saved ({why}): --ckpt.resume auto resumes {start} and "
+        f"recomputes the steps after it",
         flush=True,
     )
     return EXIT_STOPPED

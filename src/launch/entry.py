@@ -1,7 +1,7 @@
 """A role's process: `python -m cairn.launch.entry ROLE RUN_DIR LAUNCHER PIPE [standby]`.
 
-A role finds all that it needs in the run directory, where the command that started the run has put it. It
-ends with the process LAUNCHER. Into PIPE it writes the message of the error that it ends with.
+A role finds everything it needs in the run directory, written there by the command that started the run. It
+exits when the process LAUNCHER dies. If it fails, it writes the error's message into PIPE.
 """
 
 import os
@@ -26,7 +26,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     run = RunDirectory(folder)
     attempt = run.attempt()
     if attempt is None:
-        raise DamagedFile(f"{run.roles}: is damaged or gone; start the run again with --ckpt.resume auto")
+        raise DamagedFile(f"{run.roles}: is damaged or missing; start the run again with --ckpt.resume auto")
     kind = KINDS[attempt.command]
     config = run.read_config(kind.config)
     run = config.run_directory()
@@ -54,5 +54,5 @@ if __name__ == "__main__":
     if role == "trainer":
         sys.stdout.flush()
         sys.stderr.flush()
-        os._exit(exit_code)  # not through Ray's own shutdown: see `end_ray`
+        os._exit(exit_code)  # skips Ray's shutdown: see `end_ray`
     sys.exit(exit_code)

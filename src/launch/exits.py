@@ -1,7 +1,8 @@
-"""How the commands and the roles of a run end: what the launcher and its roles agree on.
+"""Exit codes of the commands, and the signals and codes that a launcher and its roles agree on.
 
-0: done. 2: bad usage or configuration, before anything is touched. 75: stopped by a signal, with everything
-saved that could be; run it again to go on. 1: anything else. The trainer has three more, for its launcher.
+0: done. 2: bad usage or configuration, before anything was touched. 75: stopped by a signal, after saving as
+much as possible; run the command again to continue. 1: any other failure. The trainer has three more codes,
+which only its launcher sees.
 """
 
 import contextlib
@@ -18,21 +19,21 @@ from cairn.run.signals import on_stop_signals, say
 
 EXIT_USAGE = UsageError.exit_code
 EXIT_LOST = 3
-"""The trainer was asked to stop and had nowhere to save."""
+"""The trainer was asked to stop, and saving is off."""
 EXIT_CRASHED = 4
-"""The trainer's Ray cluster broke down."""
+"""The trainer's Ray cluster failed."""
 EXIT_DAMAGED = 5
-"""The checkpoint that the trainer has to go on from is damaged (`StartDamaged`)."""
+"""The checkpoint that the trainer must resume from is damaged (`StartDamaged`)."""
 EXIT_STOPPED = 75
 EXIT_UNREAD = 128 + signal.SIGPIPE
-"""The reader of the command's output, such as `head`, has closed it."""
+"""The reader of the command's output, such as `head`, has closed the pipe."""
 
 WORKING = ("trainer", "orchestrator")
 """The roles that work towards the run's last step; a server does not."""
 STANDBY = ("trainer", "orchestrator")
-"""The roles that a standby can be kept for."""
+"""The roles that can have a standby."""
 END_SERVER = signal.SIGUSR1
-"""The launcher's signal to a server that it started; others ask the run to stop."""
+"""Signal by which the launcher ends a server that it started; other signals ask the run to stop."""
 
 
 class RoleFailed(CairnError):
@@ -40,7 +41,7 @@ class RoleFailed(CairnError):
 
 
 class RayFailed(RoleFailed):
-    """The trainer's Ray cluster broke down; another start may well succeed."""
+    """The trainer's Ray cluster failed; a restart may well succeed."""
 
     exit_code = EXIT_CRASHED
 
@@ -48,17 +49,17 @@ class RayFailed(RoleFailed):
 def answer(
     run: Callable[[], int], *, stopped: int | None = None, tell: Callable[[str], None] | None = None
 ) -> int:
-    """Run a command or a role; an error that a user can do something about is one message, not a traceback.
+    """Run a command or a role, and print errors meant for users as one message without a traceback.
 
     Args:
-        run: returns the exit code.
-        stopped: the exit code with which a stop signal ends the process at once, which does no harm before
-            anything has been started; `run` handles signals in its own way from then on. None: no handler.
-        tell: is given the message of such an error as well.
+        run: does the work and returns the exit code.
+        stopped: exit code for a stop signal that arrives before `run` installs its own handler; the process
+            then exits at once, which is safe because nothing has started. None: install no handler.
+        tell: also called with the message of such an error.
     """
 
     def stop(name: str) -> None:
-        say(f"{name}: stopped before anything was under way; the same command starts again")
+        say(f"{name}: stopped before anything was started; run the same command again")
         os._exit(stopped or 0)
 
     def complain(message: str, code: int) -> int:
@@ -75,14 +76,14 @@ def answer(
             code = run()
         sys.stdout.flush()
         return code
-    except BrokenPipeError:  # the reader of our output, such as `head`, has closed it
+    except BrokenPipeError:  # the reader of our output, such as `head`, has closed the pipe
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return EXIT_UNREAD
     except KeyboardInterrupt:
         return complain("interrupted", 1)
     except CairnError as error:
         return complain(str(error), error.exit_code)
-    except OSError as error:  # a full disk, a read-only one, a folder that is gone
+    except OSError as error:  # such as a full or read-only disk, or a missing folder
         if error.filename is None and error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             raise
         where = "standard output" if error.filename is None else error.filename

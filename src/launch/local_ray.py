@@ -1,11 +1,10 @@
 # pyright: reportUnknownMemberType=false
-"""A Ray cluster of this machine alone, of the two processes that placing and watching workers takes.
+"""A Ray cluster on this machine only, made of the two processes that place and watch workers.
 
-`ray.init()` would start five Python processes beside them: a dashboard, a log monitor, an autoscaler, a
-reporter of metrics and an agent for runtime environments. Nothing here uses them, and they take 3.6 s of
-processor time, most of it while the first worker waits for its turn. So this module starts Ray's control
-server and its raylet by their command lines, which are those of the one version of Ray that pyproject.toml
-names.
+`ray.init()` would start five more Python processes: a dashboard, a log monitor, an autoscaler, a metrics
+reporter and an agent for runtime environments. Cairn uses none of them, and they take 3.6 s of CPU time, most
+of it while the first worker is starting. So this module starts Ray's control server (GCS) and its raylet
+directly. Their command lines are those of the Ray version that pyproject.toml pins.
 """
 
 import functools
@@ -36,24 +35,24 @@ OBJECT_STORE_BYTES = 80 << 20
 START_SECONDS = 30.0
 POLL_SECONDS = 0.01
 NO_PORT = 1
-"""Where an agent would listen. At 0 the raylet would wait for the agent to say which port it has got."""
+"""Port of an agent that does not listen. At 0, the raylet would wait for the agent to report its port."""
 SETTINGS = {"RAY_enable_metrics_collection": "0"}
-"""What Ray's processes read from their environment, over `role_process.RAY_SETTINGS`."""
+"""Environment variables for Ray's processes, in addition to `role_process.RAY_SETTINGS`."""
 
 
 class StartFailed(Exception):
-    """A process of Ray's ended while it started, or took too long."""
+    """A Ray process exited while starting, or did not start in time."""
 
 
 def start(cpus: int) -> None:
     """Start a cluster with `cpus` CPUs and this machine's GPUs, and connect this process to it.
 
-    Its processes die with the thread that calls this. Its files and sockets lie in a folder that only this
-    user may enter; its token is in this process's environment (`RoleProcess`).
+    Its processes die with the calling thread. Its files and sockets are in a folder that only this user can
+    enter, and its token is in this process's environment (`RoleProcess`).
 
     Raises:
-        StartFailed: see there.
-        Exception: Ray's own, which are plain ones, where connecting fails.
+        StartFailed: a process exited, or did not start in time.
+        Exception: connecting failed; Ray raises plain exceptions for that.
     """
     session = _Session(make_private_folder())
     address = f"{LOOPBACK}:{session.start_control_server()}"
@@ -66,7 +65,7 @@ def start(cpus: int) -> None:
 
 
 class _Session:
-    """The folder of one cluster, and the processes that work in it."""
+    """The folder of one cluster, and its processes."""
 
     def __init__(self, folder: Path):
         self.temporary = folder / "r"
@@ -81,7 +80,7 @@ class _Session:
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
 
     def start_control_server(self) -> int:
-        """Start it, and wait until it listens; returns its port."""
+        """Start the control server, and wait until it listens; returns its port."""
         self._run(
             "gcs_server",
             **{"config_list": "e30=", "gcs_server_port": 0, "metrics-agent-port": -1},
@@ -94,7 +93,7 @@ class _Session:
         )
 
     def start_raylet(self, address: str, cluster: str, cpus: int) -> None:
-        """Start it; it starts one worker process for each CPU before anybody asks for them."""
+        """Start the raylet, which prestarts one worker process for each CPU."""
         found = ResourceAndLabelSpec(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)
         resources = found.resolve(is_head=True, node_ip_address=LOOPBACK).to_resource_dict()
         store, raylet = self.sockets / "plasma_store", self.sockets / "raylet"
@@ -130,29 +129,29 @@ class _Session:
         )
 
     def wait_for(self, check: Callable[[], T], problem: str) -> T:
-        """What `check` gives as soon as that is anything.
+        """Poll `check` until it returns something true, and return that.
 
         Raises:
-            StartFailed: a process ended, or time ran out.
+            StartFailed: a process exited, or time ran out.
         """
         patience = Patience(START_SECONDS)
         while not (found := check()):
             for name, process in self._processes.items():
                 if (code := process.poll()) is not None:
-                    raise StartFailed(f"{name} ended with {code}: {self._error(name)}")
+                    raise StartFailed(f"{name} exited with {code}: {self._error(name)}")
             if patience.over:
                 raise StartFailed(f"{problem} within {START_SECONDS:g} s")
             time.sleep(POLL_SECONDS)
         return found
 
     def _error(self, name: str) -> str:
-        """What a process said first of why it ended."""
+        """The first line of a process's error output."""
         path = self.logs / f"{name}.err"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        return next((line for line in lines if line.strip()), "it did not say why")
+        return next((line for line in lines if line.strip()), "it printed no reason")
 
     def _run(self, name: str, *switches: str, **flags: object) -> None:
-        """Start one of Ray's programs."""
+        """Start one of Ray's programs with these arguments."""
         folder = Path(ray.__file__).parent / "core" / "src" / "ray"
         program = folder / ("gcs" if name == "gcs_server" else name) / name
         flags |= {f"{stream}_filepath": self.logs / f"{name}.{stream[3:]}" for stream in ("stdout", "stderr")}

@@ -1,6 +1,6 @@
-"""The commands. Each turns argv into a configuration, runs, and answers with an exit code (`exits.py`).
+"""The commands: each parses argv into a configuration, runs it, and returns an exit code (`exits.py`).
 
-Heavy modules are imported after the command line has been read, so that --help answers at once.
+Heavy modules are imported after the command line is parsed, so that --help answers at once.
 """
 
 import sys
@@ -15,12 +15,12 @@ def sft() -> int:
 
 
 def rl() -> int:
-    """`rl --trainer @train.toml --orchestrator @orch.toml`: the whole RL run."""
+    """`rl --trainer @train.toml --orchestrator @orch.toml`: a complete RL run."""
     return _start("rl")
 
 
 def trainer() -> int:
-    """`trainer @ train.toml`: the trainer of an RL run alone, for multi-node."""
+    """`trainer @ train.toml`: only the trainer of an RL run, for several machines."""
     return _start("trainer")
 
 
@@ -39,7 +39,7 @@ def _start(command: str) -> int:
 
 
 def orchestrator() -> int:
-    """`orchestrator @ orch.toml`: the orchestrator of an RL run alone, for multi-node."""
+    """`orchestrator @ orch.toml`: only the orchestrator of an RL run, for several machines."""
     from cairn.config.orchestrator import OrchestratorConfig
 
     def run() -> int:
@@ -52,7 +52,7 @@ def orchestrator() -> int:
 
 
 def inference() -> int:
-    """`inference @ infer.toml`: the long-lived vLLM server."""
+    """`inference @ infer.toml`: a vLLM server that outlives runs."""
     from cairn.config.inference import InferenceConfig
 
     def run() -> int:
@@ -67,7 +67,7 @@ def inference() -> int:
 
 
 def ckpt() -> int:
-    """`ckpt list|show|verify|audit ... PATH`: look at checkpoints and runs."""
+    """`ckpt list|show|verify|audit ... PATH`: inspect and manage checkpoints and runs."""
 
     def command() -> int:
         from cairn.tools.ckpt import run

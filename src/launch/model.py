@@ -1,4 +1,4 @@
-"""From --model.name to a Hugging Face directory with weights."""
+"""Resolves --model.name to a Hugging Face directory with weights."""
 
 import hashlib
 import os
@@ -17,13 +17,13 @@ from cairn.run.files import read_json
 
 
 def resolve_model(config: ModelConfig) -> str:
-    """The local directory that holds the model's weights, configuration and tokenizer.
+    """The local directory with the model's weights, configuration and tokenizer.
 
-    A step_N folder stands for its model/; a hub name is fetched; a directory with a configuration but no
-    weights gets random ones from `init_seed`, made once and kept in the user's cache folder.
+    A step_N folder stands for its model/; a model on the hub is downloaded; a directory with a configuration
+    but no weights gets random ones from `init_seed`, created once and kept in the user's cache folder.
 
     Raises:
-        UsageError: there is no such model, or it lacks what a model needs.
+        UsageError: there is no such model, or a file is missing in it.
     """
     path = Path(config.name)
     if not path.is_dir():
@@ -36,24 +36,24 @@ def resolve_model(config: ModelConfig) -> str:
         path = StepFolder(path).model
     if format_of(path) is None:
         raise UsageError(
-            f"--model.name {config.name}: no config.json in it, so it is not a Hugging Face model"
+            f"--model.name {config.name}: it has no config.json, so it is not a Hugging Face model"
         )
     _refuse_quantized(path / "config.json", config.name)
     if list(path.glob("*.safetensors")):
         return str(path.absolute())
     if config.init_seed is None:
         raise UsageError(
-            f"--model.name {config.name}: there are no safetensors weights in it; "
+            f"--model.name {config.name}: it has no safetensors weights; "
             "--model.init-seed 0 starts from random ones"
         )
     return str(_create(path, config.init_seed))
 
 
 def _refuse_quantized(path: Path, name: str) -> None:
-    """Weights in a few bits, as gpt-oss and DeepSeek-V3 are published, have no values of their own to train.
+    """Refuse quantized weights, such as those of gpt-oss and DeepSeek-V3: they can't be trained directly.
 
     Raises:
-        UsageError: they are such.
+        UsageError: the weights are quantized.
     """
     about = (read_json(path, dict) or {}).get("quantization_config")
     if about:
@@ -102,7 +102,7 @@ def _create(source: Path, seed: int) -> Path:
     from cairn.checkpoint.tensors import write_tensors
     from cairn.run.seeds import derive
 
-    print(f"making a model with random weights (seed {seed}) from {source}", flush=True)
+    print(f"creating a model with random weights (seed {seed}) from {source}", flush=True)
     cache.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=cache) as temporary:
         folder = Path(temporary) / "model"
@@ -114,7 +114,7 @@ def _create(source: Path, seed: int) -> Path:
         write_tensors(folder, tensors, "model")
         try:
             folder.rename(target)
-        except OSError:  # somebody else was faster
+        except OSError:  # another process has created it first
             if not target.exists():
                 raise
     return target

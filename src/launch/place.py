@@ -1,4 +1,4 @@
-"""Places of a run, which are kept filled: those of its roles (`role_place.py`) and of the trainer's ranks."""
+"""Places of a run, which are kept filled: its roles (`role_place.py`) and trainer ranks (`rank_place.py`)."""
 
 import time
 from pathlib import Path
@@ -7,14 +7,14 @@ from cairn.run.directory import RunDirectory
 from cairn.run.heartbeat import Watch
 
 LOOK_SECONDS = 0.5
-"""Between two looks at an occupant's signs of life."""
+"""Seconds between two checks of an occupant's heartbeat."""
 
 
 class Place:
-    """Work that some process must always be doing, under one name in roles.json, heartbeats/ and logs/.
+    """Work that some process must always be doing, with one name in roles.json, heartbeats/ and logs/.
 
-    That process is the place's occupant. Once it has died, or was killed because it hung, a spare or a new
-    process takes the place: a restart.
+    The process that does it is the occupant of the place. When the occupant dies, or is killed because it
+    hangs, a spare or a new process takes the place. That is a restart.
     """
 
     def __init__(self, name: str, log: Path, run: RunDirectory):
@@ -27,19 +27,19 @@ class Place:
     def watch_over(
         self, pid: int, *, silence: float, standstill: float, setting: str = "--hang-timeout"
     ) -> None:
-        """From now on look at the signs of life of the occupant `pid`; see `Watch` for the others."""
+        """Watch the heartbeat of the occupant with process id `pid`; see `Watch` for the arguments."""
         self._watch = Watch(
             self.run.heartbeat(self.name), pid, silence=silence, standstill=standstill, setting=setting
         )
         self._look_at = 0.0
 
     def hang(self) -> str | None:
-        """What is wrong with the living occupant, if anything is; call it often."""
+        """Why the living occupant counts as hung; None if it does not. Call it often."""
         if self._watch is None or time.monotonic() < self._look_at:
             return None
         self._look_at = time.monotonic() + LOOK_SECONDS
         return self._watch.problem()
 
     def note_restart(self, reason: str, how: str, *, step: int) -> None:
-        """Write into the history that the occupant is replaced, at the run's newest step `step`."""
+        """Record in history.jsonl that the occupant is replaced; `step` is the run's newest step."""
         self.run.history.restart(self.name, step=step, reason=reason, how=how)

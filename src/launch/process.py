@@ -1,4 +1,4 @@
-"""Ending processes, in good order or not, and quoting their logs."""
+"""Ends processes, orderly or by force, and quotes their logs."""
 
 import contextlib
 import os
@@ -12,7 +12,7 @@ from cairn.run.signals import REPEAT_SECONDS, on_stop_signals, say
 
 
 def kill_session(session: int, seconds: float = 10) -> None:
-    """Kill every process of a session, and wait until they are gone; they can't do any more harm then."""
+    """Kill every process of a session with SIGKILL, and wait up to `seconds` until they are gone."""
     deadline = time.monotonic() + seconds
     while (pids := _session_members(session)) and time.monotonic() < deadline:
         for pid in pids:
@@ -26,7 +26,7 @@ def _session_members(session: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit():
             with contextlib.suppress(OSError):
-                # After the name in brackets: state, parent, process group, session.
+                # Fields after the name in brackets: state, parent, process group, session.
                 state, _, _, sid = (entry / "stat").read_text().rpartition(")")[2].split()[:4]
                 if int(sid) == session and state != "Z":
                     members.append(int(entry.name))
@@ -34,7 +34,7 @@ def _session_members(session: int) -> list[int]:
 
 
 def log_end(log: Path, lines: int = 15) -> str:
-    """What a log says last, for an error message: from its last error on, if that is not far up."""
+    """The last lines of a log, for an error message; from its last error on, if that is among them."""
     try:
         end = log.read_text(errors="replace").splitlines()[-lines:]
     except OSError as error:
@@ -45,9 +45,9 @@ def log_end(log: Path, lines: int = 15) -> str:
 
 @contextlib.contextmanager
 def stop_on_signals(run: RunDirectory, at_once: Callable[[], None] | None = None) -> Iterator[None]:
-    """On SIGINT, SIGTERM or SIGHUP ask the run to save and stop; on a second request call `at_once`.
+    """On SIGINT, SIGTERM or SIGHUP, ask the run to save and stop; on a second signal call `at_once`.
 
-    A role leaves it to its launcher to end at once.
+    Roles pass no `at_once`: their launcher stops them.
     """
 
     def stop(name: str) -> None:

@@ -1,4 +1,4 @@
-"""A rank's place: the worker that has the rank."""
+"""The place of a trainer rank; its occupant is a worker process."""
 
 import contextlib
 from typing import Any
@@ -15,7 +15,7 @@ from cairn.run.directory import RunDirectory
 
 
 class RankPlace(Place):
-    """One rank of the trainer. Its node and its GPU belong to the place: they stay when the occupant dies."""
+    """One rank of the trainer. Its node and GPU belong to the place: they stay the same after a restart."""
 
     def __init__(self, number: int, run: RunDirectory):
         log = run.logs / ("trainer.log" if number == 0 else f"trainer_rank{number}.log")
@@ -24,19 +24,19 @@ class RankPlace(Place):
         self.node: str | None = None
         self.gpu: str | None = None
         self.how = ""
-        """How the newest occupant got the place, for the history; empty once that is noted there."""
+        """How the newest occupant got the place, for history.jsonl; empty once that is recorded."""
         self.hung: str | None = None
-        """What was wrong with the occupant, if it was killed because it hung."""
+        """Why the occupant counted as hung, if it was killed for that."""
         self._occupant: RankProcess | None = None
 
     @property
     def is_empty(self) -> bool:
-        """Whether there is no occupant, between a death and the next start."""
+        """Whether there is no occupant: between a death and the next start."""
         return self._occupant is None
 
     @property
     def occupant(self) -> RankProcess:
-        """The worker that has the rank; there must be one."""
+        """The worker that has the rank; call it only if there is one."""
         assert self._occupant is not None
         return self._occupant
 
@@ -45,7 +45,7 @@ class RankPlace(Place):
         self._occupant, self.how = occupant, how
 
     def wait_started(self, seconds: float) -> None:
-        """Wait until the occupant has started, if it is a new process."""
+        """If the occupant is a new process, wait until it has started."""
         about = self.occupant.wait_started(seconds)
         self.node = about.node
         self.gpu = about.gpu or self.gpu
@@ -53,7 +53,7 @@ class RankPlace(Place):
     def train(
         self, meeting_place: tuple[str, int], config: TrainerBase, attempt: Attempt
     ) -> "ray.ObjectRef[Any]":
-        """Have the occupant train, and watch over it; the future gives its `Outcome`."""
+        """Have the occupant train, and watch its heartbeat; the future returns its `Outcome`."""
         self.hung = None
         silence, standstill = config.heartbeat_timeout, config.hang_timeout
         self.watch_over(self._about.pid, silence=silence, standstill=standstill)
@@ -63,13 +63,13 @@ class RankPlace(Place):
         return self.occupant.train(rank, config, attempt)
 
     def look_after(self) -> None:
-        """Kill the occupant if it hangs; Ray tells of its death soon after."""
+        """Kill the occupant if it hangs; Ray reports its death soon after."""
         if self.hung is None and (problem := self.hang()):
             self.hung = problem
             self.occupant.kill()
 
     def vacate(self) -> None:
-        """Make sure that the occupant is dead, and make room for the next."""
+        """Make sure that the occupant is dead, and empty the place."""
         if self._occupant is None:
             return
         with contextlib.suppress(RayError):
@@ -79,7 +79,7 @@ class RankPlace(Place):
         self._occupant = None
 
     def note_state(self, state: str) -> None:
-        """Record in roles.json how the occupant, which has started, is doing."""
+        """Record the occupant's state in roles.json; it must have started."""
         self.run.set_role(self.name, state, self._about.pid, self._about.host)
 
     @property

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false
-"""A worker of the trainer, as its driver holds it."""
+"""A worker process of the trainer, seen from the trainer's driver."""
 
 import contextlib
 import os
@@ -22,11 +22,11 @@ PING_SECONDS = 2.0
 class RankProcess:
     """The occupant of a rank's place, or a spare for one.
 
-    Errors of Ray's, such as `ActorDiedError` of a worker that has died, come from every method that asks it.
+    Every method that calls the worker can raise Ray's errors, such as `ActorDiedError` for a dead worker.
 
     Args:
-        log: the file that it sends its output to.
-        placement: options of a Ray actor; without any it has no CPU or GPU of its own.
+        log: file for the worker's output.
+        placement: Ray actor options; without any, no CPU or GPU is reserved for it.
     """
 
     def __init__(self, log: Path, **placement: Any):
@@ -34,32 +34,32 @@ class RankProcess:
         actor: Any = Worker
         self._worker = actor.options(**options).remote(str(log), os.getpid(), socket.gethostname())
         self.about: WorkerProcess | None = None
-        """What process it is, once that is known."""
+        """Its process id and node; None until they are known."""
 
     def wait_started(self, seconds: float | None = None) -> WorkerProcess:
-        """What process it is, once it has started and is not busy.
+        """Wait until the worker has started and is not busy; returns its process id and node.
 
         Raises:
-            GetTimeoutError: it is not within `seconds`.
+            GetTimeoutError: it took longer than `seconds`.
         """
         about: WorkerProcess = self.about or ray.get(self._worker.process.remote(), timeout=seconds)
         self.about = about
         return about
 
     def prepare(self, config: TrainerBase) -> "ray.ObjectRef[None]":
-        """Have it import what training needs; the future tells when it has."""
+        """Have it import what training needs; the future is ready when that is done."""
         return self._worker.prepare.remote(config)
 
     def meeting_place(self, seconds: float) -> tuple[str, int]:
-        """An address and a free port of its node."""
+        """An address and a free port on its node."""
         return ray.get(self._worker.address.remote(), timeout=seconds)
 
     def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> "ray.ObjectRef[Any]":
-        """Have it train; the future gives its `Outcome`."""
+        """Have it train; the future returns its `Outcome`."""
         return self._worker.train.remote(rank, config, attempt)
 
     def answers(self) -> bool:
-        """Whether it is alive, idle, and not stopped."""
+        """Whether it is alive, idle and not stopped (SIGSTOP)."""
         try:
             ray.get(self._worker.process.remote(), timeout=PING_SECONDS)
         except RayError:
@@ -67,7 +67,7 @@ class RankProcess:
         return True
 
     def kill(self) -> None:
-        """Kill it, even if it is stopped, and so deaf to Ray."""
+        """Kill it. SIGKILL also ends a stopped process, which does not react to Ray."""
         about = self.about
         if about and about.node == ray.get_runtime_context().get_node_id():
             _kill(about.pid)

@@ -1,7 +1,7 @@
-"""The trainer's ranks, kept going: one that dies is replaced while the driver and the others stay.
+"""Keeps the trainer's ranks going: a dead rank is replaced while the driver and the other ranks stay.
 
-Whoever survives leaves the process group, the dead one's place is taken by a spare or by a new worker, and
-all ranks meet anew, load the newest good checkpoint and go on from there.
+The surviving ranks leave the process group, a spare or a new worker takes the dead rank's place, and all
+ranks form a new group, load the newest good checkpoint and continue from there.
 """
 
 import logging
@@ -36,29 +36,29 @@ logger = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
 SETTLED_STEPS = 2
-"""After so many steps the ranks have all their memory, and a spare is less in their way."""
+"""A spare is started after this many steps: by then the ranks have allocated all their memory."""
 SETTLE_SECONDS = 5.0
-"""How long the others have, once a rank has failed, for noticing it and leaving."""
+"""Seconds that the other ranks have, after one failed, to notice it and leave the process group."""
 
 
 @dataclass
 class _Ended:
-    """How the ranks' work ended so far."""
+    """How the work of the ranks has ended so far."""
 
     outcomes: dict[int, Outcome]
     dead: dict[int, str]
     errors: list[CairnError]
     damaged: Damaged | None = None
-    """What they could not load."""
+    """The error of a rank that could not load the checkpoint."""
 
     @property
     def broken(self) -> bool:
-        """Whether the ranks can't come to a good end any more."""
+        """Whether the ranks can't finish any more."""
         return bool(self.dead or self.errors)
 
 
 class _RanksDied(Exception):
-    """Some ranks died, by number and for what reason; others can't be woken."""
+    """Some ranks died, by number with reasons; `stuck` ranks wait in a collective and must be killed."""
 
     def __init__(self, dead: dict[int, str], stuck: Collection[int] = ()):
         super().__init__(dead)
@@ -67,11 +67,11 @@ class _RanksDied(Exception):
 
 
 class Ranks:
-    """The trainer's ranks and their spares. Use as a context manager, in which Ray runs.
+    """The trainer's ranks and their spares, as a context manager around the Ray connection.
 
     Args:
-        config: of the trainer; its model is resolved.
-        run: the run's directory.
+        config: the trainer's configuration, with a resolved model.
+        run: the run directory.
     """
 
     def __init__(self, config: TrainerBase, run: RunDirectory):
@@ -79,14 +79,14 @@ class Ranks:
         self.run = run
         self.spares = Spares(config, run)
         self.standbys = Spares(config, run, "trainer_standby")
-        """Started ahead of the ranks, for a driver that is a standby itself."""
+        """Spares started ahead of the ranks, by a driver that is itself a standby."""
         self._ranks = [RankPlace(number, run) for number in range(config.workers)]
         self._reserved: Placement | None = None
         self._rule = RestartRule(config.max_restarts)
         self._metrics = MetricsLog(run.metrics.path)
         self._step = -1
         self._vacated: dict[int, str] = {}
-        """Why ranks have died whose places were filled again since, or will be."""
+        """Why ranks died whose places have been, or will be, filled again."""
 
     def __enter__(self) -> Self:
         heartbeat.doing("starting Ray")
@@ -97,15 +97,15 @@ class Ranks:
         end_ray(self.config)
 
     def train(self, newest: Callable[[], Attempt]) -> Outcome:
-        """Train to the end, through the deaths of workers; returns what rank 0 says of it.
+        """Train to the end, replacing workers that die; returns rank 0's outcome.
 
-        A worker that dies when the run was asked to stop is not replaced.
+        A worker that dies after the run was asked to stop is not replaced.
 
         Args:
-            newest: what to go on from, asked whenever the ranks start.
+            newest: returns what to resume from; called whenever the ranks start.
 
         Raises:
-            StartDamaged: the checkpoint to go on from is damaged.
+            StartDamaged: the checkpoint to resume from is damaged.
             RoleFailed: a worker could not be placed, raised an error, or workers died too often.
             RayFailed: Ray itself failed.
         """
@@ -123,7 +123,7 @@ class Ranks:
                     if self.run.stop_requested():
                         step = self._newest_step()
                         saved = CheckpointStore(self.run.checkpoints).exists(step)
-                        return Outcome(step, "a rank died when the run was asked to stop", saved)
+                        return Outcome(step, "a rank died after the run was asked to stop", saved)
                     self._wait_after(died)
         except GetTimeoutError:
             raise RoleFailed(
@@ -139,10 +139,10 @@ class Ranks:
         return self._reserved
 
     def _fill(self) -> None:
-        """Have a process in every rank's place.
+        """Fill every empty place with a spare or a new worker.
 
         Raises:
-            _RanksDied: one died before it could begin.
+            _RanksDied: a worker died while starting.
         """
         heartbeat.doing("starting workers", waiting=True)
         for rank in self._ranks:
@@ -166,19 +166,19 @@ class Ranks:
             rank.how = ""
 
     def _spare_for(self, rank: RankPlace) -> RankProcess | None:
-        """A spare on the rank's node, with the rank's GPU in reach."""
+        """A spare on the rank's node that can use the rank's GPU, if there is one."""
         if rank.node is None and (self.config.ray.address or self._placement.gpus):
-            return None  # the place has had no occupant, so its node is not known
+            return None  # the place never had an occupant, so its node is unknown
         return self.standbys.take(rank.node) or self.spares.take(rank.node)
 
     def _train(self, attempt: Attempt) -> Outcome:
-        """Train from `attempt` on, with all places filled.
+        """Train from `attempt`, with all places filled.
 
         Raises:
-            StartDamaged: they can't load what `attempt` goes on from.
-            _RanksDied: some died.
-            RoleFailed: one raised an error.
-            UsageError: one refused what the user asked for.
+            StartDamaged: the ranks can't load the checkpoint of `attempt`.
+            _RanksDied: some ranks died.
+            RoleFailed: a rank raised an error.
+            UsageError: a rank refused a setting or the data.
         """
         heartbeat.doing("gathering the ranks", waiting=True)
         try:
@@ -189,14 +189,14 @@ class Ranks:
         ended = _Ended({}, {}, [])
         settling: Patience | None = None
         while pending and not (settling and settling.over):
-            # Not for ever at once, so that a signal is seen in between.
+            # With a timeout, so that signals are handled in between.
             done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
             for future in done:
                 _collect(future, pending.pop(future), ended)
             if ended.broken and settling is None:
                 settling = Patience(SETTLE_SECONDS)
             if ended.dead and self._placement.gpus:
-                break  # nothing wakes a rank that waits in a collective on a GPU
+                break  # a rank that waits in a collective on a GPU can't be woken
             heartbeat.doing("watching the ranks")
             for rank in pending.values():
                 rank.look_after()
@@ -215,7 +215,7 @@ class Ranks:
         return outcome
 
     def _vacate(self, died: _RanksDied) -> None:
-        """Make sure that they are dead, and make room for the next."""
+        """Make sure that the dead and stuck ranks are gone, and empty their places."""
         for number in {*died.dead, *died.stuck}:
             self._ranks[number].vacate()
         self._vacated |= died.dead
@@ -223,7 +223,7 @@ class Ranks:
             logger.warning("trainer rank %d %s", number, reason)
 
     def _wait_after(self, died: _RanksDied) -> None:
-        """Wait as long as the rule for restarts says.
+        """Wait as the restart rule says.
 
         Raises:
             RoleFailed: workers died too often.
@@ -243,7 +243,7 @@ class Ranks:
 
 
 def _collect(future: "ray.ObjectRef[Any]", rank: RankPlace, ended: _Ended) -> None:
-    """Note how a rank's work ended: well, with an error (perhaps because another died), or in its death."""
+    """Record how a rank's work ended: normally, with an error (perhaps because another died), or by death."""
     try:
         ended.outcomes[rank.number] = ray.get(future)
     except RayTaskError as error:
@@ -251,7 +251,7 @@ def _collect(future: "ray.ObjectRef[Any]", rank: RankPlace, ended: _Ended) -> No
 
         cause = error.cause
         if isinstance(cause, WriterDied):
-            ended.dead[rank.number] = f"lost its writer of checkpoints ({cause})"
+            ended.dead[rank.number] = f"lost its checkpoint writer ({cause})"
             return
         if isinstance(cause, UsageError):
             ended.errors.insert(0, cause)

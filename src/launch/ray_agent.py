@@ -1,6 +1,6 @@
-"""Stands in for Ray's two agents, without which a raylet does not start: sleeps until the raylet dies.
+"""Replaces Ray's two agents, which a raylet requires to start: sleeps until the raylet dies.
 
-Run by its path with nothing but the standard library, so that it costs next to nothing.
+Run as a script that imports only the standard library, so that it starts in a moment.
 """
 
 import ctypes

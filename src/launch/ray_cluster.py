@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""The Ray cluster that the trainer's ranks run on: joined or started, and the places in it."""
+"""The Ray cluster of the trainer's ranks: joins or starts it, and reserves room in it."""
 
 import logging
 import os
@@ -17,17 +17,17 @@ from cairn.launch.rank_process import RankProcess
 from cairn.run.signals import stop_signals_blocked
 
 SPIN_COUNT = 5000
-"""GOMP_SPINCOUNT: a thread without work spins for 60 microseconds, not for milliseconds."""
+"""GOMP_SPINCOUNT: an idle OpenMP thread spins for about 60 microseconds instead of milliseconds."""
 
 
 class Placement:
-    """Places in the Ray cluster for `config.workers` ranks: one CPU and, where there are any, one GPU."""
+    """Room in the Ray cluster for `config.workers` ranks: one CPU each and, if there are any, one GPU."""
 
     def __init__(self, config: TrainerBase):
-        """Reserve them.
+        """Reserve the room.
 
         Raises:
-            RoleFailed: there is no room.
+            RoleFailed: the cluster does not have enough.
         """
         self.gpus = 1 if ray.cluster_resources().get("GPU") else 0
         self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.workers, strategy="PACK")
@@ -38,7 +38,7 @@ class Placement:
             )
 
     def start(self, rank: int, log: Path) -> RankProcess:
-        """Start a worker in the place of `rank`."""
+        """Start a worker in the room reserved for `rank`."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
         return RankProcess(log, num_cpus=1, num_gpus=self.gpus, scheduling_strategy=strategy)
 
@@ -47,8 +47,8 @@ def start_ray(config: TrainerBase) -> None:
     """Join the cluster at `ray.address`, or start one on this machine.
 
     Raises:
-        RoleFailed: nobody answers there.
-        RayFailed: it does not start.
+        RoleFailed: no cluster answers at `ray.address`.
+        RayFailed: the local cluster does not start.
     """
     if config.ray.address:
         try:
@@ -59,9 +59,9 @@ def start_ray(config: TrainerBase) -> None:
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     if config.beside_servers and "OMP_WAIT_POLICY" not in os.environ:
-        # Servers share the cores, and a thread that spins keeps its core from them.
+        # Ranks and servers share the cores; a spinning thread would block a core.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
-    with stop_signals_blocked():  # for Ray's own processes, and for the workers until they train
+    with stop_signals_blocked():  # inherited by Ray's processes, and by workers until they train
         _start_local(config.workers)
 
 
@@ -69,29 +69,29 @@ def _start_local(cpus: int) -> None:
     """Start a cluster with `cpus` CPUs and this machine's GPUs; it ends with this process.
 
     Raises:
-        RayFailed: it did not start; a busy machine is a usual reason, so another start may well succeed.
+        RayFailed: it did not start. A busy machine is a common cause, so a restart may well succeed.
     """
     try:
         local_ray.start(cpus)
-    except Exception as error:  # Ray raises plain ones
+    except Exception as error:  # Ray raises plain exceptions
         message = " ".join(str(error).split())
         raise RayFailed(f"Ray did not start on this machine: {message}") from error
 
 
 def end_ray(config: TrainerBase) -> None:
-    """Leave the cluster; one of our own ends with this process, which has nothing else to do.
+    """Leave the cluster. A local one ends with this process, which must exit right after.
 
-    Asked to end, its processes, which are deaf to signals, would take a second each.
+    Its processes ignore stop signals, so shutting them down in order would take a second each.
     """
     if config.ray.address:
         ray.shutdown()
 
 
 def _check_address(address: str, seconds: float) -> None:
-    """See that something listens there, within `seconds`; Ray itself would wait for minutes.
+    """Check within `seconds` that something listens at the address; Ray itself would wait for minutes.
 
     Raises:
-        OSError: nobody does.
+        OSError: nothing listens there.
     """
     host, _, port = address.rpartition("//")[2].partition(":")
     if port.isdigit():

@@ -1,6 +1,7 @@
-"""Folders for Ray's files and sockets that no other user of the machine may enter.
+"""Private folders for Ray's files and sockets.
 
-Ray itself opens everything that it makes to everybody, so all of it lies in a folder of its own.
+Ray makes all its files accessible to every user, so they are placed in a folder that only this user can
+enter.
 """
 
 import contextlib
@@ -12,17 +13,17 @@ from pathlib import Path
 
 PREFIX = "cairn-ray-"
 LONGEST_SOCKET = "/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store"
-"""What Ray appends to its folder for the path of a socket, which the kernel allows 107 bytes."""
+"""Longest path that Ray appends to its folder for a socket; the kernel allows 107 bytes in all."""
 LONGEST_FOLDER = 107 - len(LONGEST_SOCKET)
 
 
 def make_private_folder() -> Path:
-    """Make a folder for this process alone (mode 0700), whose path leaves room for Ray's sockets.
+    """Make a folder (mode 0700) for this process, with a path short enough for Ray's sockets.
 
     It stays locked while this process lives; `remove_private_folders` removes it afterwards.
 
     Raises:
-        OSError: there is no place for it.
+        OSError: no temporary folder is writable.
     """
     remove_private_folders()
     for place in _places():
@@ -30,11 +31,11 @@ def make_private_folder() -> Path:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=place))
             if _lock(folder) is not None:  # held until this process ends
                 return folder
-    raise OSError(f"no folder for temporary files can be written to, of {', '.join(map(str, _places()))}")
+    raise OSError(f"no folder for temporary files is writable; tried {', '.join(map(str, _places()))}")
 
 
 def remove_private_folders() -> None:
-    """Remove the folders of processes that have ended, however they did."""
+    """Remove the folders of processes that have ended."""
     for place in _places():
         for folder in place.glob(f"{PREFIX}*"):
             with contextlib.suppress(OSError):
@@ -46,14 +47,14 @@ def remove_private_folders() -> None:
 
 
 def _places() -> list[Path]:
-    """Where such a folder may lie, the best place first."""
+    """Folders in which to make it, best first."""
     wanted = [os.environ.get("RAY_TMPDIR"), tempfile.gettempdir(), "/tmp", "/var/tmp"]
     room = LONGEST_FOLDER - len(f"/{PREFIX}12345678/r")
     return [Path(place) for place in dict.fromkeys(wanted) if place and len(os.fsencode(place)) <= room]
 
 
 def _lock(folder: Path) -> int | None:
-    """The open and locked folder, unless a living process has locked it or it has just been removed."""
+    """A locked descriptor of the folder; None if a living process holds the lock or the folder is gone."""
     fd = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,7 +1,7 @@
-"""A process of a Ray cluster that `local_ray` has started, in which an actor will live.
+"""A worker process of a Ray cluster started by `local_ray`; an actor will run in it.
 
-Ray itself would first run a script that prepares a runtime environment, which none of our workers has: it
-imports Ray, and then starts Python afresh, which imports Ray again.
+By default Ray first runs a script that prepares a runtime environment, which Cairn's workers don't have. That
+script imports Ray, and then starts a new Python, which imports Ray again.
 """
 
 import runpy

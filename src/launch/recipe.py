@@ -1,4 +1,4 @@
-"""What a run is made of, compared with the checkpoint that it goes on from before anything is touched."""
+"""Compares a run's recipe (data, model, environment, settings) with the checkpoint that it resumes from."""
 
 import contextlib
 import json
@@ -32,24 +32,24 @@ from cairn.run.recipe import (
 )
 
 PROMPTS_AGAIN = {"environment", "samples_per_prompt"}
-"""Changes after which answers that wait to be trained on are of no use."""
+"""Changes that make answers useless which wait to be trained on."""
 
 
 def plan_recipe(
     kind: RunKind, config: RunConfig, start: Start, orchestrator: Mapping[str, Any] | None = None
 ) -> dict[str, Any]:
-    """The run's recipe, after it was compared with that of the checkpoint; what differs is printed.
+    """The run's recipe, compared with that of the checkpoint; differences are printed.
 
     Args:
-        orchestrator: its part, of an RL run that begins as a whole.
+        orchestrator: the orchestrator's part, if `rl` starts the whole run.
 
     Returns:
-        What recipe.json holds: the parts of `trainer` and `orchestrator`, each of which goes into that role's
-        part of a checkpoint, and `prompts_again`, whether waiting answers are to be thrown away.
+        The content of recipe.json: `trainer` and `orchestrator`, each saved in that role's part of a
+        checkpoint, and `prompts_again`, whether waiting answers must be dropped.
 
     Raises:
-        UsageError: the data can't be trained on; or the recipe differs in what a promise depends on, and
-            `--ckpt.accept-changes` does not say so.
+        UsageError: the data can't be trained on; or a difference would break a promise and is not listed in
+            `--ckpt.accept-changes`.
     """
     trainer = kind.trainer(config)
     recipe: dict[str, Any] = {"trainer": {"settings": settings_of(trainer.model_dump(), TRAINER)}}
@@ -74,7 +74,7 @@ def plan_recipe(
     for prefix in dict.fromkeys(flags.values()):
         check_accepted([c for c in changes if flags[c.name] == prefix], accepted, start.folder, prefix)
     if changes:
-        print(f"what differs from step {start.step} (what was there -> what is here):", flush=True)
+        print(f"differences from step {start.step} (saved -> now):", flush=True)
     for change in changes:
         is_accepted = " (accepted)" if change.accept else ""
         print(f"  {in_words(change, flags[change.name])}{is_accepted}", flush=True)
@@ -89,11 +89,11 @@ def plan_recipe(
 def finish_recipe(
     recipe: dict[str, Any], model: Path, start: Start, run: RunDirectory, *, goes_on: bool
 ) -> None:
-    """Add what the model's folder says: tokenizer, architecture, and the date that its chat template prints.
+    """Add what the model's folder determines: tokenizer, architecture, and the date in the chat template.
 
     Args:
-        model: the Hugging Face directory that the run starts or goes on from.
-        goes_on: whether a run that began before goes on, if only from its beginning.
+        model: Hugging Face directory that the run starts or resumes from.
+        goes_on: whether the run began before, even if it has no checkpoint yet.
     """
     trainer = recipe["trainer"]
     trainer |= {"model": model_of(model), "tokenizer": tokenizer_of(model)}
@@ -113,11 +113,11 @@ def finish_recipe(
 def join_recipe(
     orchestrator: Mapping[str, Any], attempt: Attempt, run: RunDirectory, ckpt: CkptConfig | None
 ) -> None:
-    """Add the part of an orchestrator that was started on its own to the recipe of the run that it joins.
+    """Add the part of an orchestrator that was started separately to the recipe of the run that it joins.
 
     Raises:
-        UsageError: it differs from the checkpoint's in what a promise depends on, and the user does not
-            accept it or it takes another start of the whole run.
+        UsageError: it differs from the checkpoint's in a way that would break a promise, and the user has not
+            accepted that, or the change requires a restart of the whole run.
     """
     recipe = read_json(run.recipe, dict) or {"trainer": {}}
     part = {**orchestrator, **{key: recipe["trainer"][key] for key in ("date",) if key in recipe["trainer"]}}
@@ -128,8 +128,8 @@ def join_recipe(
         for change in changes:
             if change.accept in PROMPTS_AGAIN:
                 raise UsageError(
-                    f"{in_words(change)}: an orchestrator that is started on its own can't take back what "
-                    "was asked for before; go on with `rl`, or start a new run from the weights"
+                    f"{in_words(change)}: an orchestrator that is started separately can't withdraw prompts "
+                    "that are already issued; resume with `rl`, or start a new run from the weights"
                 )
             print(f"differs from {checkpoint.name}: {in_words(change)}", flush=True)
         noted = [change.at(attempt.start_step, bool(change.accept)) for change in changes]
@@ -138,7 +138,7 @@ def join_recipe(
 
 
 def check_model(name: str, start: Start) -> None:
-    """See that a local `--model.name` is the model of the checkpoint, which is what a run goes on with.
+    """Check that a local `--model.name` is the model of the checkpoint, since a run resumes with the latter.
 
     Raises:
         UsageError: it has another architecture, tokenizer or chat template.
@@ -157,7 +157,7 @@ def check_model(name: str, start: Start) -> None:
         if ours.get(key) != theirs.get(key)
     ]
     if not different and tokenizer_of(own) != tokenizer_of(saved):
-        different = ["its tokenizer or chat template differs, and a run goes on with the checkpoint's"]
+        different = ["its tokenizer or chat template differs; a run resumes with the checkpoint's"]
     if different:
         raise UsageError(
             f"--model.name {name} is not the model in {start.folder}: {'; '.join(different)}. "
@@ -166,9 +166,9 @@ def check_model(name: str, start: Start) -> None:
 
 
 def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
-    """See that every record can be trained on, before anything is started; what tells them from others.
+    """Check that every record can be trained on, before anything is started; returns the data's identity.
 
-    What lies on the hub is fetched on the way, before all ranks want it.
+    Data on the hub is downloaded here, before all ranks need it.
     """
     from cairn.trainer.records import BadRecord, examine, load_records
 
@@ -179,13 +179,13 @@ def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:
-    """The trainer's recipe in the checkpoint; of an older version's, as much as can be told."""
+    """The trainer's recipe in the checkpoint; reconstructed as far as possible from an older version's."""
     state = _trainer_state(start)
     if state.recipe is not None:
         return {"settings": {}, **state.recipe}
     print(
-        f"note: {start.folder} was saved by a version of Cairn that kept no recipe: its data is compared by "
-        "number, first and last record only",
+        f"note: {start.folder} was saved by a version of Cairn that kept no recipe: only the number of "
+        "records and the first and last one are compared",
         flush=True,
     )
     data = {"data": state.data} if state.data else {}
@@ -198,9 +198,9 @@ def _trainer_state(start: Start) -> TrainerRecord:
 
 
 def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str, Any]) -> list[Change]:
-    """Whether the data set is another one; a new one begins with its first epoch (`begins_at`, in samples).
+    """The change of data set, if any. A new data set begins with its first epoch (`begins_at`, in samples).
 
-    In the middle of an epoch the user has to accept that: the rest of it is left out.
+    In the middle of an epoch the user has to accept the change, because the rest of the epoch is skipped.
     """
     from cairn.trainer.records import same_records
 

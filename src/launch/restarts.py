@@ -1,4 +1,4 @@
-"""When a dead process is restarted, and when that is given up: one rule for roles and ranks."""
+"""When to restart a dead process and when to give up: one rule for roles and ranks."""
 
 LONGEST_WAIT = 30.0
 
@@ -7,7 +7,7 @@ class RestartRule:
     """Restart at once, then after 4, 8, 16 and 30 seconds; give up if the restarts bring no new step.
 
     Args:
-        max_restarts: restarts without a new step before that.
+        max_restarts: restarts without a new step after which it gives up.
     """
 
     def __init__(self, max_restarts: int):
@@ -16,9 +16,9 @@ class RestartRule:
         self._step = -1
 
     def wait_after_death(self, step: int) -> float | None:
-        """Seconds to wait before the next start, with `step` the newest one that is finished; None: give up.
+        """Seconds to wait before the restart, or None to give up; `step` is the newest finished step.
 
-        A step that is merely done again is no progress.
+        Recomputing a step is no progress.
         """
         self._fruitless = 1 if step > self._step else self._fruitless + 1
         self._step = max(self._step, step)

@@ -1,4 +1,4 @@
-"""A role's place: the process that has the role, the standby that may take over, and when to restart it."""
+"""The place of a role: its process, the standby that may take over, and when to restart it."""
 
 import time
 
@@ -23,26 +23,26 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 
 STOP_SECONDS = 20
-"""How long a server has for its end."""
+"""Seconds that a server has to exit."""
 OWN_WORKERS = ("trainer_rank", "trainer_spare")
-"""How the workers in roles.json are named that die with the trainer's driver."""
+"""Prefixes, in roles.json, of worker names that die with the trainer's driver."""
 
 
 class RolePlace(Place):
-    """Keeps a role filled until the run ends; the first process is started when this is constructed."""
+    """Keeps a role filled until the run ends; constructing it starts the first process."""
 
     def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
         super().__init__(name, run.logs / f"{name}.log", run)
         self.config = config
         self.local_ray = local_ray
-        """Whether a Ray cluster that it starts is for this machine alone."""
+        """Whether a Ray cluster that the role starts serves this machine only."""
         self.ended = False
-        """Whether the role's work is done, or given up."""
+        """Whether the role's work is done or given up."""
         self.lost: str | None = None
-        """How the occupant died, if it is not replaced because the run is stopping."""
+        """How the occupant died, if the run was stopping and so it was not replaced."""
         self._rule = RestartRule(config.max_restarts)
         self._restart_at: float | None = None
-        """When the next occupant starts, while there is none."""
+        """When to start the next occupant (`time.monotonic`); None if there is one."""
         self._restarted = False
         self._spare: RoleProcess | None = None
         """The standby."""
@@ -50,18 +50,18 @@ class RolePlace(Place):
 
     @property
     def exit_code(self) -> int | None:
-        """Of the newest occupant; None while it lives."""
+        """Exit code of the newest occupant; None while it lives."""
         return self._occupant.exit_code
 
     def look_after(self, step: int, *, stopping: bool) -> None:
-        """Notice the occupant's end, or that it hangs, and restart it, unless the run is stopping.
+        """Notice that the occupant ended or hangs, and restart it unless the run is stopping.
 
-        `step` is the run's newest.
+        `step` is the run's newest step.
 
         Raises:
-            RoleFailed: it reported an error that would only come again, or died too often.
-            UsageError: it refused what the user asked for; a server, at its first start.
-            StartDamaged: it is the trainer, and what it has to go on from is damaged.
+            RoleFailed: it reported an error that would recur, or it died too often.
+            UsageError: it refused a setting or the data; a server only at its first start.
+            StartDamaged: it is the trainer, and the checkpoint that it must resume from is damaged.
         """
         if self.ended or self.lost:
             return
@@ -86,7 +86,7 @@ class RolePlace(Place):
         elif code == EXIT_DAMAGED and (damaged := StartDamaged.reported(self.run)):
             raise damaged
         else:
-            self._occupant.kill()  # or its workers go on for a while, beside the new ones
+            self._occupant.kill()  # else its old workers run beside the new ones for a while
             crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
             reason = f"died (exit code {code})"
             if code == EXIT_CRASHED:
@@ -94,7 +94,7 @@ class RolePlace(Place):
             self._replace(reason, step, for_good=not crashed, stopping=stopping)
 
     def stop(self) -> None:
-        """End the occupant: a server gets its signal first; then it is killed with its whole session."""
+        """End the occupant: a server first gets its signal; then the whole session is killed."""
         if self._spare is not None:
             self._spare.kill()
         if self.exit_code is not None:
@@ -108,16 +108,16 @@ class RolePlace(Place):
         self.run.set_role(self.name, state, self._occupant.pid)
 
     def _lose(self, how: str) -> None:
-        """Leave the place empty: the run is stopping."""
+        """Leave the place empty, because the run is stopping."""
         self._restart_at = None
         self.ended = self.name in WORKING
         self.lost = f"{self.name} {how}"
 
     def _replace(self, reason: str, step: int, *, for_good: bool = False, stopping: bool) -> None:
-        """Have the dead occupant replaced at the time that the rule says, unless the run is stopping.
+        """Schedule a replacement for the dead occupant by the restart rule, unless the run is stopping.
 
         Raises:
-            RoleFailed: nobody is to follow.
+            RoleFailed: the rule gives up.
         """
         self.run.set_role(self.name, "failed", self._occupant.pid)
         if self.name == "trainer":
@@ -134,7 +134,7 @@ class RolePlace(Place):
         self._restarted = True
 
     def _fill(self, step: int) -> None:
-        """Have a process take the place: the spare, or a new one."""
+        """Fill the place with the spare or a new process."""
         self._restart_at = None
         if self._spare is not None and self._has_spare():
             self._occupant = self._spare
@@ -147,7 +147,7 @@ class RolePlace(Place):
         silence = self.config.heartbeat_timeout
         if self.name in WORKING:
             self.watch_over(self._occupant.pid, silence=silence, standstill=self.config.hang_timeout)
-        else:  # a server that does not answer is as good as a stopped one
+        else:  # a server that does not answer counts as hung
             self.watch_over(
                 self._occupant.pid, silence=silence, standstill=silence, setting="--heartbeat-timeout"
             )
@@ -156,7 +156,7 @@ class RolePlace(Place):
         return self._spare is not None and self._spare.exit_code is None
 
     def _keep_spare(self, step: int) -> None:
-        """Start a spare once the occupant has come so far that it does not disturb; one for each."""
+        """Start a spare, one per occupant, once the occupant has come so far that this doesn't disturb it."""
         if not self._had_spare and step > self._filled_at_step:
             self._had_spare = True
             self._spare = self._start(standby=True)

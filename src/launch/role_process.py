@@ -1,4 +1,4 @@
-"""A role's process, as its launcher holds it."""
+"""The process of a role, seen from its launcher."""
 
 import contextlib
 import os
@@ -12,38 +12,38 @@ from cairn.launch.process import kill_session
 from cairn.run.signals import stop_signals_blocked
 
 RAY_SETTINGS = {
-    # Under `uv run` Ray would zip the working directory and run the workers in a copy of it.
+    # Under `uv run`, Ray would zip the working directory and run the workers in a copy of it.
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
-    # Its memory monitor kills the trainer when somebody else fills the machine.
+    # Ray's memory monitor kills the trainer even if another program fills the memory.
     "RAY_memory_monitor_refresh_ms": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
-    # Ray would give training less of the processor than everything else that runs.
+    # Ray would run workers at a lower priority than everything else.
     "RAY_worker_niceness": "0",
 }
-"""What Ray reads when it is imported, by whichever module of a role that is."""
+"""Environment variables that Ray reads when a role first imports it."""
 
 LOCAL_RAY_SETTINGS = {
-    # Named after the systems where it is the default: a cluster of this machine alone, on the loopback.
+    # The default on macOS and Windows: the cluster listens on the loopback interface only.
     "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER": "0",
 }
-"""And where it starts a cluster of its own; else that would listen on every network of the machine."""
+"""Variables for a role that starts a local cluster; otherwise Ray listens on every network interface."""
 
 LONGEST_MESSAGE = 32 << 10
-"""Bytes of last words: less than a pipe holds."""
+"""Maximum bytes of an error message; less than a pipe's capacity."""
 
 
 class RoleProcess:
-    """A process that has, or as a standby will have, a role; in a session of its own.
+    """A process that has a role, or will as a standby; it is the leader of its own session.
 
-    Stop signals are blocked in it until it is ready to heed them (`stop_on_signals`). Its output goes to
-    `log`. The message of the error that it ends with also comes back through a pipe, as `last_words`.
+    Stop signals are blocked in it until it has installed handlers (`stop_on_signals`). Its output goes to
+    `log`. If it fails, the error message also comes back through a pipe, as `last_words`.
 
     Args:
         role: trainer, orchestrator or inference.
-        run: the run's directory.
-        log: the file that its output is appended to.
-        local_ray: a Ray cluster that it starts is for this machine alone.
-        standby: it does not begin before it is told to.
+        run: the run directory.
+        log: file that its output is appended to.
+        local_ray: a Ray cluster that it starts serves this machine only.
+        standby: it waits for `begin` before it takes up the role.
     """
 
     def __init__(self, role: str, run: Path, log: Path, *, local_ray: bool, standby: bool = False):
@@ -75,28 +75,28 @@ class RoleProcess:
 
     @property
     def exit_code(self) -> int | None:
-        """None while it lives; of one that a signal ended, the signal's number, negative."""
+        """The exit code; None while it lives; the negative signal number if a signal ended it."""
         return self._process.poll()
 
     def begin(self) -> None:
-        """Tell a standby to begin."""
+        """Promote a standby: let it begin."""
         assert self._process.stdin is not None
         self._process.stdin.write(b"begin\n")
         self._process.stdin.close()
 
     def last_words(self) -> str:
-        """The message of the error that it ended with; empty if it left none."""
+        """The message of the error that it ended with; empty if there is none."""
         try:
             return os.read(self._words, LONGEST_MESSAGE).decode(errors="replace")
-        except BlockingIOError:  # a process that it left behind holds the other end
+        except BlockingIOError:  # a surviving child process holds the other end
             return ""
 
     def signal(self, number: signal.Signals) -> None:
-        """Send it a signal."""
+        """Send it the signal `number`."""
         self._process.send_signal(number)
 
     def wait(self, seconds: float) -> bool:
-        """Wait for its end, but no longer than that; returns whether it has ended."""
+        """Wait at most `seconds` for it to end; returns whether it has ended."""
         try:
             self._process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -104,21 +104,21 @@ class RoleProcess:
         return True
 
     def kill(self) -> None:
-        """Kill what is left of it and of all that it started; they can't do any more harm then."""
+        """Kill it and everything in its session with SIGKILL."""
         kill_session(self.pid)
         self._process.wait()
 
 
 def tell_launcher(pipe: int, message: str) -> None:
-    """In a role: leave its last words; what the pipe does not hold at once is cut."""
+    """In a role: write the error message to the launcher's pipe; what does not fit at once is cut off."""
     with contextlib.suppress(OSError):
         os.set_blocking(pipe, False)
         os.write(pipe, message.encode()[:LONGEST_MESSAGE])
 
 
 def _ray_token() -> dict[str, str]:
-    """A token of its own for one cluster, whose processes get it in their environment.
+    """An authentication token for one cluster, which its processes get in their environment.
 
-    Ray would write one for all clusters to a file in the home folder, which others may be able to read.
+    By default Ray writes one token for all clusters to a file in the home folder, perhaps readable by others.
     """
     return {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}

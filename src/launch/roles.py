@@ -1,4 +1,4 @@
-"""What each role of a run does in its process (`entry.py`), from its turn to its end."""
+"""What each role of a run does in its process (`entry.py`)."""
 
 import asyncio
 import importlib
@@ -32,21 +32,21 @@ class Turn:
             self._begin()
 
     def load(self, *modules: str) -> None:
-        """Import modules ahead, if this is a standby; with low priority, so as not to slow the run down."""
+        """If this is a standby, import modules ahead, at low priority so that the run is not slowed down."""
         for module in modules if self.standby else ():
             in_background(partial(importlib.import_module, module))
 
     def wait(self) -> None:
-        """Return when it is this process's turn; call it when all is prepared."""
+        """Return when it is this process's turn; call it when everything is prepared."""
         if self.standby:
             self.run.set_role(f"{self.role}_standby", "waiting")
             if not sys.stdin.readline():
-                os._exit(0)  # the launcher has ended, or needs no standby any more
+                os._exit(0)  # the launcher has exited, or no longer needs a standby
             self.run.set_role(f"{self.role}_standby", "done")
             self._begin()
 
     def end(self, state: str) -> None:
-        """Record how it went, if it ever was this process's turn."""
+        """Record how the role ended, if this process ever had its turn."""
         if self._begun:
             self.run.set_role(self.role, state)
 
@@ -68,7 +68,7 @@ def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: 
                 ranks.standbys.start(config.workers)
                 ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
-            with stop_on_signals(run):  # only now: Ray sets a handler of its own when it starts
+            with stop_on_signals(run):  # after Ray has started and set its own handler
                 store = CheckpointStore(run.checkpoints)
                 outcome = ranks.train(lambda: newest_start(attempt, store, pass_over=False))
         state = "stopped" if outcome.stopped else "done"
@@ -86,9 +86,9 @@ def run_orchestrator(
     turn: Turn,
     at_once: Callable[[], None] | None = None,
 ) -> int:
-    """Ship batches until the trainer says that the run ends; returns the exit code.
+    """Ship batches until the trainer announces the last policy; returns the exit code.
 
-    `at_once` is called when a signal asks to stop for the second time.
+    `at_once` is called on the second stop signal.
     """
     turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop")
     from cairn.inference.pool.server_pool import ServerPool
@@ -101,14 +101,14 @@ def run_orchestrator(
             await asyncio.sleep(heartbeat.INTERVAL)
 
     async def serve() -> int:
-        progress = asyncio.create_task(show_progress())  # for as long as the event loop turns
+        progress = asyncio.create_task(show_progress())  # stops if the event loop is blocked
         try:
             async with ServerPool(
                 config.inference_url,
                 PoolSettings(
                     timeout=config.request_timeout,
                     retry_for=config.request_timeout,
-                    # Where generating and training take turns, no answer is in flight when weights change.
+                    # If generation and training alternate, no answer is in flight when weights change.
                     keep_cache=config.max_off_policy_steps > 0 and not config.recompute_kv_cache,
                 ),
                 servers_file=run.servers,
@@ -131,9 +131,9 @@ def run_orchestrator(
 
 
 def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
-    """A server for one run, whose model is resolved already; returns the exit code.
+    """Run a server for one run, whose model is already resolved; returns the exit code.
 
-    The run's last step may need it, so it heeds only its launcher's signal.
+    It ignores stop signals and heeds only its launcher's, because the run's last step may still need it.
     """
     from cairn.inference.server import run as serve
 

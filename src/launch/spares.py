@@ -1,4 +1,4 @@
-"""Spare workers of the trainer: all imported, nothing allocated, ready to take a dead rank's place."""
+"""Spare workers of the trainer: everything imported, nothing allocated, ready to take a dead rank's place."""
 
 import logging
 from dataclasses import dataclass
@@ -18,11 +18,11 @@ class _Spare:
     name: str
     process: RankProcess
     preparing: "ray.ObjectRef[None] | None"
-    """None once it is ready."""
+    """Future of its preparation; None once it is ready."""
 
 
 class Spares:
-    """Keeps up to `config.spare_workers` of them; in roles.json they are `name`0, `name`1, ..."""
+    """Keeps up to `config.spare_workers` spares; in roles.json they are named `name`0, `name`1, ..."""
 
     def __init__(self, config: TrainerBase, run: RunDirectory, name: str = "trainer_spare"):
         self.config = config
@@ -33,7 +33,7 @@ class Spares:
         self._failed = 0
 
     def start(self, count: int) -> None:
-        """Start so many now; they get ready in the background."""
+        """Start `count` spares now; they prepare in the background."""
         for _ in range(count):
             name = f"{self.name}{self._started}"
             self._started += 1
@@ -41,21 +41,21 @@ class Spares:
             self._all.append(_Spare(name, process, process.prepare(self.config)))
 
     def tend(self) -> None:
-        """Start those that are missing, and note which have become ready; call it now and then.
+        """Start missing spares, and record which have become ready; call it regularly.
 
-        One that fails to get ready is not tried again: a fresh worker is then all there is.
+        A spare that fails to prepare is not started again; a dead rank then gets a fresh worker.
         """
         self.start(self.config.spare_workers - len(self._all) - self._failed)
         self._note_ready()
 
     def wait_ready(self, seconds: float) -> None:
-        """Wait until those that were started are ready, but no longer than that."""
+        """Wait at most `seconds` until all started spares are ready."""
         preparing = [spare.preparing for spare in self._all if spare.preparing]
         ray.wait(preparing, num_returns=len(preparing), timeout=seconds)
         self._note_ready()
 
     def take(self, node: str | None) -> RankProcess | None:
-        """One that is ready and alive on `node` (None: on any), if there is one; it is no spare any more."""
+        """Remove and return a ready, living spare on `node` (None: any node), or None if there is none."""
         self._note_ready()
         for spare in list(self._all):
             about = spare.process.about

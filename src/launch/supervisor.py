@@ -1,4 +1,4 @@
-"""Runs the roles of an attempt, each in a process and a session of its own, and sees them through."""
+"""Runs the roles of an attempt, each in its own process and session, until the run ends."""
 
 import threading
 import time
@@ -19,15 +19,14 @@ from cairn.run.output import outlive_terminal
 
 
 def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: RunConfig) -> int:
-    """Start the roles, start those again that die, and stop what is left at the end; returns the exit code.
+    """Start the roles, restart those that die, stop the rest at the end; returns the exit code.
 
-    Once the run was asked to stop, nothing is started any more: what is in no checkpoint yet is saved as far
-    as the living roles can.
+    Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
 
     Raises:
         RoleFailed: a role failed for good.
-        StartDamaged: what the trainer has to go on from is damaged.
-        KeyboardInterrupt: the user asked a second time to stop.
+        StartDamaged: the checkpoint that the trainer must resume from is damaged.
+        KeyboardInterrupt: the user asked to stop a second time.
     """
     outlive_terminal()
     local_ray = KINDS[attempt.command].trainer(config).ray.address is None
@@ -64,9 +63,9 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
 
 
 def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
-    """Why a run that was asked to stop need not wait: nothing is unsaved, or no role is left to save it.
+    """Why a stopping run has nothing to wait for: nothing is unsaved, or no role is left that could save it.
 
-    A trainer that has ended by itself has said how it went.
+    A trainer that has exited by itself has reported its outcome.
     """
     trainer = roles["trainer"]
     if trainer.lost:
@@ -77,11 +76,11 @@ def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
     rank = entries.get("trainer_rank0") if entries else None
     if entries is None or (rank and rank.state in ("done", "stopped")):
         return None
-    if rank and rank.state == "failed":  # its driver is about to end, or was about to replace it
+    if rank and rank.state == "failed":  # its driver is about to exit, or was about to replace it
         return RANK_DIED
     beat = read_note(run.heartbeat("trainer_rank0"), Beat)
     if not (rank and beat and rank.state == "running" and beat.pid == rank.pid and beat.unsaved):
-        return "no step was under way"
-    if beat.waiting:  # for a role that does not come back
+        return "no step was in progress"
+    if beat.waiting:  # for a role that will not return
         return next((role.lost for role in roles.values() if role.lost), None)
     return None

@@ -1,5 +1,5 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-"""What a process of the trainer does, as a Ray actor; its driver holds it as a `RankProcess`."""
+"""The trainer's worker process: a Ray actor. Its driver holds it as a `RankProcess`."""
 
 import gc
 import os
@@ -18,7 +18,7 @@ from cairn.run.processes import die_after, in_background
 
 @dataclass(frozen=True)
 class WorkerProcess:
-    """Where a worker runs: its process id, its Ray node, that node's name, and its GPU, if it holds one."""
+    """A worker's process id, its Ray node's id and name, and its GPU, if it has one."""
 
     pid: int
     node: str
@@ -28,10 +28,10 @@ class WorkerProcess:
 
 @dataclass(frozen=True)
 class Assignment:
-    """The rank that a worker is to be.
+    """The rank that a worker takes.
 
-    address, port: where the ranks meet. gpu: the one to use, which Ray has given to this process or to one
-    whose place it takes. name: under which it gives its signs of life. log: the file that its output goes to.
+    address, port: where the ranks meet. gpu: the one to use; Ray assigned it to this process or to the one it
+    replaces. name: its name in heartbeats/ and roles.json. log: file for its output.
     """
 
     rank: int
@@ -45,25 +45,25 @@ class Assignment:
 
 @ray.remote(max_restarts=0)
 class Worker:
-    """One rank of the trainer, or a spare for one."""
+    """A process that trains as one rank, or waits as a spare."""
 
     def __init__(self, log: str, driver: int, host: str):
-        """Send everything that this process prints to `log`; end with process `driver` if `host` is ours.
+        """Redirect output to `log`, and die with process `driver` if that runs on `host`, this machine.
 
-        Ray ends it as well, but later, when others may be at work in the same run already.
+        Ray ends orphaned workers too, but later, when new workers may already be running in the same run.
         """
         _log_to(log)
         if host == socket.gethostname():
             die_after(driver)
 
     def process(self) -> WorkerProcess:
-        """What process this is; answers at once unless it is busy."""
+        """This process's id and node; answers at once unless the process is busy."""
         gpus = ray.get_gpu_ids()
         node = ray.get_runtime_context().get_node_id()
         return WorkerProcess(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
 
     def prepare(self, config: TrainerBase) -> None:
-        """Import what training needs, with low priority: other ranks train meanwhile."""
+        """Import what training needs, at low priority because other ranks are training."""
 
         def prepare() -> None:
             from cairn.trainer.warm import warm_up
@@ -73,14 +73,14 @@ class Worker:
         in_background(prepare)
 
     def address(self) -> tuple[str, int]:
-        """This node's address and a port that is free on it, for the ranks to meet at."""
+        """This node's address and a free port, where the ranks can meet."""
         address = get_node_ip_address()
         with socket.socket() as probe:
             probe.bind((address, 0))
             return address, probe.getsockname()[1]
 
     def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> Outcome:
-        """Join the other ranks and train; afterwards it can be called again."""
+        """Join the other ranks and train; can be called again afterwards."""
         _log_to(rank.log)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank.rank), str(rank.world_size)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rank.address, str(rank.port)
@@ -103,12 +103,12 @@ class Worker:
                 finally:
                     group.leave()
         finally:
-            gc.collect()  # of a model that was given up, before the next one is loaded
+            gc.collect()  # free the abandoned model before the next one is loaded
             heartbeat.doing("waiting for the trainer's driver", waiting=True)
 
 
 def _index_of(gpu: str | None) -> int:
-    """Under which number this process sees a GPU of this node."""
+    """The index under which this process sees a GPU of this node."""
     if gpu is None or ray.get_gpu_ids():
         return 0
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
@@ -116,7 +116,7 @@ def _index_of(gpu: str | None) -> int:
 
 
 def _log_to(log: str) -> None:
-    """Send everything that this process prints to `log`."""
+    """Redirect this process's standard output and error to `log`."""
     os.makedirs(os.path.dirname(log), exist_ok=True)
     fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     os.dup2(fd, 1)

@@ -1,8 +1,8 @@
-"""Checksums of tensors: by these a server shows that it holds what the trainer published.
+"""Checksums of tensors, with which a server proves that it holds what the trainer published.
 
-A tensor's checksum is the sum of the 64-bit words of its bytes, modulo 2^64. So it is the sum of those of its
-parts, whichever rank has them, and a device computes it at the speed of its memory, without a copy. Values
-that have moved by whole words within a tensor go unnoticed; those the probe notices.
+A tensor's checksum is the sum of the 64-bit words of its bytes, modulo 2^64. So the checksums of its parts,
+on whichever ranks, add up to it, and a device computes it at memory speed without a copy. A permutation of
+whole words within a tensor goes unnoticed here, but the probe notices it.
 """
 
 from collections.abc import Iterable, Mapping
@@ -15,16 +15,16 @@ from cairn.run.files import read_json, write_json
 
 FILE = "checksums.json"
 WORD = 8
-"""Bytes."""
+"""Bytes of a word."""
 
 
 def checksum(values: torch.Tensor, first_byte: int = 0) -> int:
-    """What `values` contribute to the checksum of the tensor in which they begin at `first_byte`."""
+    """The contribution of `values` to the checksum of their tensor, in which they begin at `first_byte`."""
     return wrapped([int(contribution(values, first_byte))])
 
 
 def checksums(tensors: Mapping[str, Stored], rank: int) -> dict[str, int]:
-    """What this rank's values contribute to the checksums of `tensors`, by name."""
+    """The contributions of this rank's values to the checksums of `tensors`, by name."""
     sums: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
         share = share_of(name, tensor, rank)
@@ -44,7 +44,7 @@ def share_contribution(share: Share, flat: torch.Tensor) -> torch.Tensor:
 
 
 def as_numbers(contributions: Mapping[str, torch.Tensor]) -> dict[str, int]:
-    """The numbers that stand for `contributions`; waits for the device once."""
+    """The contributions as Python integers; waits for the device once."""
     if not contributions:
         return {}
     values = torch.stack(list(contributions.values())).tolist()
@@ -52,12 +52,12 @@ def as_numbers(contributions: Mapping[str, torch.Tensor]) -> dict[str, int]:
 
 
 def wrapped(contributions: Iterable[int]) -> int:
-    """The checksum of what these contribute."""
+    """The checksum that these contributions add up to."""
     return sum(contributions) % (1 << 8 * WORD)
 
 
 def merged(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    """The checksums of tensors of which each of `ranks` has contributed a part."""
+    """The checksums of tensors, from the contributions of each of `ranks`."""
     whole: dict[str, int] = {}
     for sums in ranks:
         for name, value in sums.items():
@@ -66,17 +66,17 @@ def merged(ranks: Iterable[Mapping[str, int]]) -> dict[str, int]:
 
 
 def write_checksums(folder: Path, sums: Mapping[str, int]) -> None:
-    """Put the checksums of a policy's tensors beside them."""
+    """Write the checksums of a policy's tensors into its folder."""
     write_json(folder / FILE, dict(sums))
 
 
 def remove_checksums(folder: Path) -> None:
-    """`folder` gets other tensors."""
+    """Remove the checksums, before `folder` gets other tensors."""
     (folder / FILE).unlink(missing_ok=True)
 
 
 def read_checksums(folder: Path) -> dict[str, int] | None:
-    """The checksums that `folder` has of its tensors; None if it has none.
+    """The checksums of the tensors in `folder`; None if there are none.
 
     Raises:
         DamagedFile: the file does not hold checksums.
@@ -85,7 +85,7 @@ def read_checksums(folder: Path) -> dict[str, int] | None:
 
 
 def contribution(values: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
-    """As `checksum`, but left on the device: an int64 whose bits are meant, not its sign."""
+    """Like `checksum`, but left on the device, as an int64 whose bits count, not its sign."""
     data = values.detach().reshape(-1).view(torch.uint8)
     head = min(-first_byte % WORD, len(data))
     body, rest = words(data[head:])
@@ -98,7 +98,7 @@ def contribution(values: torch.Tensor, first_byte: int = 0) -> torch.Tensor:
 
 
 def words(values: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The words of flat `values` as int64, and the bytes after the last whole one."""
+    """The whole words of flat `values` as int64, and the remaining bytes."""
     data = values.detach().view(torch.uint8)
     end = len(data) // WORD * WORD
     body = data[:end]

@@ -1,4 +1,4 @@
-"""What goes wrong between a run and its servers.
+"""Errors between a run and its servers.
 
 Imports neither torch nor vllm, so that any process can use it.
 """
@@ -7,20 +7,20 @@ from cairn.run.errors import CairnError
 
 
 class ServerUnavailable(CairnError):
-    """The server does not answer, or failed to do what it was asked for."""
+    """The server does not answer, or failed to do what it was asked to."""
 
 
 class ServerDisagrees(ServerUnavailable):
-    """The server does not compute what the trainer does, whose weights it was given."""
+    """The server computes other logprobs than the trainer from the same weights."""
 
 
 class WeightsAltered(ServerDisagrees):
-    """The weights that came to the server, or that it holds now, are not those that the trainer published."""
+    """The weights that the server received, or holds now, differ from those that the trainer published."""
 
 
 class WeightsRefused(CairnError):
-    """The server does not take the weights; unless it is unfit for updates it goes on with what it had."""
+    """The server refused the weights. It keeps serving the old ones, unless it is unfit for updates."""
 
 
 class WeightsGone(CairnError):
-    """The trainer that was to send the weights has newer ones; the server goes on with those that it had."""
+    """The trainer no longer has the requested weights, only newer ones; the server keeps the old ones."""

@@ -1,4 +1,4 @@
-"""What a server is asked for, and what it samples from a policy.
+"""Requests to a server, and its answers.
 
 Imports neither torch nor vllm, so that any process can use it.
 """
@@ -10,9 +10,9 @@ from dataclasses import dataclass
 class SamplingParams:
     """How a server continues a prompt.
 
-    max_tokens: longest continuation. n: how many of them. temperature: what logits are divided by. top_p:
-    probability of the most likely tokens that are sampled from. seed: continuation i draws from `seed + i`;
-    None draws at random. stop_token_ids: tokens that end a continuation.
+    max_tokens: maximum length. n: number of continuations. temperature: divisor of the logits. top_p: sample
+    from the most likely tokens with this total probability. seed: continuation i uses `seed + i`; None is
+    random. stop_token_ids: tokens that end a continuation.
     """
 
     max_tokens: int
@@ -36,9 +36,9 @@ class VersionSpan:
 class Generation:
     """One sampled continuation of a prompt.
 
-    `logprobs[i]` is the natural-log probability with which `token_ids[i]` was sampled: after temperature and
-    top-p. The spans of `weight_versions` are in order and cover every token. `finish_reason` is `"stop"` (end
-    token, which is in `token_ids`), `"length"`, or `"abort"` (cut short by a server that is stopping).
+    `logprobs[i]` is the natural logarithm of the probability with which `token_ids[i]` was sampled, after
+    temperature and top-p. `weight_versions` are consecutive spans that cover every token. `finish_reason` is
+    `"stop"` (an end token, included in `token_ids`), `"length"`, or `"abort"` (the server is stopping).
     """
 
     token_ids: list[int]

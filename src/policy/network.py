@@ -1,18 +1,17 @@
 # torch.distributed exports neither stores nor the types of process groups.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
-"""How policies get from the trainer's memory straight into the servers': NCCL between GPUs, else gloo.
+"""Transfers policies from the trainer's memory into the servers': over NCCL between GPUs, else over gloo.
 
-Every trainer rank hosts a store, at which any server may ask at any time for the policy that the rank holds.
-The rank sends its shards while training goes on: weights change in the optimiser's step only, which waits
-until no server reads them any more. So policies are neither copied nor written to disk for servers, and a
-server that joins late gets the current policy too.
+Every trainer rank hosts a store, at which a server may ask at any time for the policy that the rank holds.
+The rank sends its shards while training continues: weights change only in `optimizer.step()`, which waits
+until no server is reading them. So policies are neither copied nor written to disk for servers, and a server
+that joins late gets the current policy too.
 
-Each pair of a server and a rank is a process group. The two agree over the store, with these keys after the
-pair's number:
-`hello` (in which order and data type the server wants the tensors), then for each policy i `ask/i` (its
-step), `answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` once all ranks said yes, else `no`). Then come
-the tensors, and under `sums/i` the checksums of what the rank has sent. The rank's half is in `sender.py`,
-the server's in `receiver.py`.
+Each pair of a server and a rank is a process group. The two communicate through the store, with these keys
+after the pair's number: `hello` (the server's order of tensors and data type), then for each policy i `ask/i`
+(its step), `answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` if all ranks said yes, else `no`). Then
+the tensors are sent, and `sums/i` holds the checksums of what the rank has sent. The rank's half is in
+`sender.py`, the server's in `receiver.py`.
 """
 
 from datetime import timedelta
@@ -24,16 +23,16 @@ import torch.distributed as dist
 from cairn.policy.rendezvous import address_towards
 
 PATIENCE = timedelta(seconds=60)
-"""Timeout of each operation between the two."""
+"""Timeout of each transfer operation between rank and server."""
 ANSWER = timedelta(seconds=10)
-"""Timeout of a server's wait for a rank's answer; the server generates nothing meanwhile."""
+"""Timeout of a server's wait for a rank's answer; the server generates nothing while it waits."""
 
 PairGroup = Union["dist.ProcessGroupGloo", "dist.ProcessGroupNCCL"]
 """The process group of one rank and one server."""
 
 
 def join_pair(store: dist.Store, pair: int, rank: int, host: str, device: torch.device) -> PairGroup:
-    """The group of a rank, which is 0 in it, and a server; `host` is the rank's address."""
+    """The process group of a rank (rank 0 in the group) and a server; `host` is the rank's address."""
     prefixed = dist.PrefixStore(f"{pair}/group", store)
     if device.type == "cuda":
         options = dist.ProcessGroupNCCL.Options()

@@ -1,6 +1,6 @@
 # torch.distributed exports neither stores nor what process groups can do.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
-"""The server's half of sending policies from memory to memory; `network.py` has the protocol."""
+"""The server's half of the transfer from memory to memory; see `network.py` for the protocol."""
 
 import json
 from collections.abc import Iterator
@@ -16,25 +16,26 @@ from cairn.policy.source import Rank, Source
 
 
 class WeightReceiver:
-    """Gets policies from trainers' memory.
+    """Receives policies from the memory of trainers.
 
     Args:
-        device: where the tensors are wanted.
+        device: device for the received tensors.
     """
 
     def __init__(self, device: torch.device):
         self._device = device
         self._pairs: dict[tuple[Any, ...], _Pair] = {}
         self.sent: dict[str, int] = {}
-        """The checksums of the tensors as the ranks sent them, once all have been received."""
+        """The checksums of the tensors as the ranks sent them; complete once all tensors are received."""
 
     def receive(
         self, source: Source, groups: list[list[str]], dtype: torch.dtype
     ) -> Iterator[dict[str, torch.Tensor]]:
-        """Agree with the ranks of `source`; then iterating gets the tensors, one of `groups` at a time.
+        """Agree with the ranks of `source`; the iterator then receives the tensors, one of `groups` at a
+        time.
 
         Raises:
-            Gone, NotThere: nothing has been sent. While iterating: RuntimeError.
+            Gone, NotThere: nothing was sent. RuntimeError while iterating: the transfer broke off.
         """
         names = [name for group in groups for name in group]
         answers: list[str] = []
@@ -47,16 +48,16 @@ class WeightReceiver:
             try:
                 for pair in pairs:
                     answers.append(pair.ask(source.step))
-            finally:  # whoever said yes keeps its weights as they are until it is told
+            finally:  # a rank that said yes doesn't update its weights before this
                 for pair in pairs[: len(answers)]:
                     pair.go(answers == ["yes"] * len(pairs))
         except (RuntimeError, OSError) as error:
             self.forget()
             raise NotThere(f"the trainer does not answer: {error}") from None
         if "gone" in answers:
-            raise Gone(f"the trainer has a newer policy than that of step {source.step}")
+            raise Gone(f"the trainer already has a newer policy than that of step {source.step}")
         if "early" in answers:
-            raise NotThere(f"the trainer has not come to step {source.step} again")
+            raise NotThere(f"the trainer has not recomputed step {source.step} yet")
         return self._tensors(source, groups, dtype, pairs)
 
     def _tensors(
@@ -77,12 +78,12 @@ class WeightReceiver:
             raise
 
     def forget(self) -> None:
-        """Give up all connections; the next request makes new ones."""
+        """Close all connections; the next request opens new ones."""
         self._pairs.clear()
 
 
 class _Pair:
-    """A server's connection to one rank."""
+    """A server's connection to one trainer rank."""
 
     def __init__(self, rank: Rank, names: list[str], dtype: torch.dtype, device: torch.device):
         self._store = dist.TCPStore(rank.host, rank.port, timeout=ANSWER)
@@ -93,13 +94,13 @@ class _Pair:
         self.group = join_pair(self._store, self._pair, 1, rank.host, device)
 
     def ask(self, step: int) -> str:
-        """Ask for the policy after `step` steps; returns the answer."""
+        """Ask for the policy after `step` steps; returns the rank's answer."""
         self._request += 1
         self._store.set(f"{self._pair}/ask/{self._request}", str(step))
         return self._store.get(f"{self._pair}/answer/{self._request}").decode()
 
     def go(self, yes: bool) -> None:
-        """Have the tensors sent, or not."""
+        """Tell the rank whether to send the tensors."""
         self._store.set(f"{self._pair}/go/{self._request}", "yes" if yes else "no")
 
     def receive(self, flat: torch.Tensor, ranges: list[tuple[int, int]]) -> None:
@@ -114,5 +115,5 @@ class _Pair:
                 place.copy_(values)
 
     def sums(self) -> dict[str, int]:
-        """What the rank has sent of each tensor's checksum."""
+        """The rank's contributions to the checksums of the tensors that it has sent."""
         return json.loads(self._store.get(f"{self._pair}/sums/{self._request}"))

@@ -1,12 +1,12 @@
-"""Why a server has not taken a policy, as its processes tell each other."""
+"""The reasons for which a server has not loaded a policy, as its processes report them to each other."""
 
 from typing import ClassVar
 
 
 class Unchanged(RuntimeError):
-    """Why a process of a server has not loaded weights; those that it had are as they were.
+    """A process of a server has not loaded the weights, and still has the old ones; the message says why.
 
-    The message begins with the `mark` of its kind: vLLM hands errors from process to process as text.
+    The message begins with the `mark` of the class, because vLLM passes errors between processes as text.
     """
 
     mark: ClassVar[str]
@@ -16,7 +16,7 @@ class Unchanged(RuntimeError):
 
 
 class Unfit(RuntimeError):
-    """The server can't be given other weights; it may have some of them now."""
+    """The server can't load weights any more; its present ones may be partly new."""
 
     mark = "server unfit for updates: "
 
@@ -25,7 +25,7 @@ class Unfit(RuntimeError):
 
 
 class NotHeld(RuntimeError):
-    """The server's tensors are not those that the trainer published; it may have some of either now."""
+    """The server's tensors differ from those that the trainer published; they may be partly old."""
 
     mark = "other weights than published: "
 
@@ -34,13 +34,13 @@ class NotHeld(RuntimeError):
 
 
 class Altered(Unchanged):
-    """The tensors that came are not those that the trainer published."""
+    """The received tensors differ from those that the trainer published."""
 
     mark = "weights altered on the way: "
 
 
 class Gone(Unchanged):
-    """The trainer has a newer policy by now."""
+    """The trainer already has a newer policy."""
 
     mark = "weights gone: "
 

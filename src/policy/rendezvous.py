@@ -1,6 +1,6 @@
 # torch.distributed exports no stores.
 # pyright: reportPrivateImportUsage=false
-"""Where processes find each other to exchange tensors: a small key-value store that one of them hosts."""
+"""A small key-value store, hosted by one process, in which others find it to exchange tensors."""
 
 import socket
 
@@ -8,9 +8,10 @@ import torch.distributed as dist
 
 
 def host_store(host: str, port: int = 0, world_size: int | None = None) -> dist.TCPStore:
-    """Host a store at `host`, on a free port unless told which; PyTorch's own would listen on every network.
+    """Host a store on `host`, on a free port unless one is given; PyTorch's own would listen on every
+    network.
 
-    With a world size it waits for as many users.
+    With `world_size`, it waits for that many clients.
     """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     listening = socket.create_server((host, port), family=family)
@@ -22,7 +23,7 @@ def host_store(host: str, port: int = 0, world_size: int | None = None) -> dist.
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the network by which it reaches `host`; sends nothing."""
+    """This machine's address on the network towards `host`; sends nothing."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
         probe.connect((host, 9))

@@ -1,6 +1,6 @@
 # torch.distributed exports neither stores nor what process groups can do.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
-"""The trainer's half of sending policies from memory to memory; `network.py` has the protocol."""
+"""The trainer's half of the transfer from memory to memory; see `network.py` for the protocol."""
 
 import contextlib
 import itertools
@@ -23,22 +23,22 @@ from cairn.policy.source import Rank, Source
 logger = logging.getLogger(__name__)
 
 MEET_SECONDS = 0.05
-"""Between two looks of a rank for servers that have connected."""
+"""Seconds between two checks for newly connected servers."""
 FOREVER = timedelta(days=365)
 """Timeout of the wait for a server's next request. `close` ends it by storing END under the awaited key."""
 END = "end"
 END_SECONDS = 1.0
-"""How long `close` waits for each thread."""
+"""Seconds that `close` waits for each thread."""
 
 
 class WeightSender:
-    """Sends this rank's share of the current policy to whichever server asks.
+    """Sends this rank's share of the current policy to any server that asks.
 
     Args:
-        tensors: by Hugging Face name; they are changed in place, between `withdraw` and `offer` only.
+        tensors: by Hugging Face name; changed in place, but only between `withdraw` and `offer`.
         rank: this rank's number.
-        host: its address, at which the servers reach it.
-        device: where the tensors are.
+        host: the address at which servers reach this rank.
+        device: device of the tensors.
     """
 
     def __init__(self, tensors: Mapping[str, Stored], *, rank: int, host: str, device: torch.device):
@@ -58,7 +58,8 @@ class WeightSender:
         self._offered: int | None = None
         """The step of the policy that the tensors hold; None while the optimiser changes them.
 
-        Servers that ask meanwhile are told `gone` and don't wait: a waiting reader would block the update.
+        Servers that ask meanwhile are told `gone` instead of waiting: a waiting reader would block the
+        update.
         """
         self._readers = 0
         self._changed: torch.cuda.Event | None = None
@@ -68,11 +69,11 @@ class WeightSender:
         self._threads[0].start()
 
     def source(self, step: int, ranks: list[Rank]) -> Source:
-        """The policy after `step` steps, which all of `ranks` offer."""
+        """The source of the policy after `step` steps, which all of `ranks` offer."""
         return Source(step, self._device.type, self._bytes, self._shapes, ranks)
 
     def offer(self, step: int) -> None:
-        """The tensors are the policy after `step` steps, and stay so until `withdraw`."""
+        """Offer the tensors as the policy after `step` steps; they must not change until `withdraw`."""
         if self._device.type == "cuda":
             self._changed = torch.cuda.Event()
             self._changed.record()
@@ -80,7 +81,7 @@ class WeightSender:
             self._newest = self._offered = step
 
     def withdraw(self) -> None:
-        """Send nothing from now on; returns when what was begun has been sent, or given up."""
+        """Stop offering; returns when transfers in progress are finished or given up."""
         with self._state:
             self._offered = None
             self._state.wait_for(lambda: not self._readers)
@@ -96,7 +97,7 @@ class WeightSender:
             self._store.set(key, END)
         for thread in self._threads:
             thread.join(END_SECONDS)
-        self._store = None  # closes it: a server that asks now fails at once
+        self._store = None  # closes the store, so that a server that asks fails at once
 
     def _meet(self) -> None:
         """Start a thread for each server that connects."""
@@ -108,7 +109,7 @@ class WeightSender:
             time.sleep(MEET_SECONDS)
 
     def _attend(self, pair: int) -> None:
-        """Answer the requests of one server, until one fails."""
+        """Answer one server's requests until one fails."""
         try:
             store = self._client()
             hello = json.loads(store.get(f"{pair}/hello"))
@@ -125,11 +126,11 @@ class WeightSender:
                     if store.get(f"{pair}/go/{request}") == b"yes":
                         sums = self._send(group, hello["names"], getattr(torch, hello["dtype"]))
                         store.set(f"{pair}/sums/{request}", json.dumps(sums))
-        except RuntimeError as error:  # the server asks anew, if it lives
-            logger.warning("a server is sent no more weights: %s", error)
+        except RuntimeError as error:  # a living server connects again
+            logger.warning("closing the connection to a server: %s", error)
 
     def _next(self, store: dist.TCPStore, key: str) -> str:
-        """What a server asks for next, under `key`; END if this sender ends instead."""
+        """The server's next request, under `key`; END if `close` was called."""
         with self._state:
             self._awaited.add(key)
             if self._ended:
@@ -140,7 +141,7 @@ class WeightSender:
 
     @contextlib.contextmanager
     def _reading(self, asked: int) -> Iterator[str]:
-        """The answer to a request for the policy after `asked` steps; a yes keeps the policy inside."""
+        """The answer to a request for policy `asked`; after a yes, the policy can't change in the context."""
         with self._state:
             past = "yes" if asked == self._offered else "gone"
             answer = past if asked <= self._newest else "early"
@@ -172,5 +173,5 @@ class WeightSender:
             return as_numbers(sums)
 
     def _client(self) -> dist.TCPStore:
-        """A connection of the calling thread's own: on a shared one, one's waiting blocks the others."""
+        """A connection for the calling thread: on a shared one, a waiting thread would block the others."""
         return dist.TCPStore(self.here.host, self.here.port, timeout=PATIENCE)

@@ -1,4 +1,4 @@
-"""The file by which a trainer names itself as the place where a policy's tensors are."""
+"""The file in a policy's folder that says from which trainer ranks to get its tensors."""
 
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,10 +11,10 @@ from cairn.run.versions import WEIGHT_SOURCE
 
 @dataclass(frozen=True)
 class Rank:
-    """Where a rank is asked, and what it sends of each tensor.
+    """A rank's address, and its share of each tensor.
 
-    ranges: by the tensor's name, of its values in row-major order: the first of some values that follow each
-    other, and how many they are. The values of all ranges come in one message, in this order.
+    ranges: by tensor name, (first value, number of values) of each range, in row-major order. The values of all
+    ranges are sent in one message, in this order.
     """
 
     host: str
@@ -24,7 +24,7 @@ class Rank:
 
 @dataclass(frozen=True)
 class Source:
-    """A policy of `bytes` bytes in the memory of the trainer's ranks, on devices of the type `device`."""
+    """A policy of `bytes` bytes in the memory of trainer ranks, whose devices are of type `device`."""
 
     step: int
     device: str
@@ -33,16 +33,16 @@ class Source:
     ranks: list[Rank]
 
     def write(self, folder: Path) -> None:
-        """Put it where `read_source` finds it."""
+        """Write the file that `read_source` reads."""
         write_json(folder / WEIGHT_SOURCE, asdict(self))
 
 
 def read_source(folder: Path) -> Source | None:
-    """What `folder` says of where its tensors are; None if it has them itself.
+    """The source of the policy in `folder`; None if the folder holds the tensors itself.
 
     Raises:
-        ValueError: it makes no sense.
-        DamagedFile: it is no JSON.
+        ValueError: the file's content is inconsistent.
+        DamagedFile: the file is not valid JSON.
     """
     content = read_json(folder / WEIGHT_SOURCE)
     return None if content is None else TypeAdapter(Source).validate_python(content)

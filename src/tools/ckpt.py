@@ -1,4 +1,4 @@
-"""`ckpt`: look at checkpoints and look after them, with or without a run around them."""
+"""The `ckpt` command: inspects and manages checkpoints, with or without a run around them."""
 
 import argparse
 import sys
@@ -31,50 +31,63 @@ from cairn.tools.ckpt_output import (
 
 
 def run() -> int:
-    """The command; returns the exit code."""
-    parser = argparse.ArgumentParser(prog="ckpt", description="Look at checkpoints and look after them.")
+    """Run the command; returns the exit code."""
+    parser = argparse.ArgumentParser(prog="ckpt", description="Inspect and manage the checkpoints of a run.")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
 
     def add(name: str, does: str, action: Callable[[argparse.Namespace], int]) -> argparse.ArgumentParser:
         command = commands.add_parser(name, help=does, description=does[0].upper() + does[1:] + ".")
-        command.add_argument("--json", action="store_true", help="print data for programs")
+        command.add_argument("--json", action="store_true", help="print JSON")
         command.set_defaults(action=action)
         return command
 
-    store_help = "a run, its checkpoints folder, or one step_N"
+    store_help = "an output folder, its checkpoints folder, or a step_N folder"
     add("list", "list the steps of a run", _list).add_argument("path", type=Path, help=store_help)
-    add("show", "print what a checkpoint says of itself", _show).add_argument(
-        "step", type=Path, help="a step_N"
+    add("show", "print a checkpoint's manifest", _show).add_argument(
+        "step", type=Path, help="a step_N folder"
     )
     add("verify", "check every byte; exit code 1 on damage", _verify).add_argument(
         "path", type=Path, help=store_help
     )
     diff = add("diff", "compare two checkpoints", _diff)
-    diff.add_argument("a", type=Path, help="a step_N")
+    diff.add_argument("a", type=Path, help="a step_N folder")
     diff.add_argument("b", type=Path, help="another")
     diff.add_argument(
-        "--top", type=int, default=10, help="how many tensors to print (default: 10; --json: all)"
+        "--top", type=int, default=10, help="number of tensors to print (default: 10; with --json: all)"
     )
-    trim = add("prune", "delete the steps that no rule keeps, and the debris of broken saves", _prune)
-    trim.add_argument("path", type=Path, help="a run or its checkpoints folder")
-    trim.add_argument("--dry-run", action="store_true", help="say what would be deleted, and delete nothing")
-    trim.add_argument("--pin", type=int, nargs="+", default=[], metavar="N", help="keep these steps for ever")
-    trim.add_argument("--unpin", type=int, nargs="+", default=[], metavar="N", help="take the pin away")
-    trim.add_argument("--abandoned", action="store_true", help="also delete the branches that rewinds left")
+    trim = add("prune", "delete steps that no retention rule keeps, and unfinished saves", _prune)
+    trim.add_argument("path", type=Path, help="an output folder or its checkpoints folder")
+    trim.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
+    trim.add_argument(
+        "--pin",
+        type=int,
+        nargs="+",
+        default=[],
+        metavar="N",
+        help="first pin these steps, to keep them for ever",
+    )
+    trim.add_argument(
+        "--unpin", type=int, nargs="+", default=[], metavar="N", help="first remove the pins of these steps"
+    )
+    trim.add_argument(
+        "--abandoned",
+        action="store_true",
+        help="also delete steps that were set aside when the run went back",
+    )
     for name in ("last", "every", "best"):
         trim.add_argument(f"--keep-{name}", type=int, metavar="N", help="as in [ckpt]; default: the run's")
     trim.add_argument("--metric", help="as in [ckpt]; default: the run's")
     trim.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
-    branch = add("fork", "start another run's folder from a checkpoint", _fork)
-    branch.add_argument("step", type=Path, help="a step_N")
-    branch.add_argument("output_dir", type=Path, help="the new run's folder, which has no checkpoints yet")
-    proof = add("audit", "prove what a run was trained on; exit code 1 on a violation", _audit)
-    proof.add_argument("run", type=Path, help="a run's folder; the run may be at work")
+    branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
+    branch.add_argument("step", type=Path, help="a step_N folder")
+    branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    proof = add("audit", "check that a run trained on everything exactly once; exit code 1 if not", _audit)
+    proof.add_argument("run", type=Path, help="an output folder; the run may be going on")
     arguments = parser.parse_args(sys.argv[1:])
     return arguments.action(arguments)
 
 
-# What a path means
+# Interpretation of paths
 
 
 def _store(path: Path) -> CheckpointStore:
@@ -87,7 +100,7 @@ def _store(path: Path) -> CheckpointStore:
             return store
     if (store := CheckpointStore(checkpoints_by(_run_config(path), path))).steps():
         return store
-    raise UsageError(f"{path}: there is no checkpoint here")
+    raise UsageError(f"{path}: there are no checkpoints here")
 
 
 def _run_config(path: Path) -> dict[str, Any]:
@@ -99,43 +112,43 @@ def _run_config(path: Path) -> dict[str, Any]:
 
 
 def _rules(path: Path) -> CkptConfig:
-    """The run's retention rules; without a run around the checkpoints, none.
+    """The run's retention rules; no rules if there is no run around the checkpoints.
 
     Raises:
-        CheckpointError: they can't be read.
+        CheckpointError: the rules can't be read.
     """
     fields = _run_config(path).get("ckpt") or {}
     try:
         return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
     except (ValueError, TypeError, AttributeError):
         raise CheckpointError(
-            f"{path}: config.json holds no valid section ckpt, which says what is kept; mend or remove it"
+            f"{path}: section ckpt of config.json (the retention rules) is invalid; repair or remove it"
         ) from None
 
 
 def _rules_and_pins(path: Path, store: CheckpointStore) -> tuple[CkptConfig, set[int]]:
-    """What keeps steps, as far as it can be read: for a list that is all that matters."""
+    """Retention rules and pins, as far as they can be read; enough for a listing."""
     rules, pinned = CkptConfig(), set()
     try:
         rules = _rules(path)
         pinned = pins(store)
     except CairnError as error:
-        say(f"warning: what keeps steps is not known: {error}", file=sys.stderr)
+        say(f"warning: the retention rules or pins can't be read: {error}", file=sys.stderr)
     return rules, pinned
 
 
 def _step(path: Path) -> Path:
-    """The folder of one step.
+    """The folder of a single step.
 
     Raises:
-        UsageError: it is none, or holds several.
+        UsageError: `path` is not a step, or holds several.
     """
     if not (path / FILE_NAME).exists():
         for root in (path / "checkpoints", path):
             if (latest := CheckpointStore(root).latest()) is not None:
                 raise UsageError(f"{path}: give one step, such as {CheckpointStore(root).folder(latest)}")
         try:
-            load_manifest(path)  # says what is wrong
+            load_manifest(path)  # raises an error that says what is wrong
         except CheckpointError as error:
             raise UsageError(str(error)) from None
     return path
@@ -158,7 +171,7 @@ def _list(arguments: argparse.Namespace) -> int:
             for folder in sorted(store.abandoned.glob("*/step_*"))
         ]
         rows += [
-            {"folder": str(link), "state": f"no step: a link to {link.readlink()}"} for link in store.links()
+            {"folder": str(link), "state": f"not a step: link to {link.readlink()}"} for link in store.links()
         ]
     if arguments.json:
         print_json(rows)
@@ -264,20 +277,20 @@ def _prune(arguments: argparse.Namespace) -> int:
 
 
 def _fork(arguments: argparse.Namespace) -> int:
-    from cairn.checkpoint.fork import fork  # imports numpy, which --help has no time for
+    from cairn.checkpoint.fork import fork  # imports numpy, which would slow down --help
 
     folder, forked = fork(_step(arguments.step), arguments.output_dir)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None
         print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})
     else:
-        say(f"{folder} is step {forked.step} of the new run {forked.run_id}; go on with")
+        say(f"{folder} is step {forked.step} of the new run {forked.run_id}; resume it with")
         say(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
     return 0
 
 
 def _audit(arguments: argparse.Namespace) -> int:
-    from cairn.tools.audit import audit  # imports numpy, which --help has no time for
+    from cairn.tools.audit import audit  # imports numpy, which would slow down --help
 
     report = audit(arguments.run)
     if arguments.json:

@@ -1,6 +1,7 @@
-"""What the `ckpt` commands print.
+"""The output of the `ckpt` commands.
 
-Text from a checkpoint is printed as it is: it is neither markup nor can it steer the terminal.
+Text from a checkpoint is printed literally: it is not interpreted as markup, and control characters are
+escaped.
 """
 
 import datetime
@@ -24,7 +25,7 @@ if TYPE_CHECKING:
     from cairn.tools.audit import Report
 
 WIDE = 1000
-"""Width of the output in columns where it does not go to a terminal."""
+"""Width of the output in columns if it is not a terminal."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -33,12 +34,12 @@ def say(text: str, file: TextIO | None = None) -> None:
 
 
 def print_json(value: Any) -> None:
-    """Data for programs."""
+    """Print a value as JSON."""
     print(json.dumps(value, indent=2))
 
 
 def _print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, header: bool = True) -> None:
-    """Columns side by side; a cell that the terminal is too narrow for goes on in the next line."""
+    """Print aligned columns; a cell that is too wide for the terminal continues on the next line."""
     table = Table(box=None, pad_edge=False, show_header=header, header_style="bold")
     for column in columns:
         table.add_column(Text(printable(column)), overflow="fold")
@@ -51,7 +52,7 @@ def _print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, he
 
 
 def print_list(rows: list[dict[str, Any]]) -> None:
-    """`ckpt list`."""
+    """Print the result of `ckpt list`."""
     values = {"loss": "loss", "reward": "reward/mean"}
     shown = [label for label, key in values.items() if any(key in row.get("metrics", {}) for row in rows)]
     cells, problems = [], []
@@ -86,7 +87,7 @@ def _age(created: str) -> str:
 
 
 def print_manifest(manifest: Manifest) -> None:
-    """`ckpt show`."""
+    """Print the result of `ckpt show`."""
     fields = manifest.model_dump(exclude={"files"})
     if manifest.parent:
         fields["parent"] = f"step {manifest.parent.step} of run {manifest.parent.run_id}"
@@ -96,7 +97,7 @@ def print_manifest(manifest: Manifest) -> None:
 
 
 def _value(value: Any) -> str:
-    """A value of a manifest or a configuration as a person writes it."""
+    """A value of a manifest or configuration as readable text."""
     if isinstance(value, dict):
         return "\n".join(f"{key}: {_value(inner)}" for key, inner in value.items()) or "none"
     if isinstance(value, list | tuple):
@@ -107,7 +108,7 @@ def _value(value: Any) -> str:
 
 
 def print_diff(report: dict[str, Any], *, top: int) -> None:
-    """`ckpt diff`; `top`: how many tensors."""
+    """Print the result of `ckpt diff`; `top`: number of tensors."""
     for side in ("a", "b"):
         about = report[side]
         say(f"{side}: {about['folder']}, step {about['step']} of run {about['run_id']}, {about['branch']}")
@@ -131,9 +132,9 @@ def print_diff(report: dict[str, Any], *, top: int) -> None:
 
 
 def print_prune(report: dict[str, Any]) -> None:
-    """`ckpt prune`."""
+    """Print the result of `ckpt prune`."""
     for problem in report["damaged"]:
-        say(f"damaged, and not counted as newest: {problem}")
+        say(f"damaged, so not counted as newest: {problem}")
     verb = "would delete" if report["dry_run"] else "deleted"
     for folder in [*report["deleted"], *report["debris"], *report["abandoned"]]:
         say(f"{verb} {folder}")
@@ -143,7 +144,7 @@ def print_prune(report: dict[str, Any]) -> None:
 
 
 def print_audit(report: "Report") -> None:
-    """`ckpt audit`."""
+    """Print the result of `ckpt audit`."""
     if report.last_step is not None:
         say(f"{report.run}: {report.command}, steps {report.first_step} to {report.last_step}")
     if report.checkpoints:

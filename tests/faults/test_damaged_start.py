@@ -50,7 +50,7 @@ def test_the_rank_that_loads_it_finds_it(shell: Shell, straight: Path, stopped: 
     output = shell.succeed(
         *SFT, *EVERY, "--max-steps", 12, "--output-dir", stopped, "--ckpt.resume", "latest"
     )
-    assert "the checkpoint of step 8 can't be gone on from: it is damaged" in output
+    assert "the checkpoint of step 8 is damaged: resuming from an earlier one" in output
     assert f"passing over a damaged checkpoint: {file}: changed between bytes 0 and" in output
     assert f"the newest good checkpoint is {step_folder(stopped, 4)}" in output
     assert steps(stopped) == [4, 8, 12]

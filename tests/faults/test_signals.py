@@ -302,7 +302,7 @@ def test_nothing_is_started_again_once_a_stop_is_asked_for(shell: Shell, tmp_pat
     assert "started again" not in finished.output
     if last > newest:
         assert f"step {last} could not be saved" in finished.output
-        assert f"--ckpt.resume auto goes on from step {newest}" in finished.output
+        assert f"--ckpt.resume auto resumes from step {newest}" in finished.output
     shell.succeed(*arguments, "--max-steps", last + 1, "--ckpt.resume", "auto")
     whole_rows(run, last + 1)
 

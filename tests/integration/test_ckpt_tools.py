@@ -171,7 +171,7 @@ def test_a_fork_is_a_run_of_its_own(ckpt, shell: Shell, run: Path, tmp_path: Pat
 def test_a_folder_without_checkpoints(ckpt, tmp_path: Path, command: str):
     """Exit code 2, and the folder's name."""
     finished = ckpt(command, tmp_path)
-    assert (finished.code, finished.output) == (2, f"error: {tmp_path}: there is no checkpoint here\n")
+    assert (finished.code, finished.output) == (2, f"error: {tmp_path}: there are no checkpoints here\n")
 
 
 def test_a_run_instead_of_a_step(ckpt, run: Path):
@@ -204,7 +204,7 @@ def test_a_run_goes_on_through_damaged_files(ckpt, shell: Shell, run: Path):
         assert output.count(f"now {'in ' if content else ''}{name}.damaged-1") == 1
     assert read(run / "roles.json")["number"] == 2
     found = json.loads(ckpt("audit", run, "--json").output)
-    assert [row["what"] for row in found["violations"]] == ["metrics.jsonl misses steps 4 to 4"]
+    assert [row["what"] for row in found["violations"]] == ["metrics.jsonl lacks steps 4 to 4"]
 
 
 def test_a_run_whose_folder_is_deleted_ends(shell: Shell, tmp_path: Path):

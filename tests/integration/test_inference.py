@@ -173,7 +173,7 @@ def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
             (replace(source, shapes=wrong), WeightsRefused, "model.norm.weight has shape"),
             (replace(source, device="cuda"), WeightsRefused, "--trainer.weight-transport to files"),
             (replace(source, step=2), WeightsGone, "a newer policy than that of step 2"),
-            (replace(source, step=4), ServerUnavailable, "has not come to step 4 again"),
+            (replace(source, step=4), ServerUnavailable, "has not recomputed step 4 yet"),
         ):
             with pytest.raises(error, match=message):
                 await push(changed)

@@ -254,7 +254,9 @@ def test_steps_set_aside_are_never_gone_on_with(shell: Shell, sft: tuple, rewoun
     end = ("--max-steps", 30, "--output-dir", rewound.run)
     ended = shell.run(*sft, *end, "--ckpt.resume", which)
     assert ended.code == {"latest": 2, "auto": 0}[which]
-    assert {"latest": "goes on from step 30", "auto": "is step 30 of --max-steps 30"}[which] in ended.output
+    assert {"latest": "the run resumes from step 30", "auto": "is step 30 of --max-steps 30"}[
+        which
+    ] in ended.output
     assert steps(rewound.run) == [20, 30]
     whole_rows(rewound.run, 30)
 
@@ -300,7 +302,7 @@ def test_weights_alone_after_each_step(shell: Shell, sft: tuple, straight: Path,
     assert {Path(name).parts[0] for name in manifest["files"]} == {"model"}
     refused = shell.run(*sft, "--ckpt.resume-step", 22, "--max-steps", 40, "--output-dir", run)
     assert refused.code == 2
-    assert "holds weights only, so this run can't go on from it" in refused.output
+    assert "holds weights only, so this run can't resume from it" in refused.output
     assert f"--model.name {step_folder(run, 22)}" in refused.output
 
 

@@ -287,7 +287,7 @@ def test_a_model_without_weights(refused: Refused, tmp_path: Path):
     data = f'[data]\nname = "{CONFIGS}/sft.jsonl"\n'
     file = write(tmp_path / "sft.toml", f'[model]\nname = "{model}"\n{data}')
     message = refused("sft", "@", file, "--output-dir", tmp_path / "run")
-    assert f"--model.name {model}: there are no safetensors weights" in message
+    assert f"--model.name {model}: it has no safetensors weights" in message
     assert "--model.init-seed" in message
 
 
@@ -411,7 +411,7 @@ def test_nothing_is_left_to_do(refused: Refused, trained: Path, tmp_path: Path):
     for steps in (200, 150):
         message = refused("sft", *SFT, *run, "--max-steps", steps)
         assert f"--max-steps {steps}" in message
-        assert "goes on from step 200" in message
+        assert "the run resumes from step 200" in message
 
 
 def test_a_run_that_is_complete(call: Callable[..., Finished], trained: Path, tmp_path: Path):
@@ -432,7 +432,7 @@ def test_no_more_steps_than_are_done(refused: Refused, trained: Path, tmp_path: 
     run = ("--output-dir", copy(trained, tmp_path / "run"), "--ckpt.resume-step", 100)
     message = refused("sft", *SFT, *run, "--max-steps", 100)
     assert "--max-steps 100" in message
-    assert "goes on from step 100" in message
+    assert "the run resumes from step 100" in message
 
 
 def test_a_step_that_is_not_there(refused: Refused, trained: Path, tmp_path: Path):
@@ -488,7 +488,7 @@ def test_a_step_that_was_never_committed_is_not_there(refused: Refused, trained:
     end = ("--output-dir", run, "--max-steps", 100)
     message = refused("sft", *SFT, *end, "--ckpt.resume-step", 200)
     assert "there are the steps 100" in message
-    assert "goes on from step 100" in refused("sft", *SFT, *end, "--ckpt.resume", "latest")
+    assert "the run resumes from step 100" in refused("sft", *SFT, *end, "--ckpt.resume", "latest")
 
 
 def test_a_damaged_step(refused: Refused, trained: Path, tmp_path: Path):
@@ -514,7 +514,7 @@ def test_a_damaged_step_is_passed_over(
     finished = call("sft", *SFT, "--output-dir", run, "--max-steps", 100, "--ckpt.resume", which)
     assert finished.code == (2 if which == "latest" else 0)
     assert str(file) in finished.output
-    assert ("goes on from step 100" if which == "latest" else "is step 100 of") in finished.output
+    assert ("the run resumes from step 100" if which == "latest" else "is step 100 of") in finished.output
     assert everything_in(tmp_path) == before
 
 
@@ -590,7 +590,7 @@ def test_a_folder_that_another_run_is_at_work_in(shell: Shell, tmp_path: Path):
     before = everything_in(tmp_path)
     finished = shell.run("sft", *SFT, "--output-dir", run.path)
     assert finished.code == 2
-    assert f"--output-dir {run.path}: another run is at work in it" in finished.output
+    assert f"--output-dir {run.path}: another process is running in it" in finished.output
     assert everything_in(tmp_path) == before
 
 

@@ -115,7 +115,7 @@ def test_a_step_can_have_a_damaged_manifest(run: RunDirectory):
 
 
 def test_what_is_no_run_directory_is_refused(run: RunDirectory, tmp_path: Path):
-    with pytest.raises(cairn.UsageError, match="is no run directory"):
+    with pytest.raises(cairn.UsageError, match="is not a run directory"):
         cairn.Run(tmp_path)
     with pytest.raises(cairn.UsageError, match=r"cairn\.load_checkpoint"):
         cairn.Run(tmp_path / "steps" / "step_1")
@@ -174,7 +174,7 @@ def test_a_damaged_checkpoint_is_not_loaded(run: RunDirectory):
     path.write_bytes(content)
     with pytest.raises(cairn.CairnError, match=r"optimizer\.safetensors"):
         cairn.load_checkpoint(run.path.parent / "steps" / "step_2")
-    with pytest.raises(cairn.UsageError, match=r"no manifest\.json in it"):
+    with pytest.raises(cairn.UsageError, match=r"no manifest\.json"):
         cairn.load_checkpoint(run.path)
 
 
@@ -210,7 +210,7 @@ def test_a_dict_or_a_configuration_will_do():
     ("config", "settings", "message"),
     [
         (CONFIG, {"max_step": 20}, "did you mean --max-steps?"),
-        (CONFIG, {"max_steps": -1}, "--max-steps: it is -1, and must be"),
+        (CONFIG, {"max_steps": -1}, "--max-steps: it is -1, but must be"),
         (CONFIG, {"ckpt": {"intervall": 3}}, "did you mean --ckpt.interval?"),
         ({"model": {"name": "m"}}, {}, "sft needs --data.name"),
         ("nowhere.toml", {}, "nowhere.toml: configuration file not found"),

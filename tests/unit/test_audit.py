@@ -343,7 +343,7 @@ def test_retention_may_have_deleted_a_parent(run: Run):
     (run.path / "checkpoints/step_2/manifest.json").unlink()
     report = run.audit()
     assert report.ok
-    assert "step 4 goes on from step 2, which is gone" in report.notes[0]
+    assert "step 4 continues from step 2, which does not exist" in report.notes[0]
     run.write("config.json", {"ckpt": {"keep_last": 1}})
     assert run.audit().notes == []
 
@@ -467,7 +467,7 @@ def test_without_a_ledger_nothing_is_proved(run: Run):
 
 def test_a_folder_that_is_no_run(tmp_path: Path):
     """Is named."""
-    with pytest.raises(UsageError, match=f"{tmp_path}: is no run directory"):
+    with pytest.raises(UsageError, match=f"{tmp_path}: is not a run directory"):
         audit(tmp_path)
 
 

@@ -258,7 +258,7 @@ def test_too_many_steps_done_again(run: ChaosRun):
     """An interval, and those that are done while one checkpoint is written; more if one was damaged."""
     run.result.recomputed = [4, 7, 1]
     run._check_recomputed()
-    assert run.result.violations == ["7 steps were done again, and saves fall due every 3 steps"]
+    assert run.result.violations == ["7 steps were recomputed, but saves are due every 3 steps"]
     run.result.violations.clear()
     run.watch.fell_back = True
     run._check_recomputed()
@@ -303,5 +303,5 @@ def test_what_a_run_leaves_is_audited(run: ChaosRun):
     """A folder in which nothing was trained keeps no promise."""
     run.path.mkdir()
     run._conclude()
-    assert any("is no run directory" in violation for violation in run.result.violations)
+    assert any("is not a run directory" in violation for violation in run.result.violations)
     assert "the newest checkpoint is step None" in run.result.violations

@@ -81,10 +81,10 @@ def test_a_link_is_no_step(ckpt, tmp_path: Path, store: CheckpointStore):
     (store.root / "abandoned").mkdir()
     (store.root / "abandoned" / "before_attempt_2").symlink_to(debris.parent)
     assert (store.steps(), store.latest(), store.debris(), store.exists(9)) == ([2, 4, 6], 6, [], False)
-    assert "no step: a link to" in ckpt("list", store.root.parent).output
+    assert "not a step: link to" in ckpt("list", store.root.parent).output
     assert ckpt("prune", store.root.parent, "--keep-last", 1, "--abandoned").code == 0
     assert (store.steps(), len(store.links())) == ([6], 3)
-    with pytest.raises(Exception, match="step_9 is a link, and a step is a folder of its own"):
+    with pytest.raises(Exception, match="step_9 is a link, but a step must be a real folder"):
         commit(store, 9)
     shutil.rmtree(store.root / "abandoned")
     (store.root / "abandoned").symlink_to(tmp_path / "other")
@@ -130,8 +130,8 @@ def test_a_fork_is_committed_as_any_step_is(ckpt, tmp_path: Path, store: Checkpo
     ("run/checkpoints/step_4/model/new", "lies in the checkpoint itself"),
     ("link/step_4", "lies in the checkpoint itself"),
     ("run", "has checkpoints already"),
-    ("file", "is no folder"),
-    ("file/new", "is no folder"),
+    ("file", "is not a folder"),
+    ("file/new", "is not a folder"),
     ("begun", "a run has begun here"),
 ])  # fmt: skip
 def test_a_fork_to_where_something_is_leaves_it_alone(ckpt, tmp_path, store, where: str, why: str):
@@ -248,7 +248,7 @@ def test_without_its_rules_a_prune_deletes_nothing_and_a_list_says_so(ckpt, stor
     assert str(path) in finished.output or f"{store.root.parent}: {name}" in finished.output
     finished = ckpt("list", store.root.parent)
     assert finished.code == 0
-    assert "warning: what keeps steps is not known: " in finished.output
+    assert "warning: the retention rules or pins can't be read: " in finished.output
     assert name in finished.output
 
 

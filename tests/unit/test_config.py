@@ -160,17 +160,15 @@ def test_documented_flags_exist(command: str, flag: str):
 @pytest.mark.parametrize(
     ("argument", "message"),
     [
-        ("--logprobs-mode=raw_logprobs", "runs depend on the value it has"),
-        ("--generation_config", "runs depend on the value it has"),
+        ("--logprobs-mode=raw_logprobs", "runs depend on its value"),
+        ("--generation_config", "runs depend on its value"),
         ("--port=1", "set it with --port"),
         ("--tensor-parallel-size", "set it with --tensor-parallel"),
     ],
 )
 def test_arguments_of_vllm_that_are_cairns_are_refused(argument: str, message: str):
     """Raw logprobs, for one, would make every ratio wrong at another temperature than 1."""
-    with pytest.raises(
-        UsageError, match=f"{argument} is an argument that Cairn gives vLLM itself; {message}"
-    ):
+    with pytest.raises(UsageError, match=f"{argument} is an argument that Cairn sets itself; {message}"):
         load(InferenceConfig, ["--model.name", "m/m", f"--vllm-args={argument}"])
 
 
@@ -396,7 +394,7 @@ FILE = "sft.toml"
         ("sft", ["--ckpt=false"], "--ckpt takes no 'false': --no-ckpt turns it off"),
         ("sft", ["--ckpt", "50"], r"--ckpt takes no value; did you mean --ckpt\.interval 50\?"),
         ("sft", ["--model", "m"], r"--model takes no value; did you mean --model\.name m\?"),
-        ("sft", ["--optimizer"], r"--optimizer is a section: give .* such as --optimizer\.lr"),
+        ("sft", ["--optimizer"], r"--optimizer is a section; give .* such as --optimizer\.lr"),
         ("rl", ["--trainer", "t.toml"], "--trainer takes a configuration file: --trainer @t.toml"),
         ("sft", ["--lr", "1"], r"--lr: there is no such setting; did you mean --optimizer\.lr\?"),
         ("rl", ["--lr", "1"], r"--lr: there is no such setting; did you mean --trainer\.optimizer\.lr\?"),
@@ -414,7 +412,7 @@ FILE = "sft.toml"
         ("rl", ["--num-generations", "3"], r"did you mean --orchestrator\.samples-per-prompt\?"),
         ("rl", ["--wandb.mode", "offline"], r"did you mean --trainer\.wandb\.mode\?"),
         ("rl", ["--inference.model.max-model-len", "5"], r"did you mean --inference\.max-model-len\?"),
-        ("rl", ["--trainer.model.lora.rank", "5"], "no such setting; --help lists all$"),
+        ("rl", ["--trainer.model.lora.rank", "5"], "no such setting; --help lists all settings$"),
         ("sft", ["--trainer.optimizer.lr", "5"], r"did you mean --optimizer\.lr\?"),
         ("sft", ["--optimizer.foo", "5"], r"\[optimizer\] has lr, betas, eps, weight-decay"),
         ("sft", ["--packing"], "samples are always packed"),
@@ -423,11 +421,11 @@ FILE = "sft.toml"
         ("sft", ["--max-steps", "1e3"], "^--max-steps: '1e3' is not a whole number$"),
         ("sft", ["--optimizer.lr", "fast"], r"^--optimizer\.lr: 'fast' is not a number$"),
         ("sft", ["--data.shuffle=maybe"], r"^--data\.shuffle: 'maybe' is not true or false$"),
-        ("sft", ["--max-steps", "0"], "^--max-steps: it is 0, and must be at least 1$"),
+        ("sft", ["--max-steps", "0"], "^--max-steps: it is 0, but must be at least 1$"),
         (
             "sft",
             ["--scheduler.type", "cosin"],
-            "'cosin' is none of constant, .*; did you mean cosine",
+            "'cosin' is not one of constant, .*; did you mean cosine",
         ),
         ("sft", ["--optimizer.betas", "0.9"], r"^--optimizer\.betas: it takes 2 values$"),
         ("orchestrator", ["--environment.args", "{a}"], r"--environment\.args: '\{a\}' is not valid JSON"),
@@ -516,11 +514,11 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path: Path):
         load(SFTConfig, ["@", str(path)])
     assert sorted(str(refused.value).splitlines()) == [
         f"--max-step (in {path}): there is no such setting; did you mean --max-steps?",
-        f"--max-steps (in {path}): it is 0, and must be at least 1",
+        f"--max-steps (in {path}): it is 0, but must be at least 1",
         f"--optimizer.lrr (in {path}): there is no such setting; did you mean --optimizer.lr?",
     ]
     path.write_text("max_steps = 0\n")
-    with pytest.raises(UsageError, match=r"^--max-steps: it is -1, and must be at least 1$"):
+    with pytest.raises(UsageError, match=r"^--max-steps: it is -1, but must be at least 1$"):
         load(SFTConfig, ["@", str(path), "--max-steps", "-1"])
 
 
@@ -529,9 +527,9 @@ def test_a_mistake_in_a_file_names_the_file(tmp_path: Path):
     [
         ("a.toml", b"x = = 1", "a.toml is not valid TOML: "),
         ("a.json", b"{x: 1}", "a.json is not valid JSON: "),
-        ("a.json", b"[1]", "a.json holds a list where settings"),
+        ("a.json", b"[1]", "a.json contains a list, not settings"),
         ("a.toml", b"name = '\xe9'", r"a.toml is not UTF-8 text \(byte 8\)"),
-        ("a.ini", b"", r"a.ini: a configuration file ends in \.toml"),
+        ("a.ini", b"", r"a.ini: the name of a configuration file must end in \.toml"),
     ],
 )
 def test_a_file_that_can_not_be_read(tmp_path: Path, name: str, content: bytes, message: str):

@@ -246,7 +246,7 @@ def test_what_every_rank_has_is_written_once(tmp_path: Path):
             assert torch.equal(target.to_local(), whole)
             assert [c.nbytes == c.size for c in seen.values()] == [rank == 0]
             partial = DTensor.from_local(whole.clone(), mesh, [Partial()], run_check=False)
-            with pytest.raises(NotImplementedError, match="only shards and replicas"):
+            with pytest.raises(NotImplementedError, match="only Shard and Replicate"):
                 write_tensors(tmp_path, {"a": partial}, "other", rank=rank)
 
 

@@ -338,7 +338,7 @@ def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.C
     assert "--max-off-policy-steps: 1 -> 0" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"accept it with --ckpt.accept-changes environment"):
         join(args={"problems": 20, "seed": 2})
-    with pytest.raises(UsageError, match="an orchestrator that is started on its own can't take back"):
+    with pytest.raises(UsageError, match="an orchestrator that is started separately can't withdraw"):
         join("environment", args={"problems": 20, "seed": 2})
 
 

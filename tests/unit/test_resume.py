@@ -304,6 +304,6 @@ def test_a_file_that_ends_too_early_is_damaged_in_the_cache_or_not(tmp_path: Pat
     path = tmp_path / "file"
     path.write_bytes(bytes(1_000_000))
     for _ in range(2):
-        with pytest.raises(Damaged, match="ends at byte 1000000, and more should be there"):
+        with pytest.raises(Damaged, match="ends at byte 1000000, but should be longer"):
             read_pieces([Piece(path, 10, torch.uint8, torch.zeros(1_000_000, dtype=torch.uint8))])
         forget(path)

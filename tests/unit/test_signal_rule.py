@@ -238,7 +238,7 @@ def test_the_folder_leaves_room_for_sockets(monkeypatch: pytest.MonkeyPatch, tmp
 
 def test_no_place_for_the_folder(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(ray_folder, "_places", lambda: [Path("/dev/null/x")])
-    with pytest.raises(OSError, match="no folder for temporary files can be written to, of /dev/null/x"):
+    with pytest.raises(OSError, match="no folder for temporary files is writable; tried /dev/null/x"):
         make_private_folder()
 
 
@@ -246,7 +246,7 @@ def test_a_ray_that_does_not_start_may_start_the_next_time(places: Path, monkeyp
     """Its control server finds no token, and ends."""
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("HOME", "/dev/null")
-    with pytest.raises(RayFailed, match="Ray did not start on this machine: gcs_server ended with 1: "):
+    with pytest.raises(RayFailed, match="Ray did not start on this machine: gcs_server exited with 1: "):
         ray_cluster._start_local(1)
 
 
@@ -256,9 +256,9 @@ def test_a_ray_that_does_not_start_may_start_the_next_time(places: Path, monkeyp
 @pytest.mark.parametrize(
     ("command", "number", "code", "message"),
     [
-        (["sft", "@"], TERM, 75, "SIGTERM: stopped before anything was under way; the same command starts"),
-        (["rl", "@"], INT, 75, "SIGINT: stopped before anything was under way"),
-        (["inference", "@"], HUP, 0, "SIGHUP: stopped before anything was under way"),
+        (["sft", "@"], TERM, 75, "SIGTERM: stopped before anything was started; run the same command"),
+        (["rl", "@"], INT, 75, "SIGINT: stopped before anything was started"),
+        (["inference", "@"], HUP, 0, "SIGHUP: stopped before anything was started"),
         (["ckpt", "show"], INT, 1, "error: interrupted"),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else None,

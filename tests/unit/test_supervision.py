@@ -230,7 +230,7 @@ class Role:
     exit_code: int | None = None
 
 
-NOTHING = "no step was under way"
+NOTHING = "no step was in progress"
 
 
 @pytest.mark.parametrize(
@@ -277,18 +277,20 @@ def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.Captur
         return capsys.readouterr().out
 
     assert ends(0) == "stopped before step 1: nothing is lost. The same command starts again\n"
-    assert "step 7 could not be saved (a rank died): --ckpt.resume auto goes on from the start" in ends(7)
+    assert "step 7 could not be saved (a rank died): --ckpt.resume auto resumes from the start" in ends(7)
     folder = run.checkpoints / "step_5"
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
-    assert ends(5) == f"stopped at step 5, saved in {folder}; --ckpt.resume auto goes on\n"
-    assert "step 7 could not be saved (a rank died): --ckpt.resume auto goes on from step 5" in ends(7)
+    assert ends(5) == f"stopped at step 5, saved in {folder}; --ckpt.resume auto resumes\n"
+    assert "step 7 could not be saved (a rank died): --ckpt.resume auto resumes from step 5" in ends(7)
     attempt = replace(attempt, start_step=5)
     assert ends(5).startswith(
         f"stopped before step 6: nothing is lost. Step 5, saved in {folder}, is the newest."
     )
     config = SFTConfig()
-    with pytest.raises(RoleFailed, match="stopped at step 7, which is lost: --ckpt would have saved it"):
+    with pytest.raises(
+        RoleFailed, match="stopped at step 7, which is lost; with --ckpt it would have been saved"
+    ):
         ends(7)
 
 

@@ -1,4 +1,4 @@
-"""The formats in which a model may lie in a folder, by name. A new one is a module and a line here."""
+"""The formats of model folders that Cairn reads, by name. A new one is a module and an entry here."""
 
 from pathlib import Path
 
@@ -11,5 +11,5 @@ FORMATS: dict[str, Format] = {"hf": HuggingFace()}
 
 
 def format_of(folder: Path) -> Format | None:
-    """The format of a folder; None if it is none of these."""
+    """The format of a folder; None if it has none of these formats."""
     return next((known for known in FORMATS.values() if known.detect(folder)), None)

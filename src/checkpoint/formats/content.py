@@ -1,4 +1,4 @@
-"""What a folder in some format holds, in Cairn's terms."""
+"""What a format must offer, and what it finds in a folder."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -10,23 +10,23 @@ from cairn.checkpoint.layout import StoredTensor
 
 @dataclass(frozen=True)
 class Content:
-    """What a folder holds. tensors: where they lie, by stem, such as `checkpoint.step.MODEL`, and name."""
+    """The content of a folder. tensors: locations by stem, such as `checkpoint.step.MODEL`, and name."""
 
     tensors: Mapping[str, Mapping[str, StoredTensor]]
 
 
 class Format(Protocol):
-    """One way to lay a model out in a folder."""
+    """A way to store a model in a folder."""
 
     def detect(self, folder: Path) -> bool:
-        """Whether `folder` is of this format, by a look at its names."""
+        """Whether `folder` has this format, judged by its file names."""
         ...
 
     def read(self, folder: Path) -> Content:
-        """What is in it; values stay on disk.
+        """The folder's content; tensor values are not read.
 
         Raises:
             FileNotFoundError: a file that the format needs is missing.
-            Damaged: a file can't be right.
+            Damaged: a file is invalid.
         """
         ...

@@ -1,9 +1,9 @@
-"""The names of a model's tensors in files: those of the hub, which transformers and vLLM both read.
+"""The tensor names in model files: those of the Hugging Face hub, which transformers and vLLM both read.
 
-transformers 5 holds some models' tensors in another form than their makers publish them: the experts of a
-layer are one tensor, and some modules have other names. Its own conversion, run on tensors of the meta
-device, tells which part of which tensor in memory each name of the hub is. The part is always contiguous, so
-each rank writes and reads its own ranges of files, without a gather.
+transformers 5 holds some models in another form in memory than in files: the experts of a layer are one
+tensor, and some modules are renamed. Its own conversion, run on tensors of the meta device, tells which part
+of which tensor in memory belongs to each name in the files. The part is always contiguous, so each rank
+writes and reads its own ranges of files without a gather.
 """
 
 # torch and transformers are typed in part.
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 
 
 class LayoutUnknown(UsageError):
-    """The model's tensors can't be written under the hub's names."""
+    """The model's tensors can't be written under the names that the hub uses."""
 
 
 @dataclass(frozen=True)
 class Place:
-    """A file's tensor in memory: `shape` values of the model's tensor `name`, from item `first` on."""
+    """A file's tensor in memory: `shape` values of the model's tensor `name`, beginning with item `first`."""
 
     name: str
     first: int
@@ -39,10 +39,10 @@ class Place:
 
 @dataclass(frozen=True)
 class Layout:
-    """What a model's folder holds.
+    """The tensors of a model's folder.
 
-    places: by the hub's name, in the order in which they are written. tied: names of the hub that are not
-    written, since each is tied to another of its names; some folders hold a copy. tied_in_memory: the same by
+    places: by the name in files, in the order in which they are written. tied: names in files that are not
+    written because they are tied to another name; some folders hold a copy. tied_in_memory: the same by
     transformers' names. shapes: of the tensors in memory, by transformers' name.
     """
 
@@ -54,10 +54,10 @@ class Layout:
     _prefix: str
 
     def find(self, stored: Collection[str]) -> dict[str, Place]:
-        """Where the tensors of a folder that holds `stored` belong, by their names there.
+        """The places of the tensors in a folder that holds the names `stored`, by these names.
 
         The names may be the hub's, transformers' own, or older ones that transformers renames on loading;
-        what is none of them is left out. Tensors that are missing stand under the hub's names.
+        other names are left out. Tensors that are missing in the folder are listed under the hub's names.
         """
         own = {name: Place(name, 0, shape) for name, shape in self.shapes.items()}
         for known in (self.places, own):
@@ -90,12 +90,12 @@ class Layout:
 def hub_layout(config: "PreTrainedConfig") -> Layout:
     """The names and shapes of the tensors in a folder of the model that `config` describes.
 
-    It is what the trainer writes into `model/` and into a policy's folder. For a reader of such folders
-    `places` has the exact names and, in `Place.shape`, shapes; every tensor may have any floating-point type.
-    The model is built without memory, which takes a moment: keep the answer.
+    The trainer writes these names into `model/` and into the folder of a policy. Readers of such folders find
+    the exact names in `places`, and the shapes in `Place.shape`; every tensor may have any floating-point
+    type. The model is built on the meta device, which takes a moment: keep the result.
 
     Raises:
-        LayoutUnknown: transformers converts a tensor in a way that can't be written part by part.
+        LayoutUnknown: transformers converts a tensor in a way that can't be written in parts.
     """
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
@@ -132,13 +132,13 @@ def hub_layout(config: "PreTrainedConfig") -> Layout:
 
 
 def tensors_in_memory(model: "PreTrainedModel") -> dict[str, torch.Tensor]:
-    """The state of a model by transformers' name, its buffers too; what is tied stands once."""
+    """The model's state by transformers' names, including buffers; tied tensors are listed once."""
     once = {name for name, _ in model.named_parameters()} | {name for name, _ in model.named_buffers()}
     return {name: tensor for name, tensor in model.state_dict().items() if name in once}
 
 
 def layout_of(model: "PreTrainedModel") -> Layout:
-    """`hub_layout` of a model, computed once and kept as long as the model."""
+    """`hub_layout` of a model, computed once and cached as long as the model lives."""
     if model not in _LAYOUTS:
         _LAYOUTS[model] = hub_layout(model.config)
     return _LAYOUTS[model]
@@ -148,12 +148,12 @@ _LAYOUTS: "weakref.WeakKeyDictionary[torch.nn.Module, Layout]" = weakref.WeakKey
 
 
 def _storage(tensor: torch.Tensor) -> int:
-    """Identifies the memory that a tensor is a view of; on the meta device there is no address to go by."""
+    """Identifies the memory that a tensor views; on the meta device it has no address."""
     return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage] # no public identity
 
 
 class _Views(TorchFunctionMode):
-    """Makes `contiguous` do nothing, so that converted tensors stay views of the originals."""
+    """Makes `contiguous` a no-op, so that converted tensors stay views of the originals."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -164,10 +164,10 @@ class _Views(TorchFunctionMode):
 
 
 def _check_covered(places: Iterable[Place], tensors: Mapping[str, torch.Tensor]) -> None:
-    """Every value stands in a file once.
+    """Check that the files hold every value exactly once.
 
     Raises:
-        LayoutUnknown: one stands in none or in two.
+        LayoutUnknown: a value is in no file or in two places.
     """
     ends = dict.fromkeys(tensors, 0)
     for place in places:

@@ -1,4 +1,4 @@
-"""Hugging Face directories: config.json, a tokenizer, and safetensors files under the hub's names (`hub`)."""
+"""Hugging Face directories: config.json, a tokenizer, and safetensors files with the hub's names (`hub`)."""
 
 from pathlib import Path
 
@@ -8,17 +8,17 @@ from cairn.checkpoint.step import MODEL
 
 
 class HuggingFace:
-    """Weights only; the `model/` of a step is such a directory, too."""
+    """A folder of weights only; the `model/` of a step is one, too."""
 
     def detect(self, folder: Path) -> bool:
-        """Whether `folder` has a model's configuration."""
+        """Whether `folder` has a config.json."""
         return (folder / "config.json").exists()
 
     def read(self, folder: Path) -> Content:
-        """The weights, under the names that they have in the folder.
+        """The weights, by their names in the folder.
 
         Raises:
-            FileNotFoundError: there are no weights.
-            Damaged: an index or a header can't be right.
+            FileNotFoundError: the folder has no weights.
+            Damaged: an index or a header is invalid.
         """
         return Content(tensors={MODEL: find_tensors(folder, "model")})

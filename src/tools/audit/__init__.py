@@ -1,7 +1,7 @@
-"""`ckpt audit`: what a run has trained on, proved from its manifests, its metrics and its ledger.
+"""`ckpt audit`: proves what a run has trained on, from its manifests, metrics and ledger.
 
-A live run writes ledger, then metrics, then manifest. They are read in the opposite order, so that what is
-written meanwhile only adds rows to a file that is read later.
+A live run writes ledger, then metrics, then manifest. The audit reads them in the opposite order, so that a
+concurrent write can only add rows to a file that is read later.
 """
 
 from pathlib import Path
@@ -22,18 +22,18 @@ __all__ = ["Report", "audit"]
 
 
 def audit(path: Path) -> Report:
-    """Check every promise that can be checked from what lies in a run directory; nothing is written.
+    """Check every promise that a run directory's files can prove; nothing is written.
 
     Raises:
-        UsageError: it is no run directory, or that of a kind of run that this version does not know.
+        UsageError: it is not a run directory, or its kind of run is unknown to this version.
         CheckpointError: the run's ledger is missing or damaged.
     """
     view = RunView(path)
     run, attempt, config = view.run, view.run.attempt(), view.config()
     if attempt is None and run.roles.exists():
-        raise CheckpointError(f"{run.roles}: is damaged, so there is no saying which run this is")
+        raise CheckpointError(f"{run.roles}: is damaged, so the run can't be identified")
     if attempt is None or config is None:
-        raise UsageError(f"{path}: is no run directory, which has a roles.json and a config.json")
+        raise UsageError(f"{path}: is not a run directory: it lacks roles.json or config.json")
     kind = kind_of(attempt.command)
     report = Report(str(path), attempt.command)
     store = CheckpointStore(view.checkpoints())

@@ -1,4 +1,4 @@
-"""RL: what the ledger says of each prompt, answer and batch."""
+"""RL: checks what the ledger says about each prompt, answer and batch."""
 
 import bisect
 import math
@@ -17,7 +17,7 @@ from cairn.tools.audit.report import Epoch, Report, Row
 
 
 def add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> None:
-    """Add the batch whose file is there and that the ledger does not know of: its note comes right after."""
+    """Add a batch whose file exists but whose row is missing: the orchestrator writes the row right after."""
     step = max(ledger.batches, default=0) + 1
     batch = run.batch(attempt, step)
     if batch is None:
@@ -43,15 +43,15 @@ def check_ledger(
 
 
 def _check_batches(ledger: LedgerContent, rows: list[Row], report: Report) -> None:
-    """The trainer trained on exactly what the ledger says was shipped for the step."""
+    """Check that the trainer trained on exactly the batches that the ledger says were shipped."""
     before: Row | None = {"step": 0, "total_samples": 0, "total_tokens": 0}
     for row in rows:
         batch = ledger.batches.get(row["step"])
         if batch is None:
-            report.broken("batch", f"step {row['step']} was trained, and no batch was shipped for it", row)
+            report.broken("batch", f"step {row['step']} was trained, but no batch was shipped for it", row)
         else:
             if row.get("batch/digest") != batch.digest:
-                what = f"step {row['step']} was trained on another batch than was shipped for it"
+                what = f"step {row['step']} was trained on another batch than the shipped one"
                 report.broken("batch", what, {"digest": row.get("batch/digest")}, asdict(batch))
             if before is not None and row["step"] == before["step"] + 1:
                 samples = row["total_samples"] - before["total_samples"]
@@ -59,12 +59,12 @@ def _check_batches(ledger: LedgerContent, rows: list[Row], report: Report) -> No
                 cut = row.get("cut_samples", 0) > 0 and tokens < batch.tokens
                 if samples != batch.samples or (tokens != batch.tokens and not cut):
                     what = f"step {row['step']} counts {samples} samples with {tokens} tokens"
-                    report.broken("batch", f"{what}, and its batch has others", asdict(batch))
+                    report.broken("batch", f"{what}, but its batch has other numbers", asdict(batch))
         before = row
 
 
 def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -> None:
-    """Every place in the prompt order up to the newest issued is in one batch, or waits for one."""
+    """Check that every place in the prompt order, up to the newest issued, is in one batch or waits."""
     problems = ledger.run["problems"]
     epochs: dict[int, Epoch] = {}
 
@@ -81,7 +81,7 @@ def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -
     waiting = {group["place"] for group in ledger.groups if group["batch"] is None}
     spans += [(place, place, "waiting", False) for place in waiting]
     shipped = sorted((first, last) for first, last, _, _ in spans)
-    again = {row["place"] for row in ledger.dropped} - waiting  # the prompt is about to be issued again
+    again = {row["place"] for row in ledger.dropped} - waiting  # to be issued again
     spans += [(place, place, "dropped", False) for place in again if not _in_ranges(place, shipped)]
     end, owner = -1, ""
     for first, last, name, trained in sorted(spans):
@@ -114,7 +114,7 @@ def _in_ranges(place: int, ranges: list[tuple[int, int]]) -> bool:
 
 
 def _per_epoch(first: int, last: int, problems: int) -> Iterator[tuple[int, int]]:
-    """How many of the places `first` to `last` lie in which epoch."""
+    """How many of the places `first` to `last` lie in each epoch."""
     while first <= last:
         epoch = first // problems
         end = min(last, (epoch + 1) * problems - 1)
@@ -123,7 +123,7 @@ def _per_epoch(first: int, last: int, problems: int) -> Iterator[tuple[int, int]
 
 
 def _check_groups(ledger: LedgerContent, report: Report) -> None:
-    """Prompts whose training is not safe yet: the right problem, and whole once they were shipped."""
+    """Check prompts that no checkpoint covers yet: the right problem, and complete if shipped."""
     orders: dict[int, list[int]] = {}
     answers: dict[int, list[Row]] = {}
     for sample in ledger.samples:
@@ -145,7 +145,7 @@ def _check_groups(ledger: LedgerContent, report: Report) -> None:
             report.broken("batch", f"prompt {place} was shipped in batch {step}, which lacks it", group)
         wanted = ledger.run["samples_per_prompt"]
         whole = [sample for sample in answers.get(place, []) if _is_whole(sample)]
-        if len(whole) < wanted and group["prompt_ids"] is not None:  # else all that is left is the batch
+        if len(whole) < wanted and group["prompt_ids"] is not None:  # NULL: only the batch is left
             what = f"prompt {place} was shipped with {len(whole)} whole answers of {wanted}"
             report.broken("sample", what, *answers.get(place, []))
 
@@ -161,14 +161,14 @@ def _is_whole(sample: Row) -> bool:
 
 
 def _check_staleness(ledger: LedgerContent, report: Report) -> None:
-    """No token is older than the bound allows, nor of a policy that was still to come."""
+    """Check that no token's policy is older than allowed, or newer than possible."""
     allowed = ledger.run["max_off_policy_steps"]
     for batch in ledger.batches.values():
         lag = batch.step - 1 - batch.oldest_step
         report.staleness = max(lag, report.staleness or 0)
         if lag > allowed or lag < 0 or batch.oldest_step < 0:
-            what = f"batch {batch.step} holds tokens of policy {batch.oldest_step}, {lag} steps behind"
-            report.broken("stale", f"{what}, and {allowed} are allowed", asdict(batch))
+            what = f"batch {batch.step} has tokens of policy {batch.oldest_step}, {lag} steps behind"
+            report.broken("stale", f"{what}; {allowed} are allowed", asdict(batch))
     steps = {group["place"]: group["batch"] for group in ledger.groups}
     newest = max(ledger.batches, default=0)
     for sample in ledger.samples:
@@ -178,17 +178,17 @@ def _check_staleness(ledger: LedgerContent, report: Report) -> None:
         except ValueError:
             report.broken("version", f"prompt {sample['place']}: tokens of unknown weights", sample)
             continue
-        # A policy exists only once the batch that made it was shipped.
+        # A policy exists only after the batch that it was trained on was shipped.
         first, last = (0, newest) if step is None else (step - 1 - allowed, step - 1)
         if any(not first <= policy <= last for policy in policies):
             what = f"prompt {sample['place']}, answer {sample['sample']}: tokens of policies {policies}"
-            report.broken("version", f"{what}, allowed are {max(first, 0)} to {last}", sample)
+            report.broken("version", f"{what}; allowed are {max(first, 0)} to {last}", sample)
 
 
 def check_snapshots(
     store: CheckpointStore, manifests: dict[int, Manifest], ledger: LedgerContent, report: Report
 ) -> None:
-    """Each checkpoint's copy of the ledger says of the batches up to its step what the ledger says."""
+    """Check that each checkpoint's copy of the ledger agrees with the ledger on batches up to its step."""
     for step, manifest in manifests.items():
         if LEDGER not in manifest.files:
             continue
@@ -201,7 +201,7 @@ def check_snapshots(
         for number in _steps_through(step, snapshot.batches, ledger.batches):
             one, two = snapshot.batches.get(number), ledger.batches.get(number)
             if one != two:
-                what = f"batch {number} is another one in the ledger of checkpoint {step}"
+                what = f"batch {number} differs in the ledger of checkpoint {step}"
                 report.broken("snapshot", what, one and asdict(one), two and asdict(two))
 
 

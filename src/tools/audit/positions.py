@@ -1,4 +1,4 @@
-"""SFT: the position in the data is the number of samples trained on since the data set began."""
+"""SFT: the position in the data is the number of samples trained on since the data set was first used."""
 
 import itertools
 
@@ -7,7 +7,7 @@ from cairn.tools.audit.report import Epoch, Report, Row
 
 
 def check_records(recipes: list[Recipe], rows: list[Row], report: Report) -> None:
-    """Each step takes up the data where the step before left it, so no record is left out or comes twice."""
+    """Check that each step continues where the previous one ended: no record is skipped or repeated."""
     before = None if report.first_step != 1 else {"step": 0, "total_samples": 0, "total_tokens": 0}
     ends: dict[int, tuple[int | None, int]] = {}
     for row in rows:
@@ -26,7 +26,7 @@ def check_records(recipes: list[Recipe], rows: list[Row], report: Report) -> Non
 
 
 def _count_epochs(records: int | None, total: int, report: Report) -> None:
-    """Add the epochs of one data set, of which `total` samples were trained on."""
+    """Add the epochs of one data set; `total` of its samples were trained on."""
     counted = 0
     for number in itertools.count(len(report.epochs)):
         count = total - counted if records is None else min(records, total - counted)
@@ -39,7 +39,7 @@ def _count_epochs(records: int | None, total: int, report: Report) -> None:
 def _check_position(row: Row, before: Row, batch_size: int | None, report: Report) -> None:
     grown = row["total_samples"] - before["total_samples"]
     if batch_size is not None and grown != batch_size:
-        what = f"step {row['step']}: total_samples grew by {grown}, and a batch has {batch_size}"
+        what = f"step {row['step']}: total_samples grew by {grown}, but a batch has {batch_size}"
         report.broken("position", what, before, row)
     if row["total_tokens"] <= before["total_tokens"]:
         report.broken("position", f"step {row['step']}: total_tokens did not grow", before, row)

@@ -1,4 +1,4 @@
-"""Recipes: what each segment of the run was trained on, and whether each change of it was noted."""
+"""Recipes: the inputs of each segment of the run, and whether each change of them was recorded."""
 
 import operator
 from collections.abc import Mapping
@@ -16,25 +16,25 @@ from cairn.tools.audit.steps import read_state
 from cairn.trainer.records import same_records
 
 INPUTS = ("data", "environment", "tokenizer")
-"""Of a recipe: what the run is trained on."""
+"""The entries of a recipe that say what the run is trained on."""
 
 
 @dataclass(frozen=True)
 class Recipe:
-    """What is known of how the steps up to `step` were made, since the recipe before it.
+    """How the steps after the previous recipe, up to `step`, were made, as far as it is known.
 
-    changes: of the recipe, up to there; each has the `step` after which it holds, and its `name`.
+    changes: changes of the recipe up to there; each has its `name` and the `step` after which it applies.
     """
 
     step: int | None
-    """The checkpoint that says so; None: recipe.json, for steps that no checkpoint holds yet."""
+    """The checkpoint that contains it; None: recipe.json, for steps after the newest checkpoint."""
     settings: Mapping[str, Any]
     inputs: Mapping[str, Any]
     changes: list[Mapping[str, Any]]
 
     @property
     def data(self) -> Mapping[str, Any]:
-        """Of SFT: `records`, `digest`, and the number of samples at which they begin."""
+        """The data set in SFT: `records`, `digest`, and the number of samples at which it begins."""
         return self.inputs.get("data") or {}
 
 
@@ -45,7 +45,7 @@ def read_recipes(
     run: RunDirectory,
     report: Report,
 ) -> list[Recipe]:
-    """Those of all checkpoints in order, then the current one; older checkpoints have parts of it."""
+    """The recipes of all checkpoints in order, then the current one; older checkpoints have only parts."""
     recipes = []
     for step in sorted(manifests):
         state = read_state(store, step, report)
@@ -81,7 +81,7 @@ def _recipe(step: int | None, state: TrainerRecord, orchestrator: Mapping[str, A
 
 
 def check_recipes(recipes: list[Recipe], manifests: dict[int, Manifest], report: Report) -> None:
-    """Whatever the run is trained on changes only where that was noted, which takes the user's consent."""
+    """Check that inputs change only where a change was recorded, which needs the user's consent."""
     first = 1 if report.first_step is None else report.first_step
     before: Recipe | None = None
     for recipe in recipes:
@@ -101,13 +101,13 @@ def _check_change(before: Recipe, after: Recipe, first: int, last: int, report: 
     noted = {change["name"].split(".")[0] for change in after.changes if first - 1 <= change["step"] < last}
     for key in _differing(before, after):
         if key not in noted:
-            what = f"steps {first} to {last} were trained on another {key} than step {first - 1}"
+            what = f"steps {first} to {last} were trained on a different {key} than step {first - 1}"
             rows = before.inputs[key], after.inputs[key]
-            report.broken("recipe", f"{what}, and nobody accepted that", *rows)
+            report.broken("recipe", f"{what}, and no accepted change is recorded", *rows)
 
 
 def _differing(one: Recipe, other: Recipe) -> list[str]:
-    """Which inputs differ, of those that both know."""
+    """The inputs that differ, of those that both recipes have."""
     both = [key for key in INPUTS if key in one.inputs and key in other.inputs]
     same = {"data": same_records, "environment": same_environment}
     return [key for key in both if not same.get(key, operator.eq)(one.inputs[key], other.inputs[key])]

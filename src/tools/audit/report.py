@@ -1,4 +1,4 @@
-"""What an audit found: violations, notes, and what became of each epoch."""
+"""The result of an audit: violations, notes, and what became of each epoch."""
 
 from dataclasses import asdict, dataclass, field
 from typing import Any
@@ -10,7 +10,7 @@ Row = dict[str, Any]
 
 @dataclass(frozen=True)
 class Violation:
-    """A promise that was broken: what kind of promise, how, and the rows that show it."""
+    """A broken promise: its kind, what is wrong, and the rows that show it."""
 
     kind: str
     what: str
@@ -26,16 +26,16 @@ class Epoch:
     issued: int = 0
     trained: int = 0
     waiting: int = 0
-    """Issued, finished or shipped, and not trained on yet."""
+    """Issued, answered or shipped, but not trained on yet."""
     dropped: dict[str, int] = field(default_factory=dict)
-    """Tries that were thrown away, by reason; the prompt itself is asked again."""
+    """Number of dropped tries by reason; their prompts are issued again."""
     repeated: int = 0
     missing: int = 0
 
 
 @dataclass
 class Segment:
-    """Steps that were trained on the same: `inputs` has the identities of data, environment and tokenizer."""
+    """Consecutive steps with the same inputs: identities of data, environment and tokenizer."""
 
     first_step: int
     last_step: int
@@ -44,7 +44,7 @@ class Segment:
 
 @dataclass
 class Report:
-    """What was found. `staleness`: the most steps between a token's policy and the one that it trained."""
+    """The result. `staleness`: the maximum number of steps that a token's policy was behind."""
 
     run: str
     command: str
@@ -57,7 +57,7 @@ class Report:
     max_off_policy_steps: int | None = None
     violations: list[Violation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    """What can't be decided from what is left, and is no violation."""
+    """Findings that are no violations, because too little is left to decide."""
 
     @property
     def ok(self) -> bool:
@@ -74,5 +74,5 @@ class Report:
         self.violations.append(Violation(kind, what, list(rows)))
 
     def to_json(self) -> dict[str, Any]:
-        """For programs."""
+        """The report as JSON data."""
         return {"ok": self.ok, **asdict(self)}

@@ -1,4 +1,4 @@
-"""Metrics and checkpoints: each step once, and each checkpoint goes on from the one before it."""
+"""Metrics and checkpoints: every step occurs once, and each checkpoint continues from the previous one."""
 
 import itertools
 import json
@@ -18,14 +18,14 @@ from cairn.tools.audit.report import Report, Row
 
 
 def read_metrics(metrics: MetricsLog, report: Report) -> list[Row]:
-    """The rows as they stand in the file; only the last line may have been cut short."""
+    """The rows of the file; only its last line may be incomplete."""
     rows: list[Row] = []
     for number, line, row in metrics.numbered():
         try:
             counts = {key: int((row or {})[key]) for key in ("step", "total_samples", "total_tokens")}
             rows.append({**(row or {}), **counts})
         except (ValueError, KeyError, TypeError, OverflowError):
-            report.broken("metrics", f"line {number} of metrics.jsonl is no row of a step", line)
+            report.broken("metrics", f"line {number} of metrics.jsonl is not a row of a step", line)
     return rows
 
 
@@ -36,28 +36,28 @@ def check_steps(
     store: CheckpointStore,
     report: Report,
 ) -> None:
-    """Every step once, in order, from the run's start to at least its newest checkpoint."""
+    """Check that every step occurs once and in order, from the start at least to the newest checkpoint."""
     report.checkpoints = sorted(manifests)
     numbers = [row["step"] for row in rows]
     for before, after in itertools.pairwise(numbers):
         if after <= before:
-            report.broken("metrics", f"step {after} stands after step {before} in metrics.jsonl", after)
+            report.broken("metrics", f"step {after} comes after step {before} in metrics.jsonl", after)
         elif after > before + 1:
             missing = list(range(before + 1, after))
-            report.broken("metrics", f"metrics.jsonl misses steps {before + 1} to {after - 1}", *missing)
+            report.broken("metrics", f"metrics.jsonl lacks steps {before + 1} to {after - 1}", *missing)
     if numbers:
         report.first_step, report.last_step = numbers[0], max(numbers)
         if numbers[0] != 1 and not _starts_after(numbers[0] - 1, manifests, attempt, store):
             report.broken("metrics", f"metrics.jsonl begins with step {numbers[0]}", numbers[0])
     newest = max(manifests, default=0)
     if newest > max(numbers, default=0) and not _starts_after(newest, manifests, attempt, store):
-        report.broken("metrics", f"step {newest} is a checkpoint and not in metrics.jsonl", newest)
+        report.broken("metrics", f"step {newest} has a checkpoint but no row in metrics.jsonl", newest)
 
 
 def _starts_after(
     step: int, manifests: dict[int, Manifest], attempt: Attempt, store: CheckpointStore
 ) -> bool:
-    """Whether the run is a fork of another from its step `step`."""
+    """Whether the run is a fork that started from step `step` of another run."""
     if attempt.start_step == step and attempt.resume_from:
         resumed = Path(attempt.resume_from).parent
         if resumed != store.root:
@@ -76,13 +76,13 @@ def read_manifests(store: CheckpointStore, report: Report) -> dict[int, Manifest
         try:
             manifests[step] = store.manifest(step)
         except CheckpointError as error:
-            if store.exists(step):  # and was not deleted just now
+            if store.exists(step):  # not deleted in the meantime
                 report.broken("manifest", str(error), step)
     return manifests
 
 
 def read_state(store: CheckpointStore, step: int, report: Report) -> TrainerRecord | None:
-    """The trainer's state of a step; None if it has none (weights only), or was deleted just now."""
+    """The trainer's state of a step; None if there is none (weights only), or the step was just deleted."""
     try:
         return StepFolder(store.folder(step)).trainer_state()
     except DamagedFile as error:
@@ -93,7 +93,7 @@ def read_state(store: CheckpointStore, step: int, report: Report) -> TrainerReco
 def check_lineage(
     manifests: dict[int, Manifest], config: Mapping[str, Any], attempt: Attempt, report: Report
 ) -> None:
-    """Each checkpoint goes on from the one before it, the first from nothing or from another run."""
+    """Check that each checkpoint continues from the previous one; the first, from nothing or another run."""
     deletes = any((config.get("ckpt") or {}).get(rule) for rule in ("keep_last", "keep_best"))
     before = None
     for step, manifest in sorted(manifests.items()):
@@ -103,28 +103,28 @@ def check_lineage(
             report.broken("lineage", f"step {step} is of run {manifest.run_id}, not {attempt.run_id}", row)
         elif parent is None or parent.run_id != manifest.run_id:
             if before is not None:
-                report.broken("lineage", f"step {step} does not go on from step {before}", row)
+                report.broken("lineage", f"step {step} does not continue from step {before}", row)
         elif parent.step >= step or (before is not None and parent.step < before):
-            report.broken("lineage", f"step {step} goes on from step {parent.step}, not from {before}", row)
+            report.broken("lineage", f"step {step} continues from step {parent.step}, not from {before}", row)
         elif parent.step not in manifests and not deletes:
-            gone = f"step {step} goes on from step {parent.step}, which is gone"
-            report.notes.append(f"{gone}, and no rule of the run deletes it")
+            gone = f"step {step} continues from step {parent.step}, which does not exist"
+            report.notes.append(f"{gone}, although no retention rule deletes it")
         before = step
 
 
 def check_manifests(
     store: CheckpointStore, manifests: dict[int, Manifest], rows: list[Row], report: Report
 ) -> None:
-    """What a checkpoint says of its step is what metrics.jsonl says, and what its state says."""
+    """Check that a checkpoint's manifest and state agree with metrics.jsonl."""
     by_step = {row["step"]: row for row in rows}
     for step, manifest in manifests.items():
         row = by_step.get(step)
         if row is None:
-            continue  # of a fork's start; others were found before
+            continue  # a fork's start; other cases were reported before
         different = {
             key: [value, row.get(key)]
             for key, value in manifest.metrics.items()
-            if json.dumps(value) != json.dumps(row.get(key))  # NaN is NaN
+            if json.dumps(value) != json.dumps(row.get(key))  # as text, NaN equals NaN
         }
         if different:
             report.broken("manifest", f"step {step}: manifest and metrics.jsonl differ", different)

@@ -1,1 +1,1 @@
-"""Runs through seeded disasters, and what Cairn promises of them: the work of scripts/chaos.py."""
+"""Strikes runs with seeded disasters and checks Cairn's promises; scripts/chaos.py is the command."""

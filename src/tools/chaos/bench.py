@@ -1,4 +1,4 @@
-"""What is disturbed: a command, its settings, and the server and proxy that it works with."""
+"""The commands to disturb, with their settings, server and proxy."""
 
 import functools
 import json
@@ -27,19 +27,19 @@ RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
 NETWORK = ["--trainer.weight-transport", "network"]
 PAIR = [*SFT, "--workers", "2"]
 TURNS = ("sft", "rl", "network", "pair", "rl", "alone")
-"""Which of these take turns where no command is given. pair: two ranks; alone: with a server of its own."""
+"""Kinds of runs that alternate if no command is given. pair: two ranks; alone: starts its own server."""
 
 
 @dataclass
 class Bench:
-    """What one job works with: a server and a proxy of its own, so that runs do not meet."""
+    """What one parallel job works with: its own server and proxy, so that jobs don't interfere."""
 
     folder: Path
     command: list[str]
     tasks: dict[str, Task]
 
     def task(self, run: int) -> Task:
-        """What run number `run` is to be."""
+        """The task of run number `run`."""
         return self._task("given" if self.command else TURNS[run % len(TURNS)])
 
     def _task(self, kind: str) -> Task:
@@ -55,7 +55,7 @@ class Bench:
         if kind == "given":
             return make_task(self.command)
         if kind == "network":
-            usual = self._task("rl")  # whose server and proxy serve here too
+            usual = self._task("rl")  # it shares its server and proxy
             return replace(usual, command=[*usual.command, *NETWORK], calm=None)
         token, url = secrets.token_urlsafe(16), f"http://127.0.0.1:{free_port()}"
         command = ["inference", "@", f"{CONFIGS}/infer.toml", "--port", url.rpartition(":")[2]]
@@ -63,7 +63,7 @@ class Bench:
         return make_task([*RL, "--orchestrator.inference-url", url], server, token)
 
     def close(self) -> None:
-        """End its server."""
+        """Stop the server."""
         for task in [task for kind, task in self.tasks.items() if kind != "network"]:
             if task.server:
                 task.server.kill()
@@ -72,17 +72,17 @@ class Bench:
 
 
 def make_task(command: list[str], server: Server | None = None, token: str = "") -> Task:
-    """A task from a command line; what depends on its configuration is taken from a dry run.
+    """A task from a command line; a dry run of the command gives the configuration.
 
     Raises:
-        UsageError: the command is none that can be disturbed.
+        UsageError: the command can't be disturbed.
     """
     config = dry_run(command)
     interval = (config.get("ckpt") or {}).get("interval")
     if not interval or interval >= config["max_steps"]:
-        raise UsageError("the command needs --ckpt.interval N, less than --max-steps: runs go on from there")
+        raise UsageError("the command needs --ckpt.interval N, less than --max-steps, to resume from")
     if config["ckpt"].get("resume") or config["ckpt"].get("resume_step"):
-        raise UsageError("the command must not say --ckpt.resume: the harness does, after a disaster")
+        raise UsageError("the command must not have --ckpt.resume: the harness adds it after a disaster")
     if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
         raise UsageError("the command must save all state, in its own folder: no --ckpt.dir, no weights only")
     rl = command[0] == "rl"
@@ -93,7 +93,7 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
         return task
     orchestrator = config["orchestrator"]
     if orchestrator.get("max_off_policy_steps"):
-        raise UsageError("the command needs --orchestrator.max-off-policy-steps 0 to be the same to the bit")
+        raise UsageError("the command needs --orchestrator.max-off-policy-steps 0 to be reproducible")
     urls = orchestrator["inference_url"]
     if len(urls) > 1:
         raise UsageError("the command may have one inference server at most")
@@ -110,14 +110,14 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
 
 
 def dry_run(command: list[str]) -> dict[str, Any]:
-    """The configuration that the command would run.
+    """The configuration of the command.
 
     Raises:
-        UsageError: there is none.
+        UsageError: the command fails.
     """
     executable = Path(sys.executable).parent / command[0]
     if command[0] not in ("sft", "rl") or not executable.exists():
-        raise UsageError(f"{command[0]}: the command has to be sft or rl, with its flags")
+        raise UsageError(f"{command[0]}: the command must be sft or rl, with its flags")
     done = subprocess.run([str(executable), *command[1:], "--dry-run"], capture_output=True, text=True)
     if done.returncode:
         raise UsageError(f"{shlex.join(command)}: {done.stderr.strip()}")
@@ -126,7 +126,7 @@ def dry_run(command: list[str]) -> dict[str, Any]:
 
 @functools.cache
 def may_mount() -> bool:
-    """Whether runs can be given disks that are soon full."""
+    """Whether this process may mount small file systems, to fill them."""
     folder = scratch("chaos_disk_")
     try:
         return mount_small_disk(folder)
@@ -136,6 +136,6 @@ def may_mount() -> bool:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]

@@ -1,4 +1,4 @@
-"""A number of runs, each through the disasters that its seed draws, and what became of them."""
+"""A campaign: a number of runs, each struck by the disasters that its seed draws, and the results."""
 
 import contextlib
 import queue
@@ -22,7 +22,7 @@ from cairn.tools.chaos.task import Result, Task
 
 @dataclass(frozen=True)
 class Options:
-    """What a campaign is asked for; see scripts/chaos.py."""
+    """The options of a campaign; see scripts/chaos.py."""
 
     seed: int
     runs: int
@@ -30,14 +30,14 @@ class Options:
     jobs: int = 1
     folder: str | None = None
     command: tuple[str, ...] = ()
-    """Empty: short runs of configs/reverse_text take turns."""
+    """Empty: short runs of configs/reverse_text alternate."""
 
 
 class Campaign:
     """All runs of one invocation.
 
     Raises:
-        UsageError: the command is none that can be disturbed, or the folder is not empty.
+        UsageError: the command can't be disturbed, or the folder is not empty.
         CairnError: the command fails even undisturbed.
     """
 
@@ -46,7 +46,7 @@ class Campaign:
         self.folder = Path(options.folder).absolute() if options.folder else scratch("chaos_")
         self.folder.mkdir(parents=True, exist_ok=True)
         if any(self.folder.iterdir()):
-            raise UsageError(f"--folder {options.folder}: has to be empty, or not to be there yet")
+            raise UsageError(f"--folder {options.folder}: must be empty or not exist")
         self.violations: list[dict[str, Any]] = []
         self.goodputs: list[float] = []
         self.kills: Counter[str] = Counter()
@@ -70,7 +70,7 @@ class Campaign:
                 bench = self._benches.get()
                 bench.close()
                 remove(bench.folder)
-            with contextlib.suppress(OSError):  # where a run is kept
+            with contextlib.suppress(OSError):  # fails if a run was kept
                 self.folder.rmdir()
         return {
             "runs": options.runs,

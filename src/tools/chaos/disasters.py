@@ -21,15 +21,15 @@ from cairn.tools.chaos.proxy import MOODS, Proxy
 from cairn.tools.chaos.task import Server, Task, Watch
 
 ROLE_PATIENCE = 5.0
-"""Seconds that a disaster waits for its victim to be there."""
+"""Seconds that a disaster waits for its victim to start."""
 DISK_BYTES = 512 << 20
-"""Of the small file system that a run lies on whose disk is to be full."""
+"""Size of the file system for a run whose disk will be filled."""
 RANKS = {"worker": "trainer_rank0", "worker1": "trainer_rank1"}
-"""Names in roles.json of the processes that plans name otherwise."""
+"""Names in roles.json of the processes that plans call differently."""
 
 
 class Victim(Protocol):
-    """What a disaster reaches of the run that it strikes."""
+    """What a disaster needs to know about the run that it strikes."""
 
     task: Task
     family: Family
@@ -38,27 +38,27 @@ class Victim(Protocol):
     path: Path
     chance: random.Random
     down: bool
-    """The whole command was killed."""
+    """Whether the whole command was killed."""
     asked_to_stop: bool
     excused: bool
-    """Something was wrong with the disk or the server, of which the command may have died."""
+    """Whether disk or server had a problem that the command may have died of."""
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
-        """The command, as it was started last."""
+        """The command's newest process."""
         ...
 
 
 class Disasters:
-    """Strikes one run. What ends a disaster again waits in `later`, with the time at which it is due."""
+    """Strikes one run. Actions that end a disaster wait in `later`, with their time."""
 
     def __init__(self, run: Victim):
         self.run = run
         self.later: list[tuple[float, Callable[[], None]]] = []
         self.repairs: list[Callable[[], None]] = []
-        """What makes the run's folder writable again."""
+        """Actions that make the run's folder writable again."""
         self.before_restart: list[Callable[[], None]] = []
-        """What a power cut has done to files, seen when the machine is up again."""
+        """Damage of a power cut, applied before the command is started again."""
         self._kinds: dict[str, Callable[[Disaster], bool]] = {
             "kill": self._kill,
             "stop": self._stop,
@@ -75,18 +75,18 @@ class Disasters:
         }
 
     def strike(self, disaster: Disaster) -> bool:
-        """Have it happen; whether it did: its victim may not be there any more."""
+        """Carry out a disaster; False if its victim does not exist (any more)."""
         return self._kinds[disaster.kind](disaster)
 
     def do_what_is_due(self) -> None:
-        """End the disasters whose time is over."""
+        """End the disasters whose time has come."""
         due = [job for when, job in self.later if time.monotonic() >= when]
         self.later = [(when, job) for when, job in self.later if time.monotonic() < when]
         for job in due:
             job()
 
     def end_all(self) -> None:
-        """End all of them now."""
+        """End all disasters now."""
         for _, job in self.later:
             job()
         self.later.clear()
@@ -111,7 +111,7 @@ class Disasters:
         return bool(victims)
 
     def _stop(self, disaster: Disaster) -> bool:
-        """A request to stop: to one process, to the launcher's group, or to everybody at once."""
+        """A stop signal: to one process, to the launcher's process group, or to all processes."""
         number = signal.Signals[f"SIG{disaster.signal}"]
         if disaster.target == "everyone":
             victims = self.run.family.processes()
@@ -130,7 +130,7 @@ class Disasters:
         return bool(victims)
 
     def _power_cut(self, disaster: Disaster) -> bool:
-        """All processes at once; `corrupt` damages the newest checkpoint besides, `torn` a small file."""
+        """Kill all processes; `corrupt` also damages the newest checkpoint, `torn` a small file."""
         self.run.down = True
         if disaster.kind == "corrupt":
             self.before_restart.append(self._corrupt_newest)
@@ -142,7 +142,7 @@ class Disasters:
     def _rot(self, disaster: Disaster) -> bool:
         victims = self._wait_for_victims("worker")
         if victims:
-            send(signal.SIGSTOP, victims)  # or it saves another in between
+            send(signal.SIGSTOP, victims)  # so that no newer checkpoint is saved meanwhile
             self._corrupt_newest()
             send(signal.SIGKILL, victims)
         return bool(victims)
@@ -157,7 +157,7 @@ class Disasters:
         return victims
 
     def _victims(self, target: str) -> list[Process]:
-        """The processes of a role, as far as they are of this run's family."""
+        """The processes of a role that belong to this run."""
         if target == "server":
             return self._server().family.processes()
         if target == "writer":
@@ -194,7 +194,7 @@ class Disasters:
         return True
 
     def _push_wrong_weights(self, disaster: Disaster) -> bool:
-        """Another run's weights, behind this one's back."""
+        """Load another run's weights into the server without telling this run."""
         task = self.run.task
         target = self._proxy().target
         assert task.calm, "the undisturbed run comes first"
@@ -205,14 +205,14 @@ class Disasters:
             async with InferenceClient(target, task.token) as client:
                 await client.update_weights(model, "somebody:else:0")
 
-        with contextlib.suppress(Exception):  # the server may be dead just now
+        with contextlib.suppress(Exception):  # the server may be down
             asyncio.run(push())
             return True
         return False
 
     def _rival(self, disaster: Disaster) -> bool:
-        """Another run that takes the same server for its own, and keeps pushing its weights for a while."""
-        self.run.excused = True  # a run may end with an error that names the other one
+        """Another run that uses the same server, and keeps loading its own weights for a while."""
+        self.run.excused = True  # the run may end with an error that names the other run
         end = time.monotonic() + disaster.seconds
 
         def push_again() -> None:
@@ -226,7 +226,7 @@ class Disasters:
     # The disk
 
     def _fill_disk(self, disaster: Disaster) -> bool:
-        """Not one byte more fits, until somebody makes room."""
+        """Fill the disk completely for a while."""
         ballast = self.run.path / ".ballast"
         self.run.excused = True
 
@@ -242,7 +242,7 @@ class Disasters:
         return True
 
     def _lock_folder(self, disaster: Disaster) -> bool:
-        """Nothing new can be made in the run's folder or in that of its checkpoints."""
+        """Make the folders of the run and of its checkpoints read-only."""
         self.run.excused = True
         folders = [path for path in (self.run.path, self.run.run.checkpoints) if path.is_dir()]
         locked = [folder for folder in folders if _set_writable(folder, False)]
@@ -259,13 +259,13 @@ class Disasters:
         self._after(disaster.seconds, once)
 
     def _tear(self, name: str) -> None:
-        """A small file as a power cut or a full disk may leave it: cut, empty, or with other bytes in it."""
+        """Damage a small file as a power cut or a full disk may: cut, emptied, or overwritten."""
         files = sorted(path for path in self.run.path.glob(SMALL_FILES[name]) if path.is_file())
         if files:
             tear(self.run.chance.choice(files), name, self.run.chance)
 
     def _corrupt_newest(self) -> None:
-        """Change a byte of the newest checkpoint, unless it is the only one."""
+        """Flip a byte of the newest checkpoint, unless it is the only one."""
         watch = self.run.watch
         store = watch.store
         latest = store.latest()
@@ -282,7 +282,7 @@ class Disasters:
 
 
 def tear(path: Path, name: str, chance: random.Random) -> None:
-    """Damage one small file; one that grows line by line has the beginning of one more."""
+    """Damage one small file; a file of lines gets the beginning of another line."""
     content = path.read_bytes()
     if name in ("metrics", "history"):
         last = content.rstrip(b"\n").rpartition(b"\n")[2]
@@ -296,29 +296,29 @@ def tear(path: Path, name: str, chance: random.Random) -> None:
 
 
 def mount_small_disk(path: Path) -> bool:
-    """Put a small file system of its own where a run's folder will be; whether that was allowed."""
+    """Mount a small file system at the future run folder; returns whether that was allowed."""
     path.mkdir(parents=True, exist_ok=True)
     command = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(path)]
     try:
         return subprocess.run(command, capture_output=True).returncode == 0
-    except OSError:  # there is no such command
+    except OSError:  # the command mount is missing
         return False
 
 
 def unmount(path: Path) -> None:
-    """Take it away again, if there is one."""
+    """Unmount it, if there is one."""
     if os.path.ismount(path):
         subprocess.run(["umount", "--lazy", str(path)], check=False)
 
 
 def _set_writable(folder: Path, writable: bool) -> bool:
-    """Whether it could be set."""
+    """Set or remove write permission; returns whether that worked."""
     if not folder.exists():
         return False
     if os.geteuid() != 0:
         folder.chmod(0o755 if writable else 0o555)
         return True
-    # Modes do not stop root; a folder that must not change does.
+    # root ignores modes, so use the immutable attribute.
     command = ["chattr", "-i" if writable else "+i", str(folder)]
     return subprocess.run(command, check=False, capture_output=True).returncode == 0
 

@@ -1,4 +1,4 @@
-"""What is to happen to a run, and when: drawn from a seed, so that it can be had again."""
+"""Plans: which disasters strike a run, and when; drawn from a seed, so that they can be repeated."""
 
 import random
 from dataclasses import dataclass
@@ -21,20 +21,20 @@ SMALL_FILES = {
     "batches": "batches/*.safetensors",
     "ledger": "ledger.sqlite*",
 }
-"""Files of a run that a power cut may tear, by what plans call them; those of RL last."""
+"""Files of a run that a power cut may damage, by their names in plans; those of RL come last."""
 OF_RL = ("versions", "batches", "ledger")
 
 
 @dataclass(frozen=True)
 class Disaster:
-    """One accident.
+    """One disaster.
 
-    kind: kill, pause, fault, stop (`signal` to a role, the launcher's group or everyone), power_cut (all
-    processes at once), corrupt (a power cut that damages the newest checkpoint), torn (one that damages a
-    small file), rot (a worker's death that damages the newest checkpoint), full (disk), read_only (folder),
-    wrong_weights, rival (another run on the same server), or a mood of the proxy. `target`: the role, the
-    file, or the fault, which strikes when its point is reached. Others strike `after` seconds after `step`
-    stands in metrics.jsonl; without a step, after the one before.
+    kind: kill, pause, fault, stop (`signal` to a role, to the launcher's process group or to all processes),
+    power_cut (kills all processes), corrupt (a power cut that damages the newest checkpoint), torn (one that
+    damages a small file), rot (a worker's death that damages the newest checkpoint), full (disk), read_only
+    (folder), wrong_weights, rival (another run on the same server), or a mood of the proxy. `target`: the
+    role, the file, or the fault. A fault strikes when its point is reached; other disasters strike `after`
+    seconds after `step` appears in metrics.jsonl or, without a step, after the previous disaster.
     """
 
     kind: str
@@ -55,7 +55,7 @@ class Disaster:
 
 @dataclass(frozen=True)
 class Setting:
-    """What a plan depends on: the run's last step, whether it is RL, and what may happen to its server."""
+    """What a plan depends on: the last step, whether the run is RL, and what may happen to its server."""
 
     last_step: int
     interval: int
@@ -63,13 +63,13 @@ class Setting:
     groups: int = 1
     """Groups of answers in a step (RL)."""
     proxied: bool = False
-    """A proxy is between the run and its server."""
+    """Whether there is a proxy between the run and its server."""
     server: str | None = None
-    """How its server may be killed: as `server` (of the harness), as `inference` (of the run), or not."""
+    """The server that may be killed: `server` (the harness's), `inference` (the run's own), or None."""
     ranks: int = 1
     """Ranks of the trainer."""
     own_disk: bool = False
-    """The run's folder may lie on a small file system of its own, which can be filled."""
+    """Whether the run's folder may be on a small file system, which can be filled."""
 
 
 def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
@@ -77,10 +77,10 @@ def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
     steps = sorted(chance.randint(1, setting.last_step - 1) for _ in range(chance.randint(1, 3)))
     plan: list[Disaster] = []
     for step in steps:
-        follows = bool(plan) and chance.random() < 0.3  # while the run is still recovering
+        follows = bool(plan) and chance.random() < 0.3  # strikes while the run is recovering
         when = {"step": None if follows else step, "after": chance.uniform(0, 8.0 if follows else 0.5)}
         plan.append(_draw_one(chance, setting, when))
-    # A fault strikes when its point is reached, whatever its place here.
+    # The order does not matter for a fault: it strikes when its point is reached.
     return plan
 
 
@@ -122,7 +122,7 @@ def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
 
 
 def _draw_fault(chance: random.Random, setting: Setting) -> str:
-    """A fault point that such a run reaches, and the time at which it strikes there."""
+    """A fault point that such a run reaches, and on which pass it strikes."""
     saves = max(setting.last_step // setting.interval, 1)
     times = {"save": saves, "commit": saves, "retention": max(saves - 2, 1)}
     if setting.rl:

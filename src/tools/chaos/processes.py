@@ -1,4 +1,4 @@
-"""Processes that the chaos harness has started, and theirs: found by a mark, and no others touched."""
+"""The processes that the chaos harness has started, and their children, found by an environment variable."""
 
 import contextlib
 import os
@@ -16,7 +16,7 @@ STARTER = """
 import os, signal, sys
 from cairn.run.processes import die_with
 die_with(int(sys.argv[1]))
-for number in (signal.SIGHUP, signal.SIGINT):  # nohup and `&` have them ignored
+for number in (signal.SIGHUP, signal.SIGINT):  # nohup and `&` ignore them
     signal.signal(number, signal.SIG_DFL)
 os.execv(sys.argv[2], sys.argv[2:])
 """
@@ -24,7 +24,7 @@ os.execv(sys.argv[2], sys.argv[2:])
 
 @dataclass(frozen=True)
 class Process:
-    """A process, told from a later one of the same id by when it started."""
+    """A process, identified by its id and start time, since ids are reused."""
 
     pid: int
     started: int
@@ -33,9 +33,10 @@ class Process:
 
 
 class Family:
-    """A command and all that it starts: whoever has the mark in the environment, and their sessions' members.
+    """A command and all processes that it starts: those with the mark in their environment, and their
+    sessions.
 
-    (Ray's workers overwrite their environment, and stay in their driver's session.)
+    (Ray's workers overwrite their environment, but stay in their driver's session.)
     """
 
     def __init__(self, environment: dict[str, str]):
@@ -46,7 +47,7 @@ class Family:
         self._sessions: set[int] = set()
 
     def start(self, log: Path, command: list[str]) -> subprocess.Popen:
-        """Start a command of ours in a session of its own; it dies with the thread that calls this."""
+        """Start a command in its own session; it dies with the calling thread."""
         name, *arguments = command
         executable = str(Path(sys.executable).parent / name)
         with open(log, "ab") as out:
@@ -60,7 +61,7 @@ class Family:
             )
 
     def processes(self) -> list[Process]:
-        """Those that are alive."""
+        """The family's living processes."""
         found = {}
         for entry in Path("/proc").iterdir():
             if entry.name.isdigit():
@@ -88,15 +89,15 @@ class Family:
         return f"{MARK}={self._mark}".encode() in _environment(pid).split(b"\0")
 
     def _has_environment(self, pid: int) -> bool:
-        """Whether the kernel shows one: for a moment during execve it shows an empty one."""
+        """Whether the kernel shows an environment: during execve it is empty for a moment."""
         return _environment(pid) != b""
 
     def named(self, name: str) -> list[Process]:
-        """Those whose command line has `name` in it."""
+        """The processes with `name` in their command line."""
         return [process for process in self.processes() if name in process.command]
 
     def kill(self, deadline: float = 20.0) -> None:
-        """End them all at once."""
+        """Kill all processes, and wait until they are gone."""
         end = time.monotonic() + deadline
         while (alive := self.processes()) and time.monotonic() < end:
             send(signal.SIGKILL, alive)
@@ -104,7 +105,7 @@ class Family:
 
 
 def send(number: int, processes: Iterable[Process]) -> None:
-    """Send a signal to processes of a family."""
+    """Send a signal to processes of a family; those that have ended are skipped."""
     for process in processes:
         with contextlib.suppress(ProcessLookupError):
             os.kill(process.pid, number)

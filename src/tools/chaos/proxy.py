@@ -1,4 +1,4 @@
-"""A proxy in front of an inference server: it behaves badly when told to, and counts finished generations."""
+"""A proxy in front of an inference server that misbehaves on command and counts complete generations."""
 
 import contextlib
 import json
@@ -16,17 +16,17 @@ MOODS = ("slow", "errors", "drops", "silent")
 
 
 class Proxy:
-    """Serves `target` on a port of loopback until it is closed.
+    """Serves `target` on a loopback port until it is closed.
 
-    mood: None passes everything on; slow answers late, errors answers 503 and 500, drops cuts connections in
-    the middle of answers, silent accepts requests and says nothing while the mood lasts.
+    mood: None passes everything on; slow delays answers, errors answers 503 and 500, drops cuts connections
+    in the middle of answers, silent accepts requests but does not answer while the mood lasts.
     """
 
     def __init__(self, target: str):
         self.target = target
         self.mood: str | None = None
         self.finished: Counter[str] = Counter()
-        """How often each request to generate was answered in full, by its body."""
+        """How often each generation request, by its body, was answered in full."""
         self._http = httpx.Client(base_url=target, timeout=600, trust_env=False)
         self._http.timeout = httpx.Timeout(600, connect=2, pool=None)
         proxy = self
@@ -45,30 +45,30 @@ class Proxy:
         self._http.close()
 
     def open(self, method: str, path: str, headers: dict[str, str], body: bytes):
-        """The target's answer, to be read as it comes."""
+        """The target's answer, as a stream."""
         return self._http.stream(method, path, headers=headers, content=body)
 
 
 class _Server(ThreadingHTTPServer):
-    """One thread a connection; clients that are killed leave theirs in the middle."""
+    """One thread per connection; killed clients leave their connections open."""
 
     daemon_threads = True
     request_queue_size = 256
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Say nothing of it, unless it is a mistake in here."""
+        """Report nothing but errors of this module."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)
 
 
 class _Handler(BaseHTTPRequestHandler):
-    """One request: passed on, or not."""
+    """Handles one request: passes it on, or misbehaves."""
 
     protocol_version = "HTTP/1.1"
     owner: Proxy
 
     def log_message(self, format: str, *args: object) -> None:
-        """Say nothing."""
+        """Log nothing."""
 
     def _pass(self) -> None:
         body = self.rfile.read(int(self.headers.get("content-length", 0)))

@@ -1,4 +1,4 @@
-"""One run that disasters strike, and the promises that it has to keep all the same."""
+"""One run, struck by disasters, and the promises that it must keep nevertheless."""
 
 import json
 import random
@@ -22,18 +22,18 @@ from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.task import DEADLINE, Result, Task, Watch
 
 PATIENCE = 60.0
-"""Seconds that what is left of a run has for ending by itself."""
+"""Seconds that remaining processes have to exit by themselves."""
 EARLY = 5.0
-"""Seconds after its start for which the command may not yet be able to catch a signal."""
+"""Seconds after a start during which the command may not have installed its signal handlers yet."""
 STARTS = 8
-"""Most starts of one run."""
+"""Maximum number of starts of one run."""
 EXIT_USAGE, EXIT_STOPPED = 2, 75
 MEASURED = ("time/", "run/", "servers/", "weights/")
-"""Metrics that tell of times and of what had to be done again: these differ from run to run."""
+"""Prefixes of metrics that measure time or recomputation, and so differ from run to run."""
 
 
 class ChaosRun:
-    """A task's command from its start to its end, whatever happens."""
+    """A task's command from its first start to its end, through all disasters."""
 
     def __init__(self, task: Task, plan: list[Disaster], folder: Path, chance: random.Random):
         self.task = task
@@ -58,21 +58,21 @@ class ChaosRun:
         self.starts = 0
         self.disasters = Disasters(self)
         self.down = False
-        """The whole command was killed."""
+        """Whether the whole command was killed."""
         self.asked_to_stop = False
         self.excused = False
-        """Something was wrong with the disk or the server, of which the command may have died."""
+        """Whether disk or server had a problem that the command may have died of."""
         self._disturbed = False  # by more than a request to stop
         self._struck_at = self._started_at = 0.0
 
     @property
     def process(self) -> "subprocess.Popen[bytes]":
-        """The command, as it was started last."""
+        """The command's newest process."""
         assert self._process, "it has not been started"
         return self._process
 
     def start_command(self, command: list[str]) -> None:
-        """Start what the disasters will strike."""
+        """Start the command that the disasters strike."""
         self._process = self.family.start(self.log, command)
 
     def _environment(self) -> dict[str, str]:
@@ -84,7 +84,7 @@ class ChaosRun:
         return environment
 
     def go(self) -> Result:
-        """Run to the end, then check every promise."""
+        """Run the command to its end, then check every promise."""
         if self.task.server:
             self.task.server.start()
         if self.task.proxy:
@@ -133,7 +133,7 @@ class ChaosRun:
             time.sleep(0.03)
 
     def _is_over(self) -> bool:
-        """Whether the command's end is the run's; if not, a user would start it again."""
+        """Whether the run ended with the command; if not, a user would start it again."""
         code = self.process.returncode
         fired = [fault for fault in self.faults if not (self.once / fault.target).exists()]
         for fault in fired:
@@ -145,14 +145,14 @@ class ChaosRun:
         early = code < 0 and self._struck_at < self._started_at + EARLY
         stopped = code == EXIT_STOPPED or early
         allowed = stopped if self.asked_to_stop else code in (1, EXIT_USAGE) and disk_failed
-        # A stop that meets a death may find nothing to save.
+        # A stop signal during a restart may find nothing to save.
         allowed = allowed or self.down or (self.asked_to_stop and bool(self._disturbed or fired))
         if not allowed or self.starts == STARTS:
             tail = "\n".join(self.log.read_text(errors="replace").splitlines()[-15:])
             self.result.violations.append(f"the command ended with exit code {code}; it printed:\n{tail}")
             return True
         if self.starts > 1:
-            self.disasters.repair()  # it was tried in vain once
+            self.disasters.repair()  # one start failed because of it
         for job in self.disasters.before_restart:
             job()
         self.disasters.before_restart.clear()
@@ -166,7 +166,7 @@ class ChaosRun:
             self._process.wait()
 
     def _check_processes(self) -> None:
-        """Nothing of the run is left."""
+        """Check that no process of the run is left."""
         end = time.monotonic() + PATIENCE
         while left := self.family.processes():
             if time.monotonic() > end:
@@ -203,7 +203,7 @@ class ChaosRun:
             return
         self.result.violations += [f"audit: {v.kind}: {v.what}: {v.rows}" for v in report.violations]
         if sum(epoch.waiting for epoch in report.epochs):
-            self.result.violations.append("audit: at the end there are prompts that wait")
+            self.result.violations.append("audit: prompts are still waiting at the end")
 
     def _check_checkpoints(self) -> None:
         store = self.watch.store
@@ -223,7 +223,7 @@ class ChaosRun:
             }
 
     def _check_against_calm(self) -> None:
-        """The same metrics and the same weights, to the bit, as if nothing had happened."""
+        """Check that metrics and weights equal those of the undisturbed run, bit for bit."""
         calm = self.task.calm
         if calm is None:
             return
@@ -240,17 +240,17 @@ class ChaosRun:
             self.result.violations.append(f"the last step's tensors differ in {names}")
 
     def _check_recomputed(self) -> None:
-        """From the newest checkpoint on, of which one at most is being written: an interval and its steps."""
+        """Check that restarts recomputed at most the steps since the save before the newest."""
         interval = self.task.setting.interval
         most = interval * (3 if self.watch.fell_back else 2)
         self.result.violations += [
-            f"{steps} steps were done again, and saves fall due every {interval} steps"
+            f"{steps} steps were recomputed, but saves are due every {interval} steps"
             for steps in self.result.recomputed
             if steps > most
         ]
 
     def _check_generations(self) -> None:
-        """A death of the trainer costs no finished generation: no request was answered twice."""
+        """Check that a death of the trainer caused no complete generation to be requested again."""
         spared = {"trainer", "worker", "writer"}
         for disaster in self.result.struck:
             of_trainer = disaster.target in spared and disaster.kind in ("kill", "pause")
@@ -275,6 +275,6 @@ def scratch(prefix: str) -> Path:
 
 
 def remove(folder: Path) -> None:
-    """Remove a run that kept its promises."""
+    """Remove the folder of a run that kept its promises."""
     unmount(folder / "run")
     shutil.rmtree(folder, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What is run again and again, its server, what came of a run, and what is seen of it while it goes on."""
+"""Tasks, their server, the results of runs, and what is observed while they run."""
 
 import asyncio
 import subprocess
@@ -18,11 +18,11 @@ from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import Proxy
 
 DEADLINE = 600.0
-"""Seconds that a run or a server's start may take before it counts as hanging."""
+"""Seconds after which a run, or the start of a server, counts as hung."""
 
 
 class Server:
-    """The long-lived server that the harness starts for its runs, and the user who starts it again."""
+    """The long-lived server that the harness starts for its runs, and restarts as a user would."""
 
     def __init__(self, folder: Path, command: list[str], url: str, token: str):
         self.url = url
@@ -32,16 +32,16 @@ class Server:
         self._process: subprocess.Popen[bytes] | None = None
 
     def launch(self) -> subprocess.Popen[bytes]:
-        """Start it, if it is not there; returns at once. It ends with the thread that calls this."""
+        """Start the server unless it is running; returns at once. It dies with the calling thread."""
         if self._process is None or self._process.poll() is not None:
             self._process = self.family.start(self.log, self.command)
         return self._process
 
     def start(self) -> None:
-        """Start it, if it is not there; returns when it is healthy.
+        """Start the server unless it is running; returns when it is healthy.
 
         Raises:
-            CairnError: it does not start.
+            CairnError: the server does not start.
         """
         process = self.launch()
         end = time.monotonic() + DEADLINE
@@ -55,7 +55,7 @@ class Server:
             return await client.health()
 
     def kill(self) -> None:
-        """SIGKILL, all its processes."""
+        """Kill all its processes with SIGKILL."""
         self.family.kill()
         if self._process:
             self._process.wait()
@@ -63,9 +63,9 @@ class Server:
 
 @dataclass
 class Task:
-    """A configuration to run again and again.
+    """A command to run repeatedly.
 
-    proxy: between the run and its server, if that is not the run's own. server: that, if it is the harness's.
+    proxy: between run and server, unless the run starts its own server. server: the harness's, if it is used.
     """
 
     command: list[str]
@@ -74,28 +74,28 @@ class Task:
     proxy: Proxy | None = None
     server: Server | None = None
     calm: "Result | None" = None
-    """How it went undisturbed."""
+    """The result of the undisturbed run."""
 
 
 @dataclass
 class Result:
-    """What came of a run."""
+    """The result of a run."""
 
     folder: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
     tensors: dict[str, Any] = field(default_factory=dict)
     """Checksums of the last step's weights and optimiser state, by file."""
     seconds: float = 0.0
-    """From the first step to the last."""
+    """Seconds from the first step to the last."""
     struck: list[Disaster] = field(default_factory=list)
     missed: list[Disaster] = field(default_factory=list)
     violations: list[str] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
-    """Steps that had to be done again, for each time that the run fell back."""
+    """Number of recomputed steps, for each time that the run fell back."""
 
 
 class Watch:
-    """Follows a run's steps and checkpoints, and notes what must never be seen."""
+    """Follows a run's steps and checkpoints, and records what must never happen."""
 
     def __init__(self, run: RunDirectory, result: Result):
         self.view = RunView(run.path)
@@ -103,15 +103,15 @@ class Watch:
         self.result = result
         self.step = 0
         self.seen_at: dict[int, float] = {}
-        """When each step stood in metrics.jsonl first."""
+        """The time at which each step first appeared in metrics.jsonl."""
         self.latest = 0
         self.damaged: set[int] = set()
-        """Checkpoints that the harness itself has damaged, as long as they are there."""
+        """Existing checkpoints that the harness itself has damaged."""
         self.fell_back = False
-        """Whether the run had to go on from an older checkpoint than the newest."""
+        """Whether the run had to resume from an older checkpoint than the newest."""
 
     def look(self) -> None:
-        """To be called as often as can be."""
+        """Check once; call it as often as possible."""
         rows = self.view.metrics()
         step = rows[-1]["step"] if rows else 0
         if step < self.step:
@@ -134,5 +134,5 @@ class Watch:
         try:
             verify(self.store.folder(step), content=content)
         except CheckpointError as error:
-            if self.store.latest() == step:  # and was not deleted in favour of a newer one meanwhile
+            if self.store.latest() == step:  # not replaced by a newer one in the meantime
                 self.result.violations.append(f"latest is not valid: {error}")
