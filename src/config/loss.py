@@ -99,7 +99,7 @@ class CustomSFTLossConfig(CustomLossConfig):
     """A loss of your own, for SFT."""
 
     type: str
-    """What is minimised: -log p of each token to learn, or a loss of your own (module:Class)."""
+    """What to minimise: likelihood (-log p of each token to learn), or your own loss (module:Class)."""
 
     @classmethod
     def built_in(cls) -> Iterable[str]:

@@ -13,8 +13,8 @@ from cairn.run.versions import WEIGHT_SOURCE
 class Rank:
     """A rank's address, and its share of each tensor.
 
-    ranges: by tensor name, (first value, number of values) of each range, in row-major order. The values of all
-    ranges are sent in one message, in this order.
+    ranges: by tensor name, (first value, number of values) of each range, in row-major order. All
+    values are sent in one message, in this order.
     """
 
     host: str
