@@ -1,12 +1,11 @@
-"""How much saving and loading cost: Cairn, PyTorch's own ways, and the raw limits, side by side in one run.
+"""The cost of saving and loading: Cairn, PyTorch's own systems, and the hardware's limits, side by side.
 
 A transformer-sized stack of linear layers trains with AdamW under FSDP2 while it is saved. For each system:
-
-- stall_s: how long the training loop stands still for a save
-- lost_s: stall and slowdown of the steps that overlap the save, against undisturbed steps
+- stall_s: how long the training loop is blocked by a save
+- lost_s: stall plus slowdown of the steps during the save, compared with undisturbed steps
 - durable_s: from the call until everything is fsynced (Cairn: and committed)
-- load_cold_s, load_warm_s: until the state is back, page cache dropped or full; Cairn verifies every byte
-- extra_bytes: how much more memory the process and its helpers take
+- load_cold_s, load_warm_s: until the state is restored, page cache empty or filled; Cairn verifies every byte
+- extra_bytes: additional memory of the process and its helper processes
 
 Runs as `python benchmarks/checkpoint.py`, or under torchrun for one size only. Needs neither Ray nor vLLM.
 """
@@ -42,7 +41,7 @@ SYSTEMS = [
 
 
 def main() -> None:
-    """Run the sizes and ranks that were asked for, each in processes of its own, and print one object."""
+    """Measure the requested sizes and numbers of ranks, each in new processes, and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--params", type=float, nargs="+", default=[100e6, 500e6], help="model sizes")
     parser.add_argument("--ranks", type=int, nargs="+", default=[1, 2], help="numbers of ranks")
@@ -52,7 +51,7 @@ def main() -> None:
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--dir", type=Path, default=Path("outputs/benchmark"), help="on the disk to measure")
     parser.add_argument("--quick", action="store_true", help="one small size, under a minute")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.params, arguments.ranks, arguments.repeats = [10e6], [1], 3
@@ -101,7 +100,7 @@ def _show(run: dict) -> None:
         print(f"{name:20}" + "".join(f"{'-' if v is None else f'{v:.3f}':>14}" for v in values.values()))
 
 
-# One size, on the ranks that torchrun started
+# One size, on the ranks that torchrun has started
 
 
 def measure(arguments: argparse.Namespace, params: int) -> dict:
@@ -119,7 +118,7 @@ def measure(arguments: argparse.Namespace, params: int) -> dict:
     root = Path(paths[0])
     try:
         limits = measure_limits(training, root, arguments.repeats)
-        if rank == 0:  # as for each system below: a run of an hour that is cut short has not been for nothing
+        if rank == 0:  # progress on stderr, in case a long run is interrupted
             print(json.dumps({"params": params, "limits": limits}), file=sys.stderr, flush=True)
         systems = {}
         for name in arguments.systems:
@@ -148,7 +147,7 @@ def measure(arguments: argparse.Namespace, params: int) -> dict:
 
 
 def ratios(limits: dict, systems: dict) -> dict:
-    """What Cairn reaches of the limits and of its peers."""
+    """Cairn's values relative to the limits and to the other systems."""
     if "cairn" not in systems:
         return {}
     cairn = systems["cairn"]
@@ -167,7 +166,7 @@ def ratios(limits: dict, systems: dict) -> dict:
 
 
 def measure_system(name: str, training: Training, root: Path, repeats: int) -> dict[str, float | None]:
-    """Save and load repeatedly with one system, after one save and one load that are not counted."""
+    """Save and load repeatedly with one system, after one save and one load as warm-up."""
     root.mkdir(parents=True, exist_ok=True)
     with Memory(0) as undisturbed:
         for _ in range(3):
@@ -190,7 +189,7 @@ def measure_system(name: str, training: Training, root: Path, repeats: int) -> d
                 stalls.append(stall)
                 losses.append(lost)
                 durables.append(durable)
-            if dist.get_rank() == 0 and name != "cairn":  # which does that itself
+            if dist.get_rank() == 0 and name != "cairn":  # Cairn's retention does that
                 for path in root.glob("step_*"):
                     if path != root / f"step_{repeat + 1}":
                         shutil.rmtree(path)
@@ -198,7 +197,7 @@ def measure_system(name: str, training: Training, root: Path, repeats: int) -> d
     system.load()
     dist.barrier()
     cold = [together(system.load, lambda: drop_cache(root)) for _ in range(repeats)]
-    system.load()  # the kernel treats pages that were read once otherwise than those that are in use
+    system.load()  # warm-up: the kernel treats pages that were read only once differently
     warm = [together(system.load) for _ in range(repeats)]
     system.close()
     return {
@@ -212,7 +211,7 @@ def measure_system(name: str, training: Training, root: Path, repeats: int) -> d
 
 
 def _one_save(system, training: Training, number: int) -> tuple[float, float, float]:
-    """Save once while training goes on: stall, time lost in all, and time to durable, in seconds."""
+    """Save once while training continues; returns stall, total time lost, and time to durable, in seconds."""
     step = statistics.median(training.timed_step() for _ in range(5))  # undisturbed, at the moment
     dist.barrier()
     began = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The limits beside which benchmarks/checkpoint.py puts its systems: memory and disk with the same bytes."""
+"""The hardware's limits for benchmarks/checkpoint.py: copying, writing and reading the same bytes."""
 
 import mmap
 import os
@@ -15,7 +15,7 @@ BLOCK = 8 << 20
 
 
 def measure_limits(training: Training, root: Path, repeats: int) -> dict[str, float]:
-    """What the hardware does with the same bytes and nothing else."""
+    """Seconds that memory and disk take for the same bytes and nothing else."""
     rank = dist.get_rank()
     buffers = training.local_buffers()
     nbytes = sum(b.nbytes for b in buffers) // 4096 * 4096
@@ -62,9 +62,9 @@ def measure_limits(training: Training, root: Path, repeats: int) -> dict[str, fl
         view.release()
 
     def best(ways: list[Callable[[], None]], before: Callable[[], None] = lambda: None) -> float:
-        """The median of the fastest way; which ways are worth repeating is seen from trying each once."""
+        """The median of the fastest way; each way is first tried once, to see which are worth repeating."""
         tried = [[together(way, before) for way in ways]]
-        dist.broadcast_object_list(tried)  # the ranks do the same
+        dist.broadcast_object_list(tried)  # so that all ranks choose the same
         chosen = sorted(range(len(ways)), key=tried[0].__getitem__)[:3]
         return min(statistics.median(together(ways[i], before) for _ in range(repeats)) for i in chosen)
 

@@ -1,4 +1,4 @@
-"""How the rules for checkpoints scale, with neither tensors nor ranks: a part of benchmarks/checkpoint.py."""
+"""How the checkpoint code scales with steps, tensors and ranks; part of benchmarks/checkpoint.py."""
 
 import contextlib
 import json
@@ -15,7 +15,7 @@ from cairn.config.ckpt import CkptConfig
 
 
 def measure_scale(steps: int) -> dict[str, float]:
-    """Seconds that listing, resolving and retention take among many steps, and planning for many tensors."""
+    """Seconds for listing, choosing and retention with many steps, and for planning with many tensors."""
     seconds: dict[str, float] = {}
 
     @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What benchmarks/checkpoint.py saves: a model in training; and how its ranks and memory are timed."""
+"""The model that benchmarks/checkpoint.py trains and saves, and tools to measure time and memory."""
 
 import contextlib
 import os
@@ -19,15 +19,15 @@ from cairn.trainer.trained import Trained
 
 
 class Plain(Trained):
-    """A model that is no Hugging Face one: its tensors have one name."""
+    """A model that is not from Hugging Face: its tensors have the same names in memory and in files."""
 
     def saved(self) -> dict[str, torch.Tensor]:
-        """By the model's own names."""
+        """The tensors by the model's own names."""
         return dict(self.module.state_dict())
 
 
 class Training:
-    """A model that trains, with about as much compute per parameter as a language model on short rows."""
+    """A training loop with about as much compute per parameter as a language model on short rows."""
 
     def __init__(self, params: int, device: str):
         torch.manual_seed(0)
@@ -72,22 +72,22 @@ class Training:
         return time.perf_counter() - started
 
     def tensors(self) -> dict:
-        """The state as Cairn takes it."""
+        """The state as Cairn's saver takes it."""
         return Plain(self.model, self.optimizer).tensors()
 
     def flat(self) -> dict:
-        """The state as PyTorch's ways take it."""
+        """The state as PyTorch's checkpointing takes it."""
         return {f"{stem}.{name}": t for stem, named in self.tensors().items() for name, t in named.items()}
 
     def local_buffers(self) -> list:
-        """This rank's bytes, as memory that raw reads and writes can use."""
+        """This rank's bytes, as buffers for raw reads and writes."""
         flat = (t.detach() for t in self.flat().values())
         local = (t.to_local() if isinstance(t, DTensor) else t for t in flat)
         return [t.cpu().contiguous() for t in local if t.numel()]
 
 
 def together(action: Callable[[], None], before: Callable[[], None] = lambda: None) -> float:
-    """Seconds until all ranks have done it."""
+    """Seconds until all ranks have finished `action`."""
     before()
     dist.barrier()
     started = time.perf_counter()
@@ -97,7 +97,7 @@ def together(action: Callable[[], None], before: Callable[[], None] = lambda: No
 
 
 def drop_cache(folder: Path) -> None:
-    """Have the kernel forget the files' pages."""
+    """Remove the folder's files from the page cache."""
     for path in folder.rglob("*"):
         if path.is_file():
             sync(path)
@@ -107,7 +107,7 @@ def drop_cache(folder: Path) -> None:
 
 
 class Memory:
-    """The most memory that this process and its children take meanwhile, in bytes beyond `base`."""
+    """Peak memory of this process and its children inside the context, in bytes beyond `base`."""
 
     def __init__(self, base: int):
         self.base = base
@@ -131,7 +131,7 @@ class Memory:
 
 
 def _memory() -> int:
-    """Proportional memory of this process and its children, in bytes; shared pages are counted once."""
+    """Proportional set size of this process and its children in bytes; shared pages are counted once."""
     total = 0
     children = Path(f"/proc/{os.getpid()}/task/{os.getpid()}/children")
     for pid in [str(os.getpid()), *children.read_text().split()]:

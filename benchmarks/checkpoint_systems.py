@@ -1,4 +1,4 @@
-"""The systems that benchmarks/checkpoint.py compares, each with the same five calls."""
+"""The systems that benchmarks/checkpoint.py compares, behind the same five methods."""
 
 import threading
 import time
@@ -13,7 +13,7 @@ from cairn.run.files import sync
 
 
 class CairnSystem:
-    """What a Cairn trainer does."""
+    """Saves and loads like Cairn's trainer."""
 
     def __init__(self, name: str, training: Training, root: Path):
         from cairn.checkpoint.saver import Saver, SavingRank
@@ -106,9 +106,10 @@ class DcpSystem:
 
 
 class MetaSystem:
-    """Meta's torch_checkpointing, saving asynchronously, where it is installed (group `bench`).
+    """Meta's torch_checkpointing, saving asynchronously, if it is installed (group `bench`).
 
-    Its direct writes fail here with EINVAL, so they are off; and it fsyncs nothing, so that is done for it.
+    Its direct writes fail here with EINVAL, so they are turned off. It does not fsync, so that is done for
+    it.
     """
 
     def __init__(self, name: str, training: Training, root: Path):

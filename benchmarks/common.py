@@ -1,4 +1,4 @@
-"""What the benchmarks of training share: one task for all systems, and how to follow their processes."""
+"""Shared by the benchmarks of training: the task for all systems, and following a command's metrics."""
 
 import contextlib
 import functools
@@ -20,7 +20,7 @@ CONFIGS = Path(__file__).parents[1] / "configs" / "reverse_text"
 
 @dataclass(frozen=True)
 class Task:
-    """One model, data set and recipe, below `folder`; `seq_len` is the longest row."""
+    """One model, data set and recipe in `folder`; `seq_len` is the maximum length of a row."""
 
     folder: Path
     batch_size: int
@@ -48,7 +48,7 @@ class Task:
                 out.write(json.dumps({"prompt": prompt, "completion": [answer]}) + "\n")
 
     def cairn(self, output_dir: Path, max_steps: int, *flags: object) -> list[str]:
-        """The `sft` command; rows of the task's length, as many in a micro-batch as a batch can need."""
+        """The `sft` command, with rows of the task's length and micro-batches that can hold a whole batch."""
         command = [sys.executable, "-c", "import sys; from cairn.launch.main import sft; sys.exit(sft())"]
         flags = (
             *("--model.name", self.model, "--data.name", self.data, "--data.batch-size", self.batch_size),
@@ -58,9 +58,9 @@ class Task:
         return [*command, *map(str, flags)]
 
     def trl(self, output_dir: Path, max_steps: int, **changed: object) -> object:
-        """TRL's `SFTTrainer` for the task, otherwise as it comes.
+        """TRL's `SFTTrainer` for the task, with its defaults except for `changed`.
 
-        Float32 and no gradient checkpointing, like all the others.
+        Like all systems, it uses float32 and no gradient checkpointing.
         """
         import datasets
         from trl import SFTConfig, SFTTrainer
@@ -78,7 +78,7 @@ class Task:
 
 
 def with_random_weights(folder: Path) -> str:
-    """A Hugging Face folder like this one, and with weights; standard output is for results."""
+    """A Hugging Face folder like this one, but with weights; keeps standard output free for results."""
     from cairn.config.model import ModelConfig
     from cairn.launch.model import resolve_model
 
@@ -94,41 +94,41 @@ def has_trl() -> bool:
 
 
 def ratios(values: dict[str, float]) -> dict[str, float]:
-    """Cairn's value over that of each of the others."""
+    """Cairn's value divided by the value of each other system."""
     others = [name for name in values if name != "cairn" and "cairn" in values]
     return {f"cairn / {name}": values["cairn"] / values[name] for name in others}
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
+    """A free TCP port."""
     with socket.create_server(("127.0.0.1", 0)) as listening:
         return listening.getsockname()[1]
 
 
 def bound_to_us() -> Callable[[], None]:
-    """For `preexec_fn`: the child dies with this process, however that dies."""
+    """A `preexec_fn` that makes the child die with this process, however this process ends."""
     return functools.partial(die_with, os.getpid())
 
 
 def environment(threads: int) -> dict[str, str]:
-    """Of every child: the same number of threads, no network."""
+    """Environment of every child process: the same number of threads, no network."""
     return {**os.environ, "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
 
 
 def result_of(script: str, arguments: list[object], threads: int) -> dict:
-    """Run a script of this folder in a process of its own; the object on its last line."""
+    """Run a script of this folder in a new process; returns the JSON object on its last line."""
     command = [sys.executable, str(Path(script)), *map(str, arguments)]
     done = subprocess.run(
         command, capture_output=True, env=environment(threads), text=True, preexec_fn=bound_to_us()
     )
     if done.returncode:
-        raise RuntimeError(f"{' '.join(command)} ended with {done.returncode}:\n{done.stderr[-3000:]}")
+        raise RuntimeError(f"{' '.join(command)} exited with {done.returncode}:\n{done.stderr[-3000:]}")
     return json.loads(done.stdout.strip().splitlines()[-1])
 
 
 @contextlib.contextmanager
 def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[tuple[float, dict]]]:
-    """A command of Cairn's: yields the rows of the run's metrics, each with the time at which it appeared."""
+    """Run a Cairn command; yields an iterator of (time of appearance, row of metrics)."""
     metrics = JsonLines(run / "metrics.jsonl")
     resumed = max((row["step"] for row in metrics.rows()), default=0)
     log = run.with_suffix(".log")
@@ -148,9 +148,9 @@ def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[t
             yield from ((now, row) for row in metrics.new_rows() if row["step"] > resumed)
             if ended:
                 if child.returncode:
-                    raise RuntimeError(f"ended with {child.returncode}:\n{log.read_text()[-3000:]}")
+                    raise RuntimeError(f"exited with {child.returncode}:\n{log.read_text()[-3000:]}")
                 return
-            time.sleep(0.01)  # what is measured needs the processor
+            time.sleep(0.01)  # leave the CPU to what is measured
 
     try:
         yield rows()

@@ -1,12 +1,13 @@
-"""How long a run stands still after a death, and what that costs: restart by role against restarting all.
+"""How long a run stands still after a process died, and the cost: restarting one role or restarting
+everything.
 
-A run of the reverse-text task is started as a user starts it. Then a process is killed with SIGKILL, and the
-time is taken from the kill to the next new step in metrics.jsonl, one that the run had not come to before.
-For `whole job` it is the launcher that is killed, and the same command is run again at once with
-`--ckpt.resume auto`: what a scheduler does at best.
+The benchmark starts a run of the reverse-text task as a user would. Then it kills a process with SIGKILL, and
+measures the time from the kill to the next new step in metrics.jsonl, that is, a step that the run had not
+reached before. For `whole job` it kills the launcher and immediately runs the same command again with
+`--ckpt.resume auto`, the best that a job scheduler could do.
 
-Goodput is the time that the steps would have taken undisturbed over the time that they took, from the first
-step's end to the last one's, while about one in ten steps sees a kill at a random moment.
+Goodput is the time that the steps would have taken undisturbed, divided by the time that they took, from the
+end of the first step to the end of the last, with a kill at a random moment in about one of ten steps.
 """
 
 import argparse
@@ -29,7 +30,7 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 TASK = "configs/reverse_text"
 DEADLINE = 300.0
 POLL = 0.1
-"""Seconds between two looks at a run whose whole length counts: looking takes time from it."""
+"""Seconds between two polls when total time is measured: polling takes CPU time from the run."""
 
 ENDLESS = ("--max-steps", "1000000", "--ckpt.interval", "5", "--ckpt.keep-last", "2")
 SFT = ("sft", "@", f"{TASK}/sft.toml", *ENDLESS)
@@ -53,14 +54,14 @@ QUICK = ("sft: whole job", "sft: trainer worker, spare")
 
 
 def main() -> None:
-    """Measure what was asked for and print one object."""
+    """Measure the requested scenarios and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--scenarios", nargs="*", default=list(SCENARIOS), choices=SCENARIOS, metavar="NAME")
     parser.add_argument("--repeats", type=int, default=3, help="kills per scenario; medians are reported")
     parser.add_argument("--goodput-steps", type=int, default=100, help="length of disturbed runs; 0: none")
-    parser.add_argument("--seed", type=int, default=0, help="of the moments and victims of the kills")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the moments and victims of the kills")
     parser.add_argument("--quick", action="store_true", help="two scenarios, one kill, no goodput")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.scenarios, arguments.repeats, arguments.goodput_steps = QUICK, 1, 0
@@ -83,7 +84,7 @@ def main() -> None:
 
 
 def ratios(seconds: dict[str, float]) -> dict[str, float]:
-    """How many times faster each is than restarting the whole job of its kind."""
+    """How many times faster each scenario is than restarting the whole job of its kind."""
     whole = {name.partition(":")[0]: value for name, value in seconds.items() if name.endswith("whole job")}
     return {
         name: whole[name.partition(":")[0]] / value
@@ -93,7 +94,7 @@ def ratios(seconds: dict[str, float]) -> dict[str, float]:
 
 
 class Job:
-    """A run's command, which can be killed and run again."""
+    """The command of a run, which can be killed and started again."""
 
     def __init__(self, run: Path, command: tuple[str, ...]):
         self.run = run
@@ -107,7 +108,7 @@ class Job:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self.process.kill()  # its roles die with it
+        self.process.kill()  # the roles die with it
         self.process.wait()
         wait_for_end(role["pid"] for role in self.roles().values())
 
@@ -124,9 +125,9 @@ class Job:
             )
 
     def kill(self, role: str | None) -> int:
-        """Kill the process that has `role`, or the launcher, which is then run again.
+        """Kill the process that has `role`, or the launcher, which is then started again.
 
-        Returns the newest step that the dead have finished, or have left to others to finish.
+        Returns the newest step that was finished before the kill, or by processes that survive it.
         """
         roles = {name: entry["pid"] for name, entry in self.roles().items() if entry["state"] == "running"}
         if role is None:
@@ -143,7 +144,7 @@ class Job:
         return newest
 
     def roles(self) -> dict[str, dict[str, Any]]:
-        """What roles.json says."""
+        """The roles in roles.json."""
         path = self.run / "roles.json"
         return json.loads(path.read_text())["roles"] if path.exists() else {}
 
@@ -159,7 +160,7 @@ class Job:
         return rows[-1]["step"] if rows else 0
 
     def ready(self) -> bool:
-        """Whether what was asked to be kept ready is."""
+        """Whether the requested spares and standbys are ready."""
         waiting = [name for name, role in self.roles().items() if role["state"] == "waiting"]
         wanted = [role for role in ("trainer", "orchestrator") if "--standby" in self.arguments]
         wanted = [f"{role}_standby" for role in wanted if role == "trainer" or self.arguments[0] == "rl"]
@@ -168,7 +169,7 @@ class Job:
         return all(any(name.startswith(want) for name in waiting) for want in wanted)
 
     def wait_until(self, condition: Callable[[], bool], what: str, poll: float = 0.005) -> None:
-        """Wait for something while the command runs, and look every `poll` seconds."""
+        """Wait for a condition while the command runs, polling every `poll` seconds."""
 
         def check() -> bool:
             if self.process.poll() is not None:
@@ -196,7 +197,7 @@ def measure(run: Path, command: tuple[str, ...], victim: str | None, repeats: in
 
 
 def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> dict[str, Any]:
-    """Of a run with steps of a second or two, disturbed by role and as a whole, at random moments."""
+    """The goodput of a run with steps of a second or two, killed by role or as a whole at random moments."""
     config = larger_task(folder)
     command = ("sft", "@", str(config), "--ckpt.interval", "1", "--ckpt.keep-last", "2")
     whole = (*command, "--max-steps", str(steps))
@@ -212,7 +213,7 @@ def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> di
         run = folder / name.replace(" ", "_")
         walls[name] = disturbed(run, arguments, victims, steps, step_seconds, seed)
         say(f"{name}: {walls[name]}")
-    calm += calm_steps(folder / "calm_after", command)  # machines do not stay as fast as they were
+    calm += calm_steps(folder / "calm_after", command)  # again: the machine's speed may have changed
     step_seconds = statistics.median(calm)
     say(f"a calm step took {step_seconds:.2f} s, before and after")
     for name, found in walls.items():
@@ -222,7 +223,7 @@ def goodput(folder: Path, steps: int, seed: int, say: Callable[..., None]) -> di
 
 
 def calm_steps(run: Path, command: tuple[str, ...]) -> list[float]:
-    """Seconds of each step of a short run that nothing happens to."""
+    """Seconds of each step of a short, undisturbed run."""
     with Job(run, (*command, "--max-steps", "15")) as job:
         job.process.wait(DEADLINE)
         return [row["time/wait"] + row["time/step"] for row in job.rows() if row["step"] > 3]
@@ -231,7 +232,7 @@ def calm_steps(run: Path, command: tuple[str, ...]) -> list[float]:
 def disturbed(
     run: Path, command: tuple[str, ...], victims: list[str | None], steps: int, step_seconds: float, seed: int
 ) -> dict[str, Any]:
-    """How long a run takes in which some step of every ten sees a kill, at a random moment."""
+    """Run with a kill at a random moment in one of every ten steps; returns its times and goodput."""
     draw = random.Random(seed)
     with Job(run, command) as job:
         job.wait_until(lambda: job.step() >= 1, "the first step", POLL)
@@ -258,7 +259,7 @@ def disturbed(
 
 
 def larger_task(folder: Path) -> Path:
-    """The SFT task with a model of its own, large enough for steps of a second or two."""
+    """The SFT task with a larger model, for steps of a second or two."""
     source = REPOSITORY / TASK
     model = folder / "model"
     model.mkdir()
@@ -277,10 +278,10 @@ def larger_task(folder: Path) -> Path:
 
 
 def wait_until(condition: Callable[[], bool], what: str, poll: float = 0.005) -> None:
-    """Wait for something, and look every `poll` seconds.
+    """Wait for a condition, polling every `poll` seconds.
 
     Raises:
-        TimeoutError: naming it.
+        TimeoutError: the condition stayed false until the deadline.
     """
     end = time.monotonic() + DEADLINE
     while not condition():
@@ -290,7 +291,7 @@ def wait_until(condition: Callable[[], bool], what: str, poll: float = 0.005) ->
 
 
 def wait_for_end(pids: Iterable[int]) -> None:
-    """Wait until none of the processes runs."""
+    """Wait until none of the processes is running."""
 
     def runs(pid: int) -> bool:
         try:

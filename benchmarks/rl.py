@@ -1,24 +1,24 @@
-"""Reinforcement learning: seconds a step of Cairn, synchronous and overlapped, of TRL, and the bound.
+"""Reinforcement learning: seconds per step of Cairn, synchronous and overlapped, of TRL, and the lower bound.
 
-All train the same model on the same task with equal batches, and compute in the same type (`--dtype`; weights
-and optimiser stay float32):
+All train the same model on the same task with equal batches, and compute in the same data type (`--dtype`;
+weights and optimiser state stay float32):
 
-- cairn_k0, cairn_k1, cairn_k2: the `rl` command as users run it, against one server that stays up, with
-  `max_off_policy_steps` 0, 1 and 2
-- trl_1, trl_2: TRL's `GRPOTrainer` as it comes, which generates in its own process, with one thread, and with
-  as many as Cairn has processes that compute
-- bound: max(generate, train), where each is what it takes while the other does nothing: in cairn_k0 they take
-  turns, so its steps tell both
+- cairn_k0, cairn_k1, cairn_k2: the `rl` command as users run it, with `max_off_policy_steps` 0, 1 and 2,
+  against one server that stays up
+- trl_1, trl_2: TRL's `GRPOTrainer` with its defaults, which generates in its own process, with one thread,
+  and with as many threads as Cairn has computing processes
+- bound: max(generate, train), each measured while the other is idle. In cairn_k0 the two alternate, so its
+  steps provide both numbers
 
-Tasks: tiny is the README's (a model of 0.6M parameters, answers of at most 12 tokens); long is a model of
-about 10M parameters that writes 128 answers of 256 tokens a step, where training takes longer and so gets
-two threads; even is the same model with so few answers that generating and training take about as long as
-each other.
+Tasks: tiny is the README's (a model of 0.6M parameters, answers of at most 12 tokens). long is a model of
+about 10M parameters that writes 128 answers of 256 tokens per step; training takes longer there, so the
+trainer has two threads. even is the same model with so few answers that generating and training take about
+the same time.
 
-Times are on the wall, from the rows of metrics.jsonl, without the first steps; systems take turns, and
-medians over the rounds are reported. A step's time is that of the steady run: with generation ahead of
-training, single steps may be shorter or longer. TRL is in the dependency group `bench`; without it only the
-others run.
+Times are wall-clock times from the rows of metrics.jsonl, without the first steps. Systems take turns, and
+medians over the rounds are reported. A step's time is an average over the steady run: with generation ahead
+of training, single steps may be shorter or longer. TRL is in the dependency group `bench`; without it only
+the other systems are run.
 """
 
 import argparse
@@ -42,7 +42,7 @@ SYSTEMS = ["cairn_k0", "cairn_k1", "cairn_k2", "trl_1", "trl_2"]
 
 @dataclass(frozen=True)
 class RLTask:
-    """A model, and what is sampled from it in a step."""
+    """A model, and the amount that is sampled from it in a step."""
 
     prompts: int
     samples: int
@@ -50,12 +50,12 @@ class RLTask:
     seq_len: int
     micro_batch_size: int
     model: dict[str, int]
-    """What differs from the README's model."""
+    """Differences from the README's model."""
     trainer_threads: int = 1
     compile: bool = False
-    """Whether the trainer compiles its layers: a minute at the start, and less elementwise work after it."""
+    """Whether the trainer compiles its layers: takes a minute at the start and reduces elementwise work."""
     whole_answers: bool = False
-    """Whether every answer is as long as allowed: a model with random weights would end some by chance."""
+    """Whether every answer has the maximum length; a model with random weights ends some early by chance."""
 
 
 LARGE = {
@@ -72,16 +72,18 @@ TASKS = {
 
 
 def main() -> None:
-    """Run what was asked for and print one object."""
+    """Run the requested tasks and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=TASKS)
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--steps", type=int, default=12, help="measured steps of each system in each round")
-    parser.add_argument("--warmup", type=int, default=3, help="steps before them that do not count")
+    parser.add_argument("--warmup", type=int, default=3, help="warm-up steps before them")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"], help="to compute in")
+    parser.add_argument(
+        "--dtype", default="float32", choices=["float32", "bfloat16"], help="data type to compute in"
+    )
     parser.add_argument("--quick", action="store_true", help="the tiny task, few steps, under a minute")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
@@ -156,7 +158,7 @@ def make_model(task: RLTask, folder: Path) -> Path:
 
 
 def no_end_of_text(folder: Path) -> None:
-    """Have no token end an answer."""
+    """Make a model folder in which no token ends an answer."""
     for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
         if (file := folder / name).exists():
             content = json.loads(file.read_text())
@@ -169,7 +171,7 @@ def server(task: RLTask, model: Path, arguments: argparse.Namespace, log: Path) 
     port = common.free_port()
     flags = ("--model.name", model, "--port", port, "--dtype", arguments.dtype, "--kv-cache-memory", "1G")
     flags += ("--max-num-seqs", task.prompts * task.samples, "--max-model-len", 2 * task.seq_len)
-    flags += () if arguments.quick else ("--compile",)  # it stays up, so a minute more at its start pays
+    flags += () if arguments.quick else ("--compile",)  # worth a minute: the server stays up
     with open(log, "wb") as out:
         child = subprocess.Popen(
             command("inference", flags),
@@ -190,7 +192,7 @@ def server(task: RLTask, model: Path, arguments: argparse.Namespace, log: Path) 
 
 
 def command(name: str, flags: tuple[object, ...]) -> list[str]:
-    """One of Cairn's commands, of the tree that this script is in the environment of."""
+    """A Cairn command, run from the environment of this script."""
     code = f"import sys; from cairn.launch.main import {name}; sys.exit({name}())"
     return [sys.executable, "-c", code, *map(str, flags)]
 
@@ -198,7 +200,7 @@ def command(name: str, flags: tuple[object, ...]) -> list[str]:
 def measure_cairn(
     task: RLTask, model: Path, behind: int, url: str, run: Path, arguments: argparse.Namespace
 ) -> dict[str, float]:
-    """The `rl` command, from the outside, but for what its rows say of waiting."""
+    """The `rl` command, timed from outside; waiting times come from its metrics."""
     flags = (
         *("--model.name", model, "--output-dir", run, "--max-steps", arguments.warmup + arguments.steps),
         *("--trainer.seq-len", task.seq_len, "--trainer.micro-batch-size", task.micro_batch_size),
@@ -227,11 +229,11 @@ def measure_cairn(
     }
 
 
-# In a process of its own
+# In a new process
 
 
 def measure_trl(task: RLTask, model: Path, arguments: argparse.Namespace) -> dict[str, float]:
-    """TRL's `GRPOTrainer`: one optimiser step for each generation, no KL, like Cairn's."""
+    """TRL's `GRPOTrainer`: one optimiser step per generation and no KL term, like Cairn's."""
     import datasets
     from transformers import AutoTokenizer, TrainerCallback
     from trl import GRPOConfig, GRPOTrainer
@@ -264,7 +266,7 @@ def measure_trl(task: RLTask, model: Path, arguments: argparse.Namespace) -> dic
             generation_kwargs={"min_new_tokens": task.max_tokens} if task.whole_answers else None,
         )
         tokenizer = AutoTokenizer.from_pretrained(model)
-        tokenizer.eos_token = "<eos>"  # TRL can't do without; where answers are whole it is never drawn
+        tokenizer.eos_token = "<eos>"  # TRL requires one; with whole_answers it is never sampled
         trainer = GRPOTrainer(
             str(model),
             reward,
@@ -279,7 +281,7 @@ def measure_trl(task: RLTask, model: Path, arguments: argparse.Namespace) -> dic
 
 
 def show(task: str, report: dict) -> None:
-    """A table."""
+    """Print a table."""
     print(f"{task:10}{'s/step':>9}{'us/token':>10}{'trainer idle':>14}{'server idle':>13}{'staleness':>11}")
     for name, values in report["systems"].items():
         shares = "".join(

@@ -1,10 +1,10 @@
-"""Supervised fine-tuning: useful tokens a second of Cairn, TRL and a bare PyTorch loop, side by side.
+"""Supervised fine-tuning: useful tokens per second of Cairn, TRL and a bare PyTorch loop, side by side.
 
 All train the same model on the same records with the same number of threads, in float32:
 
 - cairn: the `sft` command as users run it, with Ray, its data path and its metrics
-- bare: a PyTorch loop over the very micro-batches that Cairn makes, which it gets ready-made: the raw limit
-- trl_padded: TRL's `SFTTrainer` as it comes, one record a row
+- bare: a PyTorch loop over the micro-batches that Cairn makes, prepared in advance: the raw limit
+- trl_padded: TRL's `SFTTrainer` with its defaults, one record per row
 - trl_packed: the same with `packing=True`, and as many rows as hold the same number of tokens
 
 Useful tokens are those of records, not padding. Times are wall-clock times of whole steps after a warm-up.
@@ -25,17 +25,17 @@ SYSTEMS = ["cairn", "bare", "trl_padded", "trl_packed"]
 
 
 def main() -> None:
-    """Run what was asked for and print one object."""
+    """Run the comparison and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--steps", type=int, default=150, help="measured steps of each system in each round")
-    parser.add_argument("--warmup", type=int, default=20, help="steps before them that do not count")
+    parser.add_argument("--warmup", type=int, default=20, help="warm-up steps before them")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--batch-size", type=int, default=64, help="records in a step")
     parser.add_argument("--seq-len", type=int, default=128)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="few steps, one round, under a minute")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.quick:
@@ -88,12 +88,12 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict:
 
 
 def rates(tokens: float, seconds: float, steps: int) -> dict[str, float]:
-    """What every system reports."""
+    """The numbers that are reported for every system."""
     return {"tokens_per_s": tokens / seconds, "step_ms": 1000 * seconds / steps}
 
 
 def measure_cairn(task: common.Task, run: Path, arguments: argparse.Namespace) -> dict:
-    """The command, from the outside."""
+    """Run the command, timed from outside."""
     command = task.cairn(run, arguments.warmup + arguments.steps)
     with common.followed(command, run, task.threads) as rows:
         seen = {row["step"]: (when, row["total_tokens"]) for when, row in rows}
@@ -101,11 +101,11 @@ def measure_cairn(task: common.Task, run: Path, arguments: argparse.Namespace) -
     return rates(end[1] - begin[1], end[0] - begin[0], arguments.steps)
 
 
-# In a process of their own
+# In new processes
 
 
 def measure(name: str, task: common.Task, arguments: argparse.Namespace) -> dict:
-    """A system that is not a command."""
+    """Measure a system that is not a command."""
     import torch
 
     torch.set_num_threads(task.threads)
@@ -115,7 +115,7 @@ def measure(name: str, task: common.Task, arguments: argparse.Namespace) -> dict
 
 
 def measure_bare(task: common.Task, warmup: int, steps: int) -> dict:
-    """Forward, backward, clip, update, over micro-batches that were made before."""
+    """Forward, backward, clip and update over prepared micro-batches."""
     import torch
     import torch.nn.functional as F
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -147,12 +147,12 @@ def measure_bare(task: common.Task, warmup: int, steps: int) -> dict:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
-        loss.item()  # as all log it
+        loss.item()  # all systems log the loss
     return rates(tokens, time.perf_counter() - started, steps)
 
 
 def measure_trl(task: common.Task, warmup: int, steps: int, *, packing: bool) -> dict:
-    """TRL's trainer; it tokenises, and packs, the data set before it starts."""
+    """TRL's trainer; it tokenises and packs the data set before it starts."""
     from transformers import TrainerCallback
 
     times: list[float] = []
@@ -174,7 +174,7 @@ def measure_trl(task: common.Task, warmup: int, steps: int, *, packing: bool) ->
 
 
 def mean_length(task: common.Task) -> float:
-    """Tokens of a record on average."""
+    """Average tokens per record."""
     from transformers import AutoTokenizer
 
     from cairn.config.trainer import SFTDataConfig
@@ -186,7 +186,7 @@ def mean_length(task: common.Task) -> float:
 
 
 def show(report: dict) -> None:
-    """A table."""
+    """Print a table."""
     print(f"{'':12}{'tokens/s':>12}{'ms a step':>12}{'cairn is':>12}")
     for name, values in report["systems"].items():
         ratio = report["ratios"].get(f"cairn / {name}")

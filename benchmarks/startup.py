@@ -1,6 +1,6 @@
 """Resuming: seconds from the command to the first finished step, Cairn and TRL side by side.
 
-Each trains a few steps and saves; then a fresh process goes on from there:
+Each system trains a few steps and saves; then a new process resumes:
 
 - cairn: `sft ... --ckpt.resume latest`, until the step's row is in metrics.jsonl
 - trl: a script that makes an `SFTTrainer` and calls `train(resume_from_checkpoint=True)`
@@ -29,13 +29,13 @@ DONE = "first step done"
 
 
 def main() -> None:
-    """Run what was asked for and print one object."""
+    """Run the comparison and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--systems", nargs="+", default=SYSTEMS, choices=SYSTEMS)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=1)
     parser.add_argument("--quick", action="store_true", help="one round, under a minute")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--resume", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -85,13 +85,13 @@ def make_checkpoint(name: str, task: common.Task) -> None:
 
 
 def inside(name: str, task: common.Task) -> list[str]:
-    """This script, in a process of its own."""
+    """Command that runs one function of this script in a new process."""
     flags = ["--inside", task.folder, "--systems", name, "--threads", task.threads]
     return [sys.executable, __file__, *map(str, flags)]
 
 
 def resume_cairn(task: common.Task, number: int) -> float:
-    """Every round goes on by one step from the same checkpoint, in a run of its own."""
+    """Resume for one step; every round starts from the same checkpoint, in its own run directory."""
     run = task.folder / f"cairn_{number}"
     step = task.folder / "cairn" / "checkpoints" / f"step_{SAVED}"
     command = task.cairn(run, SAVED + 1, "--ckpt.resume", step)
@@ -101,7 +101,7 @@ def resume_cairn(task: common.Task, number: int) -> float:
 
 
 def resume(name: str, task: common.Task) -> float:
-    """Until the script says that it is done with its first step."""
+    """Seconds until the script reports its first step."""
     started = time.perf_counter()
     with subprocess.Popen(
         [*inside(name, task), "--resume"],
@@ -113,15 +113,15 @@ def resume(name: str, task: common.Task) -> float:
         seen = next((time.perf_counter() for line in child.stdout if line.strip() == DONE), None)
         _, errors = child.communicate()
     if seen is None:
-        raise RuntimeError(f"{name} ended with {child.returncode}:\n{errors[-3000:]}")
+        raise RuntimeError(f"{name} exited with {child.returncode}:\n{errors[-3000:]}")
     return seen - started
 
 
-# In a process of their own
+# In new processes
 
 
 def train_trl(task: common.Task, *, resume: bool) -> None:
-    """Train and save, or go on from there by one step."""
+    """Train and save, or resume for one step."""
     import torch
     from transformers import TrainerCallback
 

@@ -1,14 +1,14 @@
-"""From the trainer's step to the servers' next token: how long a new policy version takes to be served.
+"""From the trainer's step to the servers' next token: how long it takes until a new policy is served.
 
 For each model size, side by side in one run (medians, in seconds):
 
-- memcpy: one copy of the same bytes, from memory to memory that is warm
-- write: the trainer's part: all tensors into a new version's folder; with `--transport network` only where
-  servers get them
-- push: the pool's part: every server has loaded and confirmed the version
-- publish: both, which is the time from publish to serving
+- memcpy: one copy of the same bytes, from and to warm memory
+- write: the trainer's part: writes all tensors into the version's folder; with `--transport network`, only
+  the address at which servers get them
+- push: the pool's part: until every server has loaded and confirmed the version
+- publish: both together, the time from publishing to serving
 - empty: vLLM's own cost of an update that changes nothing: pause, start, finish, resume, status
-- disk: (transport "files") a push whose files are not in the page cache, as when servers reload from disk
+- disk (transport "files" only): a push whose files are not in the page cache, as when a server restarts
 - ratio: (publish - empty) / memcpy; push_ratio: (push - empty) / memcpy
 
 Runs as `python benchmarks/weights.py`, on the CPU or on a GPU; starts the servers itself.
@@ -46,7 +46,7 @@ from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.transports import TRANSPORTS
 
 WARM_UP = 3
-"""Updates at the beginning that are not counted."""
+"""Updates before the measured ones."""
 SIZES = {
     "10M": {"hidden_size": 384, "num_hidden_layers": 5, "intermediate_size": 1152},
     "60M": {"hidden_size": 768, "num_hidden_layers": 8, "intermediate_size": 2304},
@@ -55,19 +55,19 @@ SIZES = {
 
 
 def main() -> None:
-    """Measure what was asked for and print one object."""
+    """Measure the requested sizes and print one JSON object."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--sizes", nargs="+", default=["10M", "60M"], choices=SIZES, help="model sizes")
     parser.add_argument("--dtype", default="float32", choices=["float32", "bfloat16"])
-    parser.add_argument("--servers", type=int, default=1, help="servers that are updated at once")
-    parser.add_argument("--transport", default="files", choices=["files", "network"], help="of the weights")
+    parser.add_argument("--servers", type=int, default=1, help="number of servers to update")
+    parser.add_argument(
+        "--transport", default="files", choices=["files", "network"], help="how the weights are transferred"
+    )
     parser.add_argument("--repeats", type=int, default=7, help="updates; medians are reported")
     parser.add_argument("--threads", type=int, default=1, help="CPU threads of each server")
-    parser.add_argument(
-        "--dir", type=Path, default=None, help="for the run directory; default: a temporary one"
-    )
+    parser.add_argument("--dir", type=Path, default=None, help="run directory (default: a temporary folder)")
     parser.add_argument("--quick", action="store_true", help="one small size, under a minute")
-    parser.add_argument("--json", action="store_true", help="print nothing but one JSON object")
+    parser.add_argument("--json", action="store_true", help="print only one JSON object")
     arguments = parser.parse_args()
     if arguments.quick:
         arguments.sizes, arguments.repeats = ["10M"], 3
@@ -91,13 +91,15 @@ def main() -> None:
 
 
 async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, folder: Path) -> dict:
-    """All the times for one model size."""
+    """All times for one model size."""
     model = make_model(size, getattr(torch, arguments.dtype), folder / "model").to(group.device)
     run = RunDirectory(folder / "run")
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     if group.device.type == "cuda" and arguments.transport == "network":
-        os.environ["CUDA_VISIBLE_DEVICES"] = "1"  # of the servers: NCCL does not join processes of one GPU
-    # Whoever checks servers publishes checksums as well; the probe itself is not scored here.
+        os.environ["CUDA_VISIBLE_DEVICES"] = (
+            "1"  # for the servers: NCCL can't connect two processes on one GPU
+        )
+    # With the self-check, publishing includes checksums; scoring the probe is not measured here.
     transport = TRANSPORTS[arguments.transport](group, partial(weights, model), checked=True)
     publisher = VersionPublisher(
         run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32")
@@ -143,7 +145,7 @@ async def rounds(
     publisher: VersionPublisher,
     pool: ServerPool,
 ) -> dict[str, list[float]]:
-    """The times of each repeat, by name; the first updates, which warm everything up, are left out."""
+    """The times of each repeat, by name, without the warm-up updates."""
     names = ("memcpy", "write", "push", "publish", "empty", "disk")
     times: dict[str, list[float]] = {name: [] for name in names}
     copy = make_copy(model)
@@ -190,7 +192,7 @@ def make_model(size: str, dtype: torch.dtype, folder: Path) -> torch.nn.Module:
 
 
 def train(model: torch.nn.Module) -> None:
-    """Change every weight a little, as a step of the optimiser does."""
+    """Change every weight a little, as an optimiser step does."""
     with torch.no_grad():
         for parameter in model.parameters():
             parameter.mul_(1.001)
@@ -211,7 +213,7 @@ def timed(call: Callable[[], object]) -> float:
 
 
 async def empty_update(url: str) -> float:
-    """Seconds for vLLM's own sequence of an update without any weights in it."""
+    """Seconds for vLLM's own sequence of calls for an update, without any weights."""
     headers = {"Authorization": f"Bearer {token_for(url)}"}
     async with httpx.AsyncClient(base_url=url, headers=headers, timeout=60, trust_env=False) as http:
         await http.get("/cairn/status")
@@ -229,7 +231,7 @@ async def empty_update(url: str) -> float:
 
 
 def drop_from_page_cache(folder: Path) -> None:
-    """Have the next reader of a folder's tensors read them from the disk."""
+    """Remove a folder's tensor files from the page cache, so that the next reader reads the disk."""
     for file in folder.glob("*.safetensors"):
         sync(file)
         fd = os.open(file, os.O_RDONLY)

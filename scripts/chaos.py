@@ -1,18 +1,18 @@
 #!/usr/bin/env python3
-"""Run a configuration again and again through seeded disasters, and check what Cairn promises.
+"""Run a configuration repeatedly through seeded disasters, and check Cairn's promises.
 
 usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--folder DIR] [--json] [-- COMMAND...]
 
-COMMAND is `sft ...` or `rl ...` with flags of your own; it needs --ckpt.interval and should end in a minute
-or so. Without one, short runs of configs/reverse_text take turns. Each is disturbed one to three times:
+COMMAND is `sft ...` or `rl ...` with any flags; it needs --ckpt.interval and should take about a minute.
+Without COMMAND, short runs of configs/reverse_text alternate. Each run is struck by one to three disasters:
 SIGKILL of any process at any time or at a named fault point, SIGSTOP, stop signals to one process, to the
-group or to all, a disk that is full or read-only, a power cut, a damaged checkpoint, a torn file, a server
-that is slow, silent, failing, has other weights, or is used by two runs. It then has to be as if nothing had
-happened: docs/recovery.md says what is checked. Run I of seed S meets the same disasters every time (except
-that only root can fill a disk): --first I --runs 1.
+process group or to all processes, a full or read-only disk, a power cut, a damaged checkpoint, a torn file,
+or a server that is slow, silent, failing, has other weights, or is used by two runs. Its result must be the
+same as without disasters; docs/recovery.md says what is checked. Run I of seed S always meets the same
+disasters (except that only root can fill a disk); repeat it with --first I --runs 1.
 
-Prints each run, and at the end violations and goodput (the undisturbed run's time from its first step to its
-last, over the disturbed one's). Exit code 1 if there is a violation; the folders of such runs are kept.
+Prints each run and, at the end, violations and goodput (the undisturbed run's time from first to last step,
+divided by the disturbed run's). Exit code 1 if there is a violation; the folders of such runs are kept.
 """
 
 import argparse
@@ -29,29 +29,29 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 def main() -> int:
-    """The command; returns the exit code."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` has it ignored
+    """Run the command; returns the exit code."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's `&` ignores SIGINT
     parser = argparse.ArgumentParser(
         description=__doc__.partition("\n\n")[0], usage=__doc__.split("usage: ")[1].splitlines()[0]
     )
-    parser.add_argument("--seed", type=int, required=True, help="of the disasters")
-    parser.add_argument("--runs", type=int, required=True, help="how many")
+    parser.add_argument("--seed", type=int, required=True, help="seed of the disasters")
+    parser.add_argument("--runs", type=int, required=True, help="number of runs")
     parser.add_argument("--first", type=int, default=0, help="number of the first run (default: 0)")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at once (default: 1)")
-    parser.add_argument("--folder", help="where runs lie (default: a temporary folder)")
+    parser.add_argument("--jobs", type=int, default=1, help="parallel runs (default: 1)")
+    parser.add_argument("--folder", help="folder for the runs (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on the last line")
     parser.add_argument("command", nargs="*", metavar="COMMAND", help="sft or rl, after --")
     options = parser.parse_args()
     if options.command and options.jobs > 1 and "inference-url" in " ".join(options.command):
-        parser.error("--jobs: a server takes one run at a time")
+        parser.error("--jobs: a server serves only one run at a time")
     if options.runs < 1 or options.jobs < 1 or options.first < 0:
-        parser.error("--runs and --jobs take 1 or more, --first 0 or more")
+        parser.error("--runs and --jobs must be at least 1, --first at least 0")
     as_json = options.json
     chosen = {name: value for name, value in vars(options).items() if name != "json"}
     try:
         campaign = Campaign(Options(**chosen | {"command": tuple(options.command)}))
         if not options.command:
-            os.chdir(REPOSITORY)  # where the paths in its configurations begin
+            os.chdir(REPOSITORY)  # the paths in its configurations are relative to it
         summary = campaign.run()
     except CairnError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -1,6 +1,6 @@
-"""Make the example task's files in configs/reverse_text: tokenizer, model configuration, demonstrations.
+"""Make the files of the example task in configs/reverse_text: tokenizer, model configuration, demonstrations.
 
-They are committed; this is how they came to be, and the same seed makes them again.
+The files are committed; this script documents how they were made. The same seed makes the same files.
 """
 
 import argparse
@@ -66,9 +66,9 @@ def make_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3Config:
 
 
 def demonstrations(count: int, seed: int) -> list[dict]:
-    """Strings and their reversals, sloppily: after every letter an answer ends with probability 0.2.
+    """Strings and their reversals; after every letter, an answer ends early with probability 0.2.
 
-    So the model learns how to reverse but stops early, which reinforcement learning then mends.
+    So the model learns how to reverse a string but stops early, which reinforcement learning then corrects.
     """
     task = ReverseText(problems=count, seed=derive(seed, "demonstrations"))
     records = []
@@ -88,8 +88,8 @@ def main() -> None:
     """Write all files."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--folder", type=Path, default=Path("configs/reverse_text"), help="where to write")
-    parser.add_argument("--seed", type=int, default=0, help="of the demonstrations")
-    parser.add_argument("--records", type=int, default=4096, help="how many demonstrations")
+    parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
+    parser.add_argument("--records", type=int, default=4096, help="number of demonstrations")
     arguments = parser.parse_args()
     model = arguments.folder / "model"
     tokenizer = make_tokenizer()

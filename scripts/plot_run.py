@@ -1,7 +1,7 @@
-"""A table and a plot of runs: uv run python scripts/plot_run.py RUN_DIR... [--png FILE].
+"""A table and a plot of runs: uv run python scripts/plot_run.py RUN_DIR... [--png FILE]
 
-Reads metrics.jsonl and the checkpoints' manifests. A run that was stopped and went on has one row for each
-part, and a line in the plot where it went on.
+Reads metrics.jsonl and the checkpoints' manifests. A run that was stopped and resumed has one row for each
+part, and a line in the plot where it was resumed.
 """
 
 import argparse
@@ -26,7 +26,7 @@ INK, LINE, MARK = "#333333", "#2a6f97", "#c1440e"
 
 
 class Curve:
-    """What is drawn of a run: rows of metrics, steps with a checkpoint, and where it went on."""
+    """The data of a run's panel: rows of metrics, steps with a checkpoint, and steps where it was resumed."""
 
     def __init__(self, path: Path):
         run = cairn.Run(path)
@@ -39,13 +39,13 @@ class Curve:
         self.resumed = sorted({p for s, p in parents.items() if p in attempts and attempts[p] < attempts[s]})
 
     def parts(self) -> list[list[dict]]:
-        """The rows, cut where the run went on."""
+        """The rows, split where the run was resumed."""
         edges = pairwise([0, *self.resumed, self.rows[-1]["step"]])
         return [[row for row in self.rows if low < row["step"] <= high] for low, high in edges]
 
     @property
     def key(self) -> str:
-        """What the run is about: reward for RL, loss for SFT."""
+        """The metric to show: reward for RL, loss for SFT."""
         return next(key for key in LABELS if key in self.rows[-1])
 
 
@@ -66,7 +66,7 @@ def table(runs: list[Curve], seconds: list[int]) -> Table:
         for i, rows in enumerate(run.parts()):
             cells = {key: "{:.3f} → {:.3f}".format(*ends(rows, key)) for key in LABELS if key in rows[0]}
             if run.key != "loss":
-                cells["loss"] = ""  # a policy loss has its mean near 0 whatever is learned
+                cells["loss"] = ""  # the mean of a policy loss is near 0 whatever is learned
             first, last = rows[0]["step"], rows[-1]["step"]
             saved = ", ".join(f"step_{step}" for step in run.saved if first <= step <= last)
             wall = next(walls, None)
@@ -82,7 +82,7 @@ def table(runs: list[Curve], seconds: list[int]) -> Table:
 
 
 def draw(axes: Axes, run: Curve) -> None:
-    """One run: each step, a running mean, and where it went on."""
+    """Draw one run: each step, a running mean, and where the run was resumed."""
     steps, values = [row["step"] for row in run.rows], [row[run.key] for row in run.rows]
     reach = max(1, len(values) // 40)
     around = [values[max(0, i - reach) : i + reach + 1] for i in range(len(values))]
@@ -106,7 +106,7 @@ def draw(axes: Axes, run: Curve) -> None:
 
 
 def figure(runs: list[Curve]) -> Figure:
-    """A panel for each run, with its legend below, where it covers no curve."""
+    """One panel per run, with the legend below so that it covers no curve."""
     size = (5.2 * len(runs), 3.8)
     drawn, panels = pyplot.subplots(1, len(runs), figsize=size, squeeze=False, layout="constrained")
     for axes, run in zip(panels[0], runs, strict=True):
@@ -118,8 +118,10 @@ def figure(runs: list[Curve]) -> Figure:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR")
-    parser.add_argument("--png", type=Path, help="where to write the plot; without it, only the table")
-    parser.add_argument("--seconds", nargs="*", type=int, default=[], help="wall time of each row, if known")
+    parser.add_argument("--png", type=Path, help="file for the plot; without it, only the table is printed")
+    parser.add_argument(
+        "--seconds", nargs="*", type=int, default=[], help="wall time of each row, in seconds"
+    )
     options = parser.parse_args()
     for path in options.runs:
         if not (path / "metrics.jsonl").exists():

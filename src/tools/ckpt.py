@@ -122,7 +122,7 @@ def _rules(path: Path) -> CkptConfig:
         return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
     except (ValueError, TypeError, AttributeError):
         raise CheckpointError(
-            f"{path}: section ckpt of config.json (the retention rules) is invalid; repair or remove it"
+            f"{path}: config.json has no valid section ckpt (the retention rules); repair or remove it"
         ) from None
 
 

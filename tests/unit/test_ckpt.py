@@ -126,9 +126,9 @@ def test_a_fork_is_committed_as_any_step_is(ckpt, tmp_path: Path, store: Checkpo
 
 
 @pytest.mark.parametrize(("where", "why"), [
-    ("run/checkpoints/step_4", "lies in the checkpoint itself"),
-    ("run/checkpoints/step_4/model/new", "lies in the checkpoint itself"),
-    ("link/step_4", "lies in the checkpoint itself"),
+    ("run/checkpoints/step_4", "is inside the checkpoint itself"),
+    ("run/checkpoints/step_4/model/new", "is inside the checkpoint itself"),
+    ("link/step_4", "is inside the checkpoint itself"),
     ("run", "has checkpoints already"),
     ("file", "is not a folder"),
     ("file/new", "is not a folder"),

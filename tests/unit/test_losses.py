@@ -171,11 +171,11 @@ def test_sft_has_losses_of_its_own():
 @pytest.mark.parametrize(
     ("config", "section", "message"),
     [
-        (SFTConfig, {"type": "clip"}, "'clip' is none of likelihood, nor module:Class"),
+        (SFTConfig, {"type": "clip"}, "'clip' is not one of likelihood, nor module:Class"),
         (SFTConfig, {"type": "likelyhood"}, "did you mean likelihood?"),
         (SFTConfig, {"type": "likelihood", "clip_low": 0.1}, "clip_low"),
         (SFTConfig, {"correction": "likelihood"}, "correction"),
-        (TrainerConfig, {"type": "likelihood"}, "none of clip, truncate, mask, nor module:Class"),
+        (TrainerConfig, {"type": "likelihood"}, "not one of clip, truncate, mask, nor module:Class"),
     ],
 )
 def test_the_losses_of_one_command_are_not_for_the_other(config: Any, section: dict, message: str):
