@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import importlib.metadata
+import json
 import logging
 import os
 import platform
@@ -23,15 +24,12 @@ from cairn.launch.exits import EXIT_DAMAGED
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.files import make_folders, read_note, write_atomic, write_json
+from cairn.run.files import make_folders, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 
 ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
 """Names of the folders that hold what an attempt has set aside."""
-
-DAMAGE_NOTE = "damaged.json"
-"""File in the run directory by which the trainer's driver tells the launcher of an unreadable checkpoint."""
 
 
 @dataclass(frozen=True)
@@ -67,17 +65,15 @@ class StartDamaged(CairnError):
         super().__init__(problem)
         self.folder = folder
 
-    def report(self, run: RunDirectory) -> None:
-        """Report the damage to the launcher."""
-        write_json(run.path / DAMAGE_NOTE, {"folder": str(self.folder), "problem": str(self)})
+    def last_words(self) -> str:
+        """The folder as one line of JSON, followed by the problem."""
+        return f"{json.dumps(str(self.folder))}\n{self}"
 
     @classmethod
-    def reported(cls, run: RunDirectory) -> "StartDamaged | None":
-        """The damage that the trainer's driver has reported, if any; a report is returned once."""
-        path = run.path / DAMAGE_NOTE
-        note = read_note(path, dict[str, str])
-        path.unlink(missing_ok=True)
-        return cls(Path(note["folder"]), note["problem"]) if note else None
+    def heard(cls, words: str) -> "StartDamaged | None":
+        """The damage that the trainer's driver reported as its last words; None if there are none."""
+        folder, newline, problem = words.partition("\n")
+        return cls(Path(json.loads(folder)), problem) if newline else None
 
 
 def choose_start(config: RunConfig, *, needs: Sequence[str], damaged: StartDamaged | None = None) -> Start:

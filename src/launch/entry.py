@@ -1,7 +1,7 @@
 """A role's process: `python -m cairn.launch.entry ROLE RUN_DIR LAUNCHER PIPE [standby]`.
 
 A role finds everything it needs in the run directory, written there by the command that started the run. It
-exits when the process LAUNCHER dies. If it fails, it writes the error's message into PIPE.
+exits when the process LAUNCHER dies. If it fails, it writes the error's last words into PIPE.
 """
 
 import os
@@ -9,7 +9,6 @@ import sys
 from collections.abc import Callable
 
 from cairn.config.kinds import KINDS
-from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import answer
 from cairn.launch.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
@@ -37,11 +36,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
         "orchestrator": lambda: run_orchestrator(of_role, attempt, run, turn),
         "inference": lambda: run_inference(of_role, run),
     }
-    try:
-        return runs[role]()
-    except StartDamaged as damaged:
-        damaged.report(run)
-        raise
+    return runs[role]()
 
 
 if __name__ == "__main__":

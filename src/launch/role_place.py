@@ -83,7 +83,7 @@ class RolePlace(Place):
             self.ended = True
         elif code == EXIT_USAGE and (self.name in WORKING or not self._restarted):
             raise UsageError(self._occupant.last_words())
-        elif code == EXIT_DAMAGED and (damaged := StartDamaged.reported(self.run)):
+        elif code == EXIT_DAMAGED and (damaged := StartDamaged.heard(self._occupant.last_words())):
             raise damaged
         else:
             self._occupant.kill()  # else its old workers run beside the new ones for a while

@@ -8,6 +8,10 @@ class CairnError(Exception):
 
     exit_code: ClassVar[int] = 1
 
+    def last_words(self) -> str:
+        """What a role that ends with this error tells its launcher."""
+        return str(self)
+
 
 class UsageError(CairnError):
     """The user asked for something that can't be done, and the message says what to do instead.

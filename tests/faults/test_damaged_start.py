@@ -59,7 +59,6 @@ def test_the_rank_that_loads_it_finds_it(shell: Shell, straight: Path, stopped: 
         assert_same_bits(tensors(step_folder(stopped, step)), tensors(step_folder(straight, step)))
     attempt = read(stopped / "roles.json")["number"]
     assert (stopped / "checkpoints" / "abandoned" / f"before_attempt_{attempt}" / "step_8").is_dir()
-    assert not (stopped / "damaged.json").exists()
     assert '"ok": true' in shell.succeed("ckpt", "audit", stopped, "--json")
 
 

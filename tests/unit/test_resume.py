@@ -23,8 +23,9 @@ from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.attempt import Start, StartDamaged, choose_start, newest_start
+from cairn.launch.exits import EXIT_DAMAGED, answer
+from cairn.launch.role_process import LONGEST_MESSAGE, tell_launcher
 from cairn.run.attempt import Attempt
-from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 
 PARTS = ["trainer", "orchestrator"]
@@ -234,13 +235,19 @@ def test_one_ranks_error_is_everybodys(run: Path):
         load_step(step, blank(), gather=lambda mine: [mine, ({}, CheckpointError("elsewhere"))])
 
 
-def test_the_driver_tells_the_launcher_what_is_damaged(run: Path):
-    directory = RunDirectory(run)
-    assert StartDamaged.reported(directory) is None
-    StartDamaged(run / "checkpoints" / "step_8", "model: changed").report(directory)
-    found = StartDamaged.reported(directory)
-    assert (found.folder, str(found)) == (run / "checkpoints" / "step_8", "model: changed")
-    assert StartDamaged.reported(directory) is None, "it is heard once"
+def test_the_driver_tells_the_launcher_what_is_damaged(capfd: pytest.CaptureFixture[str]):
+    """Through the pipe for its last words; people read the problem alone."""
+    reading, writing = os.pipe()
+
+    def load() -> int:
+        raise StartDamaged(Path("/a\nb/step_8"), "model: changed\nhere")
+
+    assert answer(load, tell=lambda words: tell_launcher(writing, words)) == EXIT_DAMAGED
+    assert capfd.readouterr().err == "error: model: changed\nhere\n"
+    found = StartDamaged.heard(os.read(reading, LONGEST_MESSAGE).decode())
+    assert (found.folder, str(found)) == (Path("/a\nb/step_8"), "model: changed\nhere")
+    assert StartDamaged.heard("") is None, "nothing was said"
+    os.close(reading), os.close(writing)
 
 
 # Past the page cache
