@@ -3,9 +3,10 @@
 A draw depends on the name that is given for it and on nothing else: a test meets the same every time.
 """
 
+import json
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cairn.run.signals import STOP_SIGNALS
 
@@ -13,6 +14,19 @@ T = TypeVar("T")
 
 FAMILIES = ("llama", "qwen2", "mistral", "gemma", "phi3", "olmo2", "granite", "gpt_neox", "starcoder2")
 """Of the table in families.py, those that train in packed rows of any length and are dense."""
+
+TEXTS = {"problems": 4096, "min_length": 3, "max_length": 8, "seed": 1}
+"""What the example configuration has."""
+ENVIRONMENTS: dict[str, dict[str, Any]] = {
+    "built in": {"name": "reverse_text", "args": TEXTS},
+    "own": {"name": "environment_kinds:Letters", "args": {"problems": 4096, "length": 5}},
+    "slow": {"name": "environment_kinds:Slow", "args": {"seconds": 0.02, **TEXTS}},
+    "concurrent": {"name": "environment_kinds:Concurrent", "args": {"seconds": 0.01, **TEXTS}},
+    "instructed": {"name": "environment_kinds:Instructed", "args": TEXTS},
+}
+"""The section `environment` of each kind."""
+THREADS = {"slow": 8}
+"""How many rewards may be computed at once, where that is not one."""
 
 
 def drawn(table: Sequence[T], name: str) -> T:
@@ -28,3 +42,18 @@ def family(name: str) -> str:
 def stop_signal(name: str) -> int:
     """One of the signals that ask a run to stop."""
     return drawn(STOP_SIGNALS, name)
+
+
+def environment(name: str) -> tuple[str, ...]:
+    """The flags of `rl` for an environment of some kind."""
+    return environment_flags(drawn(list(ENVIRONMENTS), name))
+
+
+def environment_flags(kind: str) -> tuple[str, ...]:
+    """Those for the environment of a kind."""
+    section = ENVIRONMENTS[kind]
+    return (
+        *("--orchestrator.environment.name", section["name"]),
+        *("--orchestrator.environment.args", json.dumps(section["args"])),
+        *("--orchestrator.reward-threads", str(THREADS.get(kind, 1))),
+    )

@@ -5,6 +5,7 @@ import re
 import signal
 from pathlib import Path
 
+import draws
 import pytest
 from runs import (
     CONFIGS,
@@ -62,6 +63,7 @@ def rl(trained: Path) -> tuple[object, ...]:
     return (
         *("rl", *configs, "--model.name", step_folder(trained, 100)),
         *("--max-steps", 12, "--seed", 3, "--ckpt.interval", 4),
+        *draws.environment(__name__),
     )
 
 

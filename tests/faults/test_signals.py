@@ -11,6 +11,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import draws
 import psutil
 import pytest
 from runs import CONFIGS, Command, Finished, Shell, free_port, read, rows, steps, whole_rows
@@ -126,7 +127,7 @@ def command_of(case: Case, run: Path, folder: Path) -> tuple[object, ...]:
     orchestrator.write_text("".join(line for line in lines if not line.startswith("inference_url")))
     roles = ("--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{orchestrator}")
     server = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", free_port())
-    return ("rl", *roles, *server, "--output-dir", run)
+    return ("rl", *roles, *server, *draws.environment(case.name), "--output-dir", run)
 
 
 def send(case: Case, command: Command) -> None:

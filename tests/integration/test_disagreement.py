@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import draws
 import httpx
 import pytest
 from runs import CONFIGS, Command, Server, Shell, flip, rows, whole_rows
@@ -80,7 +81,8 @@ def other(folder: Path, copies: Path) -> Path:
 
 
 def start(shell: Shell, server: Server, url: str, run: Path, *more: object) -> Command:
-    arguments = ("rl", *FILES, "--output-dir", run, "--orchestrator.inference-url", url, *more)
+    where = ("--output-dir", run, "--orchestrator.inference-url", url)
+    arguments = ("rl", *FILES, *where, *draws.environment("disagreement"), *more)
     return shell.start(*arguments, environment={"CAIRN_INFERENCE_TOKEN": server.token})
 
 

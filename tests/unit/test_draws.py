@@ -1,0 +1,44 @@
+"""The tables that tests draw from: what is drawn is sound, and the same every time."""
+
+import asyncio
+import math
+
+import draws
+import pytest
+
+from cairn.config.cli import load
+from cairn.config.rl import RLConfig
+from cairn.orchestrator.environments import SingleTurn, check_environment
+from cairn.run.signals import STOP_SIGNALS
+
+ORCHESTRATOR = ["--orchestrator", "@configs/reverse_text/orch.toml"]
+
+
+@pytest.mark.parametrize("kind", draws.ENVIRONMENTS)
+def test_an_environment_of_each_kind_can_be_used(kind: str):
+    """Over the file whose run gets it; its rewards are those of one problem, however they are called."""
+    config = load(RLConfig, [*ORCHESTRATOR, *draws.environment_flags(kind)]).orchestrator
+    assert config.environment.model_dump() == draws.ENVIRONMENTS[kind]
+    environment = check_environment(config)
+
+    async def ask() -> list[float]:
+        with SingleTurn(environment, config) as asked:
+            text = (await asked.messages(3))[-1]["content"]
+            answers = [text[::-1], text[:1], "?"]
+            return await asyncio.gather(*(asked.reward(3, answer) for answer in answers))
+
+    best, some, none = asyncio.run(ask())
+    assert best == 1.0 > some > none == 0.0
+    assert asyncio.run(ask()) == [best, some, none]
+    assert math.isfinite(best)
+
+
+def test_a_name_draws_the_same_every_time():
+    """And names together draw everything that there is."""
+    names = [f"test_{i}" for i in range(200)]
+    assert [draws.environment(name) for name in names] == [draws.environment(name) for name in names]
+    flags = {draws.environment(name) for name in names}
+    assert flags == {draws.environment_flags(kind) for kind in draws.ENVIRONMENTS}
+    assert {draws.family(name) for name in names} == set(draws.FAMILIES)
+    assert {draws.stop_signal(name) for name in names} == set(STOP_SIGNALS)
+    assert draws.drawn("abc", "x") == "a"
