@@ -15,8 +15,10 @@ import runs
 import torch
 from runs import flip
 
+from cairn.checkpoint import checksums, manifest, reader
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.reader import BLOCK_BYTES
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.run.waiting import DeadlinePassed
@@ -207,15 +209,44 @@ def is_tensor_file(name: str) -> bool:
     return name.endswith(".safetensors")
 
 
+SMALL_CHUNK = BLOCK_BYTES
+"""The smallest that the reader allows."""
+
+
+@pytest.fixture
+def many_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> CheckpointStore:
+    """A store with step 10, whose optimiser's file has a checksum for each of six small chunks."""
+    for module in (checksums, manifest, reader):
+        monkeypatch.setattr(module, "CHUNK_BYTES", SMALL_CHUNK)
+    monkeypatch.setitem(SIZES, "trainer/optimizer", (130, 70, int(5.5 * SMALL_CHUNK) // 4))
+    store = CheckpointStore(tmp_path / "many_chunks")
+    save(store, 10)
+    return store
+
+
 def offsets_in(size: int, chance: random.Random) -> list[int]:
     """First and last byte, the header's length and text, the seams of chunks, and some at random."""
-    fixed = {0, 7, 8, 30, 4095, 4096, size // 2, CHUNK_BYTES - 1, CHUNK_BYTES, size - 1}
+    fixed = {0, 7, 8, 30, 4095, 4096, size // 2, size - 1}
+    fixed |= {seam + n for seam in range(SMALL_CHUNK, size, SMALL_CHUNK) for n in (-1, 0)}
     return sorted({n for n in fixed if 0 <= n < size} | {chance.randrange(size) for _ in range(4)})
 
 
-def test_every_flipped_byte_is_found_and_named(store: CheckpointStore):
+def test_a_flipped_byte_behind_the_first_chunk_is_found(store: CheckpointStore):
+    """With chunks as they are in real checkpoints."""
+    path = store.folder(10) / "trainer" / "optimizer.safetensors"
+    size = path.stat().st_size
+    for offset in (CHUNK_BYTES, size - 1):
+        flip(path, offset)
+        for check in (verify, load):
+            with pytest.raises(Damaged, match=f"changed between bytes {CHUNK_BYTES} and {size}"):
+                check(store.folder(10))
+        flip(path, offset)
+
+
+def test_every_flipped_byte_is_found_and_named(many_chunks: CheckpointStore):
     """In any file of the step, with its place, by verify and, in tensor files, by loading."""
-    folder = store.folder(10)
+    folder = many_chunks.folder(10)
+    assert max(len(entry.crc64nvme) for entry in verify(folder).files.values()) == 6
     chance = random.Random(7)
     tried = 0
     for path in files_of(folder):
@@ -225,8 +256,8 @@ def test_every_flipped_byte_is_found_and_named(store: CheckpointStore):
         for offset in offsets_in(size, chance):
             mask = 1 << chance.randrange(8)
             flip(path, offset, mask)
-            begin = offset // CHUNK_BYTES * CHUNK_BYTES
-            place = f"{path}: changed between bytes {begin} and {min(begin + CHUNK_BYTES, size)}"
+            begin = offset // SMALL_CHUNK * SMALL_CHUNK
+            place = f"{path}: changed between bytes {begin} and {min(begin + SMALL_CHUNK, size)}"
             with pytest.raises(Damaged, match=re.escape(place)):
                 verify(folder)
             verify(folder, content=False)  # what `verify = "off"` does not see
