@@ -55,7 +55,7 @@ def answer(
         run: does the work and returns the exit code.
         stopped: exit code for a stop signal that arrives before `run` installs its own handler; the process
             then exits at once, which is safe because nothing has started. None: install no handler.
-        tell: also called with the last words of such an error, which are its message unless it says otherwise.
+        tell: also called with the last words of such an error, by default its message.
     """
 
     def stop(name: str) -> None:
