@@ -1,6 +1,6 @@
-"""What runs are made of, drawn from tables, so that not all tests meet the one family and the one signal.
+"""Draws what runs are made of from tables, so that tests don't all use one model family and one signal.
 
-A draw depends on the name that is given for it and on nothing else: a test meets the same every time.
+A draw depends only on the name that is given for it, so a test always gets the same one.
 """
 
 import json
@@ -13,7 +13,7 @@ from cairn.run.signals import STOP_SIGNALS
 T = TypeVar("T")
 
 FAMILIES = ("llama", "qwen2", "mistral", "gemma", "phi3", "olmo2", "granite", "gpt_neox", "starcoder2")
-"""Of the table in families.py, those that train in packed rows of any length and are dense."""
+"""Families in families.py that are dense and train in packed rows of any length."""
 
 TEXTS = {"problems": 4096, "min_length": 3, "max_length": 8, "seed": 1}
 """What the example configuration has."""

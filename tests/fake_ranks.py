@@ -1,4 +1,4 @@
-"""Ranks of a group whose others do not exist: what each would hold, without a process for each."""
+"""Single ranks of groups whose other ranks do not exist: what each would hold, without starting processes."""
 
 import math
 from collections.abc import Sequence
@@ -51,7 +51,7 @@ class FakeRank:
         self.rank, self.shape = rank, shape
 
     def __enter__(self) -> DeviceMesh:
-        _clear_sharding_prop_cache()  # it would hand out tensors of the rank before, whose mesh is equal
+        _clear_sharding_prop_cache()  # the cache may hold tensors of the previous rank, whose mesh is equal
         dist.init_process_group("fake", store=FakeStore(), rank=self.rank, world_size=math.prod(self.shape))
         return init_device_mesh("cpu", self.shape, mesh_dim_names=tuple("abcd"[: len(self.shape)]))
 

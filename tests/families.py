@@ -1,7 +1,7 @@
-"""Tiny models of many families, made from a configuration and a seed, as their makers publish them.
+"""Tiny models of many families, made from a configuration and a seed, in the layout of published models.
 
-Two layers, a vocabulary of one token a character, heads of 32 (vLLM's CPU attention takes none smaller). A
-folder holds what `save_pretrained` writes: the hub's tensor names and layout, and the example task's
+They have two layers, one token per character, and heads of 32 (the smallest that vLLM's CPU attention takes).
+A folder holds what `save_pretrained` writes, with the hub's tensor names and layout, and the example task's
 tokenizer.
 """
 
@@ -313,7 +313,7 @@ UNSERVED = {
     "qwen3_5": "CPU GDN attention requires BF16",
     "minimax": "does not dispatch through the Transformers attention interface",
 }
-"""What vLLM's CPU build says of those that it can't serve, in float32 and as small as they are here."""
+"""The error of vLLM's CPU build for each family that it can't serve, in float32 and at this size."""
 SERVED = {
     **dict.fromkeys(FAMILIES, "yes"),
     **dict.fromkeys(UNSERVED, "not on CPU"),
@@ -324,7 +324,7 @@ SERVED = {
     "bloom": "up to 3e-4",
     "nemotron_h": "up to 3e-4",
 }
-"""Last column of docs/models.md's table; tests/integration/test_served_families.py finds it out."""
+"""Last column of docs/models.md's table; tests/integration/test_served_families.py checks it."""
 
 
 def make_config(family: str) -> PreTrainedConfig:

@@ -1,4 +1,4 @@
-"""An environment of our own, as a user would bring one: reverse text that tells what it was asked for."""
+"""A user's environment: reverse text that records which problems it was asked for."""
 
 import sys
 import time
@@ -8,12 +8,12 @@ from cairn.orchestrator.environments import ReverseText
 
 
 class Observed(ReverseText):
-    """Writes the number of every problem that it hands out to an orchestrator to `folder`/problems.
+    """Appends the number of every problem that it hands out to an orchestrator to `folder`/problems.
 
-    (The command that starts a run asks for problem 0 as well, to see whether it can.)
+    (The command that starts a run also asks for problem 0, to check the environment.)
 
-    While there is a file `folder`/hold, the first problem is not handed out; `folder`/held then says that it
-    is waited for.
+    While the file `folder`/hold exists, the first problem is held back; `folder`/held then says that a caller
+    is waiting for it.
     """
 
     def __init__(self, folder: str, **task: int):

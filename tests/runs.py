@@ -1,4 +1,4 @@
-"""Commands run as users run them, what they leave behind, and what tests share.
+"""Runs commands as users run them, and reads what they leave behind; shared by all tests.
 
 A pytest plugin, so that its fixtures are there for all tests.
 """
@@ -33,7 +33,7 @@ T = TypeVar("T")
 REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/reverse_text"
 DEADLINE = 240.0
-"""Seconds that anything may take before a test gives up on it."""
+"""Seconds after which a test gives up waiting."""
 
 
 ABOUT = {
@@ -48,7 +48,7 @@ ABOUT = {
     "versions": {},
     "config_digest": "",
 }
-"""What a manifest says beside its step and files, where that does not matter."""
+"""Fields of a manifest beside its step and files, for tests in which they do not matter."""
 
 
 # Commands and processes
@@ -56,21 +56,21 @@ ABOUT = {
 
 @dataclass(frozen=True)
 class Finished:
-    """How a command ended, and all that it printed."""
+    """How a command ended, and its whole output."""
 
     code: int
     output: str
 
 
 def _begin(parent: int) -> None:
-    """In a new process: it dies with us, and heeds signals even if we were started by nohup or with `&`."""
+    """In a new process: die with the test, and handle signals even under nohup or `&`."""
     die_with(parent)
     for number in (signal.SIGHUP, signal.SIGINT):
         signal.signal(number, signal.SIG_DFL)
 
 
 class Command:
-    """One of our commands as a process of its own. As a context manager it leaves no process behind."""
+    """One of Cairn's commands as a process. As a context manager it leaves no process behind."""
 
     def __init__(self, log: Path, environment: dict[str, str], name: str, *arguments: object):
         self.log = log
@@ -112,7 +112,7 @@ class Command:
         return Finished(self.process.returncode, self.output)
 
     def wait_until(self, condition: Callable[[], T | None], deadline: float = DEADLINE) -> T:
-        """Wait until `condition` holds while the command runs; returns what it gave."""
+        """Wait until `condition` is true while the command runs; returns its value."""
         end = time.monotonic() + deadline
         while not (value := condition()):
             assert self.process.poll() is None, f"ended too early; it printed:\n{self.output}"
@@ -121,14 +121,14 @@ class Command:
         return value
 
     def listening(self) -> set[str]:
-        """The addresses at which its processes listen, of those seen so far."""
+        """The addresses at which its processes are seen to listen."""
         self.family()
         pids = {self.process.pid} | {pid for pid, _ in self.survivors()}
         found = psutil.net_connections("inet")
         return {c.laddr.ip for c in found if c.pid in pids and c.status == psutil.CONN_LISTEN}
 
     def family(self) -> set[tuple[int, str]]:
-        """All descendants seen so far, as process id and start time; call it now and then."""
+        """All descendants seen so far, as process id and start time; call it regularly."""
         processes = _processes()
         known = {self.process.pid} | {pid for pid, _ in self.survivors()}
         while found := {pid for pid, (_, parent) in processes.items() if parent in known} - known:
@@ -137,17 +137,17 @@ class Command:
         return set(self._family)
 
     def survivors(self) -> set[tuple[int, str]]:
-        """Those of the family that are still alive."""
+        """Descendants that are still alive."""
         processes = _processes()
         return {(pid, started) for pid, started in self._family if processes.get(pid, ("", 0))[0] == started}
 
     def workers(self) -> list[int]:
-        """The processes of its trainer's ranks, which are Ray actors."""
+        """Process ids of the trainer's ranks, which are Ray actors."""
         self.family()
         return [process[0] for process in self.survivors() if "ray::Worker" in _name(process)]
 
     def assert_nothing_survives(self, deadline: float = 30.0) -> None:
-        """All descendants are gone, or will be soon."""
+        """Assert that all descendants end within the deadline."""
         end = time.monotonic() + deadline
         while alive := [_name(process) for process in self.survivors()]:
             assert time.monotonic() < end, alive
@@ -240,7 +240,7 @@ def whole_rows(run: Path, last: int) -> list[dict[str, Any]]:
 
 
 def untimed(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Rows without what differs from run to run: how long things took, and what had to be done again."""
+    """Rows without metrics that differ from run to run: times, and recomputed steps."""
     return [
         {
             key: value
@@ -263,7 +263,7 @@ def steps(run: Path) -> list[int]:
 
 
 def flip(path: Path, offset: int, mask: int = 0x10) -> None:
-    """Damage a file: change bits of one byte; the same again mends it."""
+    """Damage a file: flip bits of one byte; a second call restores it."""
     with open(path, "r+b") as file:
         file.seek(offset)
         (byte,) = file.read(1)
@@ -306,7 +306,7 @@ class Server:
     command: Command
 
     def ask(self, job: Callable[[InferenceClient], Coroutine[Any, Any, T]]) -> T:
-        """What `job` gets from a client of the server."""
+        """The result of `job`, called with a client of the server."""
 
         async def main() -> T:
             async with InferenceClient(self.url, self.token) as client:
@@ -333,9 +333,9 @@ def running_server(shell: Shell) -> Iterator[tuple[str, Command]]:
 
 @pytest.fixture(scope="session")
 def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of sft.toml as it is, with checkpoints at 100 and 200. Leave it as it is.
+    """A run of sft.toml as it is, with checkpoints at 100 and 200. Tests must not change it.
 
-    Whichever of pytest's processes needs it first makes it for all of them.
+    The first pytest process that needs it makes it for all of them.
     """
     folder = tmp_path_factory.getbasetemp()
     if "PYTEST_XDIST_WORKER" in os.environ:
@@ -352,7 +352,7 @@ def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="session")
 def server(running_server: tuple[str, Command], trained: Path, shell: Shell) -> Server:
-    """The server, ready. It starts while the model is trained. Tests leave it with any weights."""
+    """The server, ready. It starts while the model is trained. Tests may leave any weights in it."""
     url, command = running_server
     command.wait_until(lambda: f"inference ready at {url}" in command.output)
     token = read(shell.cache / "cairn" / "servers" / token_file(url).name)["token"]

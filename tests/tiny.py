@@ -1,4 +1,4 @@
-"""The one place where tests make tiny models and find the example's tokenizer."""
+"""Makes tiny models for tests, and finds the example's tokenizer."""
 
 import functools
 import shutil

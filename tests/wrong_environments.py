@@ -1,10 +1,10 @@
-"""Environments with something wrong, as a user may bring them."""
+"""Environments with a mistake, as users may write them."""
 
 from cairn.orchestrator.environments import ReverseText
 
 
 class Texts(ReverseText):
-    """Its conversations are none."""
+    """Its messages are text instead of a list of messages."""
 
     def messages(self, problem: int) -> str:
         """The string itself."""

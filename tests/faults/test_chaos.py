@@ -34,7 +34,7 @@ def test_runs_keep_their_promises_through_disasters(shell: Shell, server: Server
     [
         (["sft", "@", f"{CONFIGS}/sft.toml"], "--ckpt.interval"),
         (["sft", "@", "nowhere.toml", "--ckpt.interval", "2"], "nowhere.toml"),
-        (["inference"], "has to be sft or rl"),
+        (["inference"], "must be sft or rl"),
     ],
 )
 def test_a_command_that_can_not_be_disturbed(shell: Shell, command: list[str], message: str):
