@@ -1,4 +1,4 @@
-"""`ckpt audit`: each kind of broken promise is found, and what is in order is not taken for broken."""
+"""`ckpt audit`: finds each kind of broken promise, and reports none in a sound run."""
 
 import contextlib
 import json
@@ -23,7 +23,7 @@ LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on 
 
 
 class Run:
-    """A run directory of an RL or SFT run of 6 steps, of which 7 batches were shipped, to be doctored."""
+    """The directory of an RL or SFT run of 6 steps and 7 shipped batches, which tests then damage."""
 
     def __init__(self, path: Path, command: str = "rl"):
         self.path = path
@@ -46,16 +46,16 @@ class Run:
         return {**shared, **of_kind}
 
     def write(self, name: str, content: object) -> None:
-        """A JSON file."""
+        """Read a JSON file."""
         (self.path / name).parent.mkdir(parents=True, exist_ok=True)
         (self.path / name).write_text(json.dumps(content))
 
     def write_metrics(self) -> None:
-        """The rows as they are now."""
+        """The current rows of metrics.jsonl."""
         (self.path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in self.rows))
 
     def save(self, step: int, parent: dict | None, **changes: object) -> None:
-        """A checkpoint."""
+        """Write a checkpoint."""
         row = self._row(step)
         folder = f"checkpoints/step_{step}"
         progress = {"step": step, "total_tokens": row["total_tokens"], "total_samples": row["total_samples"]}
@@ -70,7 +70,7 @@ class Run:
         (self.path / folder / "manifest.json").write_bytes(manifest.to_json())
 
     def _make_ledger(self) -> None:
-        """Batches 1 to 7, of which 1 to 4 are safe in a checkpoint, and two more prompts that wait."""
+        """Ship batches 1 to 7, of which 1 to 4 are covered by a checkpoint; two more prompts wait."""
         self.sql(SCHEMA)
         sizes = f"{FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG}"
         self.sql(f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {sizes})")
@@ -84,7 +84,7 @@ class Run:
         self.sql("INSERT INTO dropped VALUES (3, 1, 'stale', 1), (11, 1, 'stale', 3), (11, 2, 'lost', 3)")
 
     def ask(self, place: int, batch: int | None) -> None:
-        """A prompt with its answers, the second of which is not finished where no batch has it."""
+        """A prompt with its answers; without a batch, the second answer is not finished."""
         epoch, index = divmod(place, PROBLEMS)
         problem = permutation(PROBLEMS, SEED, "prompt order", epoch)[index]
         self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 1, 0, {batch or 'NULL'}, '[1]')")
@@ -102,29 +102,29 @@ class Run:
             database.executescript(statement)
 
     def audit(self) -> Report:
-        """What the audit finds."""
+        """Run the audit."""
         return audit(self.path)
 
 
 @pytest.fixture
 def run(tmp_path: Path) -> Run:
-    """An RL run in good order."""
+    """A sound RL run."""
     return Run(tmp_path / "run")
 
 
 @pytest.fixture
 def sft(tmp_path: Path) -> Run:
-    """An SFT run in good order."""
+    """A sound SFT run."""
     return Run(tmp_path / "sft", "sft")
 
 
 def kinds(report: Report) -> set[str]:
-    """Which promises were broken."""
+    """The kinds of promises that were broken."""
     return {violation.kind for violation in report.violations}
 
 
 def test_a_run_in_good_order(run: Run):
-    """28 prompts were shipped, 24 of them trained on, over two epochs and a bit; two more wait."""
+    """28 prompts were shipped, of which 24 were trained on, over more than two epochs; two more wait."""
     report = run.audit()
     assert report.violations == report.notes == []
     assert (report.first_step, report.last_step, report.checkpoints) == (1, 6, [2, 4])
@@ -135,7 +135,7 @@ def test_a_run_in_good_order(run: Run):
 
 
 def test_the_audit_leaves_the_run_as_it_was(run: Run):
-    """Its files, and what they hold."""
+    """The files of a folder, and their content."""
 
     def state() -> dict[Path, bytes]:
         return {path: path.read_bytes() for path in sorted(run.path.rglob("*")) if path.is_file()}
@@ -150,7 +150,7 @@ def test_the_audit_leaves_the_run_as_it_was(run: Run):
 
 
 def test_a_crash_may_cut_the_last_row_short(run: Run):
-    """A step that was trained and not written down is trained again; until then its prompts wait."""
+    """A step without a row in metrics.jsonl is trained again; until then its prompts wait."""
     path = run.path / "metrics.jsonl"
     path.write_text(path.read_text()[:-20])
     report = run.audit()
@@ -158,7 +158,7 @@ def test_a_crash_may_cut_the_last_row_short(run: Run):
     assert (report.last_step, report.epochs[2].waiting) == (5, 10)
 
 
-# Each doctored thing, and the kind of violation that it is
+# Each damage, and the kind of violation that it causes
 
 DOCTORED: dict[str, tuple[str, Callable[[Run], object]]] = {
     "a prompt in two batches": (
@@ -267,7 +267,7 @@ DOCTORED: dict[str, tuple[str, Callable[[Run], object]]] = {
 
 @pytest.mark.parametrize("what", DOCTORED)
 def test_a_broken_promise_is_found(what: str, run: Run):
-    """And told from the others, with the rows that show it."""
+    """The violation is distinguished from others, with the rows that show it."""
     kind, doctor = DOCTORED[what]
     doctor(run)
     run.write_metrics()
@@ -288,7 +288,7 @@ def test_counts_say_how_many_prompts_are_concerned(run: Run):
 
 
 def test_batches_need_not_be_contiguous(run: Run):
-    """Asynchronous runs ship what is finished; what is not waits."""
+    """Asynchronous runs ship finished prompts; unfinished ones wait."""
     run.sql("UPDATE batches SET places = '[[0, 2], [4, 4]]' WHERE step = 1")
     run.sql("UPDATE batches SET places = '[[3, 3], [5, 7]]' WHERE step = 2")
     assert run.audit().ok
@@ -301,7 +301,7 @@ def test_batches_need_not_be_contiguous(run: Run):
 
 
 def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
-    """Its file comes first: a trainer may be at work on it, or the orchestrator dead, when it is noted."""
+    """The file is written first: the trainer may train on it, or the orchestrator die, before the note is."""
     run.sql(
         "DELETE FROM batches WHERE step = 6 OR step = 7; UPDATE groups SET batch = NULL WHERE place >= 20"
     )
@@ -315,7 +315,7 @@ def test_a_batch_that_is_not_noted_yet_was_shipped(run: Run):
 
 
 def test_a_dropped_prompt_waits_to_be_issued_again(run: Run):
-    """So it is no hole; one that was issued since is counted once."""
+    """A dropped prompt is no gap, and one that was issued again is counted once."""
     run.sql("DELETE FROM groups WHERE place = 28; INSERT INTO dropped VALUES (28, 1, 'stale', 8)")
     report = run.audit()
     assert report.violations == []
@@ -323,13 +323,13 @@ def test_a_dropped_prompt_waits_to_be_issued_again(run: Run):
 
 
 def test_a_prompt_of_which_only_the_batch_is_left(run: Run):
-    """A power cut may take rows of the ledger that the batch's file gives back in part."""
+    """A power cut may remove rows of the ledger; the batch's file restores some of them."""
     run.sql("UPDATE groups SET prompt_ids = NULL WHERE place = 21; DELETE FROM samples WHERE place = 21")
     assert run.audit().violations == []
 
 
 def test_cut_samples_have_fewer_tokens(run: Run):
-    """The trainer cuts what is longer than its rows, and says so."""
+    """The trainer cuts samples that are longer than its rows, and says so in the metrics."""
     for row in run.rows[2:]:
         row["total_tokens"] -= 3
     run.rows[2]["cut_samples"] = 1
@@ -339,7 +339,7 @@ def test_cut_samples_have_fewer_tokens(run: Run):
 
 
 def test_retention_may_have_deleted_a_parent(run: Run):
-    """With such a rule it is expected, without one it is a note."""
+    """With a retention rule that deletes it, this is expected; without one it is a note."""
     (run.path / "checkpoints/step_2/manifest.json").unlink()
     report = run.audit()
     assert report.ok
@@ -359,7 +359,7 @@ def test_a_fork_begins_where_the_other_run_was(run: Run):
 
 
 def test_a_snapshot_says_what_the_ledger_says(run: Run):
-    """Of the batches up to its step; it is opened without leaving a file in the checkpoint."""
+    """The copy must agree on the batches up to its step; opening it creates no file in the checkpoint."""
     folder = run.path / "checkpoints/step_4"
     files = {"orchestrator/ledger.sqlite": {"size": 0, "crc64nvme": []}}
     run.save(4, {"run_id": RUN, "step": 2}, files=files)
@@ -395,7 +395,7 @@ def test_an_sft_run_in_good_order(sft: Run):
     ids=["a record was left out", "the position jumped", "nothing was trained on"],
 )
 def test_a_jump_in_the_data_is_found(sft: Run, doctor: Callable[[list[dict]], object]):
-    """A step takes up the data where the step before left it."""
+    """Each step continues in the data where the previous one ended."""
     doctor(sft.rows)
     sft.write_metrics()
     assert "position" in kinds(sft.audit())
@@ -403,7 +403,7 @@ def test_a_jump_in_the_data_is_found(sft: Run, doctor: Callable[[list[dict]], ob
 
 @pytest.mark.parametrize("accepted", [True, False])
 def test_other_data_needs_a_note(sft: Run, accepted: bool):
-    """It says what which steps were trained on, and each data set has its own epochs."""
+    """The audit says which steps were trained on which data; each data set has its own epochs."""
     first = {"records": 100, "digest": "aa", "begins_at": 0}
     second = {"records": 20, "digest": "bb", "begins_at": 2 * EACH * SAMPLES}
     note = {"step": 2, "name": "data", "was": first, "now": second, "accepted": True}
@@ -424,7 +424,7 @@ def test_other_data_needs_a_note(sft: Run, accepted: bool):
 
 
 def test_another_environment_needs_a_note(run: Run):
-    """It is found in the orchestrator's part, and compared in what was seen of both."""
+    """The change is in the orchestrator's part; environments are compared in what was read of both."""
 
     def save(step: int, messages: dict[str, str], *names: str) -> None:
         environment = {"problems": 10, "messages": messages}

@@ -1,4 +1,4 @@
-"""The chaos harness itself: plans come again, the proxy misbehaves as told, and what is broken is seen."""
+"""The chaos harness itself: plans are repeatable, the proxy misbehaves as told, and violations are found."""
 
 import json
 import random
@@ -27,19 +27,19 @@ RL = replace(SFT, rl=True, groups=16, proxied=True, server="server")
 
 
 def plans(setting: Setting) -> list[list[Disaster]]:
-    """Those of many seeds."""
+    """Checked for the plans of many seeds."""
     return [draw(random.Random(seed), setting) for seed in range(500)]
 
 
 def test_a_seed_gives_the_same_disasters_again():
-    """And another seed others."""
+    """Another seed gives another plan."""
     assert plans(RL) == plans(RL)
     assert len({tuple(plan) for plan in plans(RL)}) > 450
     assert {len(plan) for plan in plans(RL)} == {1, 2, 3}
 
 
 def test_every_fault_point_and_every_role_has_its_turn():
-    """Where the run has such a role; an SFT run is never asked to lose an orchestrator."""
+    """Only roles that the run has: an SFT run never loses an orchestrator."""
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
@@ -87,7 +87,7 @@ def test_torn_lines_come_after_the_whole_ones(tmp_path: Path):
 @pytest.mark.parametrize("signal", ["TERM", "INT", "HUP"])
 @pytest.mark.parametrize(("target", "reached"), [("launcher", 1), ("group", 2), ("everyone", 3)])
 def test_a_stop_reaches_whom_it_should(run: "ChaosRun", signal: str, target: str, reached: int):
-    """The launcher alone, its process group, or also those in sessions of their own."""
+    """To the launcher alone, to its process group, or to all processes of the run."""
     sleep = "import subprocess, time; p = subprocess.Popen(['sleep', '60']{}); p.wait(); time.sleep(60)"
     own = sleep.format(", start_new_session=True")
     group = f"import subprocess; subprocess.Popen(['sleep', '60']); exec({own!r})"
@@ -108,7 +108,7 @@ def test_a_stop_reaches_whom_it_should(run: "ChaosRun", signal: str, target: str
 
 
 def test_a_locked_folder_takes_no_file_until_it_is_repaired(run: "ChaosRun"):
-    """Neither the run's nor its checkpoints'."""
+    """Neither in the run's folder nor in that of its checkpoints."""
     run.run.checkpoints.mkdir(parents=True)
     disasters = Disasters(run)
     if not disasters.strike(Disaster("read_only", seconds=60.0)):
@@ -122,7 +122,7 @@ def test_a_locked_folder_takes_no_file_until_it_is_repaired(run: "ChaosRun"):
 
 
 def test_a_full_disk_takes_no_byte_until_it_is_repaired(run: "ChaosRun"):
-    """On a file system of the run's own."""
+    """The run's folder is a file system of its own."""
     if not mount_small_disk(run.path):
         pytest.skip("only root may mount file systems")
     try:
@@ -140,7 +140,7 @@ def test_a_full_disk_takes_no_byte_until_it_is_repaired(run: "ChaosRun"):
 
 
 class Echo(BaseHTTPRequestHandler):
-    """Answers with what it was sent."""
+    """A server that echoes requests."""
 
     protocol_version = "HTTP/1.1"
 
@@ -158,7 +158,7 @@ class Echo(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def proxy() -> Iterator[Proxy]:
-    """In front of a server that echoes."""
+    """A proxy in front of the echo server."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), Echo)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     proxy = Proxy(f"http://127.0.0.1:{server.server_address[1]}")
@@ -169,12 +169,12 @@ def proxy() -> Iterator[Proxy]:
 
 
 def post(proxy: Proxy, content: object, path: str = GENERATE) -> httpx.Response:
-    """Send JSON through it."""
+    """Send JSON through the proxy."""
     return httpx.post(proxy.url + path, json=content, trust_env=False, timeout=10)
 
 
 def test_the_proxy_passes_on_and_counts(proxy: Proxy):
-    """Only whole generations count, by what was asked for."""
+    """Only complete generations count, by their requests."""
     for content in ({"seed": 1}, {"seed": 2}, {"seed": 1}):
         assert post(proxy, content).json() == content
     post(proxy, {"seed": 1}, "/elsewhere")
@@ -183,7 +183,7 @@ def test_the_proxy_passes_on_and_counts(proxy: Proxy):
 
 
 def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy):
-    """Errors, half answers, lateness, silence; none of them counts as a finished generation."""
+    """Errors, cut answers, delays, silence; none counts as a complete generation."""
     proxy.mood = "errors"
     assert {post(proxy, {"seed": i}).status_code for i in range(20)} == {500, 503}
     proxy.mood = "drops"
@@ -203,7 +203,7 @@ def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy):
 
 
 def test_a_family_is_whoever_it_started(tmp_path: Path):
-    """Also a grandchild in a session of its own, whose parent is gone; and nobody else."""
+    """Including a grandchild in another session whose parent has ended, and no other process."""
     family, other = Family({}), Family({})
     script = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True)"
     family.start(tmp_path / "log", ["python", "-c", script]).wait()
@@ -221,7 +221,7 @@ def test_a_family_is_whoever_it_started(tmp_path: Path):
 
 @pytest.fixture
 def run(tmp_path: Path) -> ChaosRun:
-    """A run that is over, of two steps, as the undisturbed one was."""
+    """A finished run of two steps, identical to the undisturbed one."""
     row = {"step": 1, "loss": 0.5, "time/step": 1.0}
     calm = Result(tmp_path, rows=[row, row | {"step": 2, "time/step": 2.0}], tensors={"model": "crc"})
     task = Task(["sft"], SFT, proxy=None, calm=calm)
@@ -232,7 +232,7 @@ def run(tmp_path: Path) -> ChaosRun:
 
 
 def test_a_run_like_the_undisturbed_one_is_in_order(run: ChaosRun):
-    """Times are its own."""
+    """Metrics that measure time may differ."""
     run._check_against_calm()
     assert run.result.violations == []
 
@@ -248,14 +248,14 @@ def test_a_run_like_the_undisturbed_one_is_in_order(run: ChaosRun):
     ],
 )
 def test_a_difference_is_a_violation(run: ChaosRun, doctor, message: str):
-    """In metrics, steps or weights."""
+    """A difference in metrics, steps or weights."""
     doctor(run.result)
     run._check_against_calm()
     assert run.result.violations == [message]
 
 
 def test_too_many_steps_done_again(run: ChaosRun):
-    """An interval, and those that are done while one checkpoint is written; more if one was damaged."""
+    """An interval, and the steps during one save; more if a checkpoint was damaged."""
     run.result.recomputed = [4, 7, 1]
     run._check_recomputed()
     assert run.result.violations == ["7 steps were recomputed, but saves are due every 3 steps"]
@@ -266,7 +266,7 @@ def test_too_many_steps_done_again(run: ChaosRun):
 
 
 def test_a_generation_made_twice(run: ChaosRun, proxy: Proxy):
-    """Is one too many if only the trainer died; an orchestrator may lose what it has not written down."""
+    """One repetition is too many if only the trainer died; an orchestrator may lose unrecorded answers."""
     run.task.proxy = proxy
     post(proxy, {"seed": 1})
     post(proxy, {"seed": 1})
@@ -280,7 +280,7 @@ def test_a_generation_made_twice(run: ChaosRun, proxy: Proxy):
 
 
 def test_what_is_seen_on_the_way(run: ChaosRun):
-    """Steps that are done again, a latest that is not valid, and one that goes back."""
+    """Recomputed steps, an invalid latest checkpoint, and a latest that goes back."""
     run.path.mkdir()
     metrics = run.run.metrics
     for step in (1, 2, 3):
@@ -300,7 +300,7 @@ def test_what_is_seen_on_the_way(run: ChaosRun):
 
 
 def test_what_a_run_leaves_is_audited(run: ChaosRun):
-    """A folder in which nothing was trained keeps no promise."""
+    """A folder without a run fails the promises."""
     run.path.mkdir()
     run._conclude()
     assert any("is not a run directory" in violation for violation in run.result.violations)

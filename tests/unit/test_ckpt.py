@@ -25,7 +25,7 @@ EVIL = "\x1b[2J\x9b31m[red]x[/nope]\u202e"
 
 @pytest.fixture
 def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
-    """Runs the command in this process."""
+    """Run the `ckpt` command in this process."""
 
     def run(*arguments: object) -> Finished:
         monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
@@ -37,7 +37,7 @@ def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) ->
 
 
 def commit(store: CheckpointStore, step: int, **about: object) -> Path:
-    """A step whose only weight holds its number."""
+    """A step whose only weight contains the step's number."""
     store.begin(step, ["model", "trainer"])
     weights = save({"weight": np.full(3, step, np.float32)}, {"format": "pt"})
     state = json.dumps({"config": {"learning_rate": step / 1e4, "data": {"name": f"/data/{step}" * 20}}})
@@ -48,7 +48,7 @@ def commit(store: CheckpointStore, step: int, **about: object) -> Path:
 
 
 def made(run: Path, *steps: int) -> CheckpointStore:
-    """The store of a run with these steps."""
+    """A store with these steps."""
     store = CheckpointStore(run / "checkpoints")
     for step in steps:
         commit(store, step)
@@ -57,7 +57,7 @@ def made(run: Path, *steps: int) -> CheckpointStore:
 
 @pytest.fixture
 def store(tmp_path: Path) -> CheckpointStore:
-    """Of a run with the steps 2, 4, and 6."""
+    """The store of a run with the steps 2, 4 and 6."""
     return made(tmp_path / "run", 2, 4, 6)
 
 
@@ -69,7 +69,7 @@ def content(folder: Path) -> dict[str, bytes]:
 
 
 def test_a_link_is_no_step(ckpt, tmp_path: Path, store: CheckpointStore):
-    """It is not read, pruned or written through: what it leads to may be another run's only checkpoint."""
+    """A link is not read, pruned or written through: its target may be another run's only checkpoint."""
     other = made(tmp_path / "other", 3, 9)
     debris = tmp_path / "other" / "precious" / "model"
     debris.mkdir(parents=True)
@@ -93,7 +93,7 @@ def test_a_link_is_no_step(ckpt, tmp_path: Path, store: CheckpointStore):
 
 
 def test_a_checkpoints_folder_may_be_a_link(ckpt, tmp_path: Path, store: CheckpointStore):
-    """To another disk, say."""
+    """For example to another disk."""
     store.root.rename(tmp_path / "elsewhere")
     store.root.symlink_to(tmp_path / "elsewhere")
     assert ckpt("prune", tmp_path / "run", "--keep-last", 1).code == 0
@@ -104,7 +104,7 @@ def test_a_checkpoints_folder_may_be_a_link(ckpt, tmp_path: Path, store: Checkpo
 
 
 def test_a_fork_is_committed_as_any_step_is(ckpt, tmp_path: Path, store: CheckpointStore, monkeypatch):
-    """Every file and every folder is durable before the manifest stands under its name."""
+    """Every file and folder is fsynced before the manifest gets its name."""
     synced: list[Path] = []
     fsync = os.fsync
 
@@ -162,12 +162,12 @@ def test_a_fork_that_fails_leaves_nothing_and_can_be_repeated(ckpt, tmp_path, st
 
 
 def full_disk(*_: object) -> None:
-    """In place of a function that writes."""
+    """Replaces a function that writes."""
     raise OSError(28, "No space left on device")
 
 
 def kill_ckpt(fault: str, *arguments: object) -> None:
-    """Run `ckpt` in a process of its own, which is killed at a fault point."""
+    """Run `ckpt` in a process that is killed at a fault point."""
     code = "import sys; from cairn.launch.main import ckpt; sys.exit(ckpt())"
     argv = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(argv, env={**os.environ, "CAIRN_FAULT": f"{fault}:kill"}, check=False)
@@ -189,7 +189,7 @@ def test_a_fork_that_is_killed_is_there_or_is_repeated(ckpt, tmp_path, store, fa
 
 @pytest.mark.parametrize("fault", ["retention.before_delete@2", "retention.manifest_deleted"])
 def test_a_prune_that_is_killed_is_repeated(ckpt, store: CheckpointStore, fault: str):
-    """No step is half there, and the next prune takes what is left."""
+    """No step is half deleted, and the next prune deletes the rest."""
     kill_ckpt(fault.replace("@2", ""), "prune", store.root, "--keep-last", 1)
     for step in store.steps():
         verify(store.folder(step))
@@ -198,7 +198,7 @@ def test_a_prune_that_is_killed_is_repeated(ckpt, store: CheckpointStore, fault:
 
 
 def test_prunes_at_once(store: CheckpointStore):
-    """Each step goes once, and nothing fails."""
+    """Each step is deleted once, and no prune fails."""
     for step in range(8, 40, 2):
         commit(store, step)
     code = "import sys; from cairn.launch.main import ckpt; sys.exit(ckpt())"
@@ -219,7 +219,7 @@ def test_of_pins_that_are_set_at_once_none_is_lost(store: CheckpointStore):
 
 
 def test_deleting_a_step_that_somebody_else_deletes(store: CheckpointStore):
-    """As a run's retention and `ckpt prune` may."""
+    """For example a run's retention and `ckpt prune`."""
     errors: list[Exception] = []
 
     def delete(step: int) -> None:
@@ -258,7 +258,7 @@ def test_without_its_rules_a_prune_deletes_nothing_and_a_list_says_so(ckpt, stor
 def test_text_from_a_manifest_is_printed_as_it_is(
     ckpt, store: CheckpointStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
-    """Neither the terminal nor rich's markup takes it for a command."""
+    """Neither the terminal nor rich interprets it as a command."""
     monkeypatch.setenv("COLUMNS", "500")
     about = {"branch": EVIL, "run_id": EVIL, "versions": {EVIL: EVIL}, "dtypes": {EVIL: EVIL}}
     commit(store, 8, **about, metrics={"loss": EVIL, "reward/mean": None, EVIL: EVIL})
@@ -284,7 +284,7 @@ def test_text_from_a_manifest_is_printed_as_it_is(
 
 @pytest.mark.parametrize("value", [None, "high", [1], {"a": 1}, True, 10**400, 1e308])
 def test_metrics_that_are_no_numbers(ckpt, store: CheckpointStore, value: object):
-    """A run that has diverged says null; the list shows what it can."""
+    """The metric of a diverged run is null; the list shows the other values."""
     commit(store, 8, metrics={"loss": value})
     finished = ckpt("list", store.root)
     assert finished.code == 0
@@ -293,7 +293,7 @@ def test_metrics_that_are_no_numbers(ckpt, store: CheckpointStore, value: object
 
 
 def test_at_80_columns(ckpt, store: CheckpointStore, monkeypatch: pytest.MonkeyPatch):
-    """A list has one line for a step, and long values are shown whole, not cut to where they are the same."""
+    """A list has one line per step, and long values are not truncated to a common beginning."""
     monkeypatch.setenv("COLUMNS", "80")
     commit(store, 4000, metrics={"loss": 0.00123456, "reward/mean": 0.5123456})
     lines = ckpt("list", store.root).output.splitlines()
