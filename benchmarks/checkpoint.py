@@ -5,6 +5,8 @@ A transformer-sized stack of linear layers trains with AdamW under FSDP2 while i
 - lost_s: stall plus slowdown of the steps during the save, compared with undisturbed steps
 - durable_s: from the call until everything is fsynced (Cairn: and committed)
 - load_cold_s, load_warm_s: until the state is restored, page cache empty or filled; Cairn verifies every byte
+- raw_cold_s, raw_warm_s: only reading the same files, alternating with the loads (checkpoint_limits.py)
+- cached_share: smallest fraction of the files' pages that were in the page cache before a warm load
 - extra_bytes: additional memory of the process and its helper processes
 
 Runs as `python benchmarks/checkpoint.py`, or under torchrun for one size only. Needs neither Ray nor vLLM.
@@ -24,9 +26,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from checkpoint_limits import measure_limits
+from checkpoint_limits import measure_limits, measure_loads
 from checkpoint_scale import measure_scale
-from checkpoint_state import Memory, Training, drop_cache, together
+from checkpoint_state import Memory, Training
 from checkpoint_systems import CairnSystem, DcpSystem, MetaSystem, WholeFileSystem
 
 SYSTEMS = [
@@ -154,8 +156,8 @@ def ratios(limits: dict, systems: dict) -> dict:
     found = {
         "stall / memcpy": cairn["stall_s"] / limits["memcpy_s"],
         "durable / write_fsync": cairn["durable_s"] / limits["write_fsync_s"],
-        "load_cold / read_cold": cairn["load_cold_s"] / limits["read_cold_s"],
-        "load_warm / read_warm": cairn["load_warm_s"] / limits["read_warm_s"],
+        "load_cold / raw_cold": cairn["load_cold_s"] / cairn["raw_cold_s"],
+        "load_warm / raw_warm": cairn["load_warm_s"] / cairn["raw_warm_s"],
     }
     peers = {name: values for name, values in systems.items() if name.startswith("dcp")}
     if "dcp_thread" in peers:
@@ -194,18 +196,13 @@ def measure_system(name: str, training: Training, root: Path, repeats: int) -> d
                     if path != root / f"step_{repeat + 1}":
                         shutil.rmtree(path)
             dist.barrier()
-    system.load()
-    dist.barrier()
-    cold = [together(system.load, lambda: drop_cache(root)) for _ in range(repeats)]
-    system.load()  # warm-up: the kernel treats pages that were read only once differently
-    warm = [together(system.load) for _ in range(repeats)]
+    loads = measure_loads(system.load, root, repeats)
     system.close()
     return {
         "stall_s": statistics.median(stalls),
         "lost_s": max(statistics.median(losses), 0.0),
         "durable_s": statistics.median(durables),
-        "load_cold_s": statistics.median(cold),
-        "load_warm_s": statistics.median(warm),
+        **loads,
         "extra_bytes": memory.peak,
     }
 

@@ -11,6 +11,7 @@ import errno
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -26,7 +27,7 @@ READERS = 3
 """Threads per rank."""
 STREAM_BYTES = 64 << 20
 """Bytes that one thread reads in sequence: enough for the kernel's read-ahead."""
-BLOCK_BYTES = 256 << 10
+BLOCK_BYTES = 512 << 10
 """Bytes per checksum call: few enough to be still in the CPU's cache after they were copied."""
 DIRECT_BYTES = 4 << 20
 """Bytes per read with O_DIRECT."""
@@ -156,59 +157,98 @@ _own = _Own()
 
 
 class _Window:
-    """A range of a file, from `offset` to `end`, that one thread reads block after block."""
+    """A range of a file, from `offset` to `end`, that one thread reads into buffers, block after block."""
 
-    def __init__(self, file: _File, offset: int, end: int):
+    def __init__(self, file: _File, offset: int, buffers: Iterable[torch.Tensor]):
         self.file = file
         self.offset = offset
-        self.end = end
+        self._targets = deque(as_memory(buffer) for buffer in buffers)
+        self.end = offset + sum(map(len, self._targets))
         self._held: Bytes = np.empty(0, np.uint8)
         """Bytes that were read ahead with O_DIRECT."""
-        self._cached_until = 0
-        """Offset up to which the page cache is known to hold the file."""
+        self._through_cache_until = 0
+        """Offset up to which reads go through the page cache."""
 
-    def fill(self, block: Block) -> None:
-        """Read the next bytes into the block's memory.
+    def fill_block(self) -> Block:
+        """Fill the next block of the buffers, which ends at the next multiple of BLOCK_BYTES; returns it.
 
         Raises:
             Damaged: the file ends too early.
         """
-        while block:
-            count = self._take_held(block) if len(self._held) else self._read(block)
-            if count == 0 and not len(self._held):
+        block = self._take(BLOCK_BYTES - self.offset % BLOCK_BYTES)
+        left = block
+        while left:
+            if not len(self._held) and self._goes_direct():
+                self._read_ahead()
+            count = (
+                self._copy_held(left[0]) if len(self._held) else os.preadv(self.file.fd, left, self.offset)
+            )
+            if count == 0:
                 raise Damaged(f"{self.file.path}: ends at byte {self.offset}, but should be longer")
             self.offset += count
-            while block and count >= len(block[0]):
-                count -= len(block[0])
-                block = block[1:]
-            if count:
-                block = [block[0][count:], *block[1:]]
+            left = _after(left, count)
+        return block
 
-    def _take_held(self, block: Block) -> int:
-        count = min(len(block[0]), len(self._held))
-        np.copyto(np.frombuffer(block[0][:count], np.uint8), self._held[:count])
+    def _take(self, nbytes: int) -> Block:
+        """The next `nbytes` of the buffers, or less."""
+        block: Block = []
+        while nbytes and self._targets and len(block) < MAX_BUFFERS:
+            view = self._targets[0]
+            if len(view) > nbytes:
+                block.append(view[:nbytes])
+                self._targets[0] = view[nbytes:]
+                break
+            block.append(self._targets.popleft())
+            nbytes -= len(view)
+        return block
+
+    def _copy_held(self, view: memoryview) -> int:
+        count = min(len(view), len(self._held))
+        np.copyto(np.frombuffer(view, np.uint8, count), self._held[:count])
         self._held = self._held[count:]
         return count
 
-    def _read(self, block: Block) -> int:
-        """Bytes read into the block; 0 at the end of the file, or if they were read ahead instead."""
-        file, start = self.file, self.offset // ALIGNMENT * ALIGNMENT
-        if file.direct_fd is None or self.end - self.offset < DIRECT_FROM or self.offset < self._cached_until:
-            return os.preadv(file.fd, block, self.offset)
-        end = min(start + DIRECT_BYTES, self.end)
-        if file.is_cached(start, end):
-            self._cached_until = end
-            return os.preadv(file.fd, block, self.offset)
-        wanted = min(-(-(self.end - start) // ALIGNMENT) * ALIGNMENT, DIRECT_BYTES)
-        memory = _own.memory()[:wanted]
+    def _goes_direct(self) -> bool:
+        """Whether to read the next bytes with O_DIRECT."""
+        if (
+            self.file.direct_fd is None
+            or self.offset < self._through_cache_until
+            or self.end - self.offset < DIRECT_FROM
+        ):
+            return False
+        start, stop = self._next_direct()
+        if self.file.is_cached(start, stop):
+            self._through_cache_until = stop
+            return False
+        return True
+
+    def _next_direct(self) -> tuple[int, int]:
+        """First and last offset of the next read with O_DIRECT, both aligned."""
+        start = self.offset // ALIGNMENT * ALIGNMENT
+        stop = (start // DIRECT_BYTES + 1) * DIRECT_BYTES
+        return start, min(stop, -(-self.end // ALIGNMENT) * ALIGNMENT)
+
+    def _read_ahead(self) -> None:
+        """Read the next bytes into `_held`; none if the file ends here or O_DIRECT fails."""
+        assert self.file.direct_fd is not None
+        start, stop = self._next_direct()
+        memory = _own.memory()[: stop - start]
         try:
-            count = os.preadv(file.direct_fd, [memory.data], start)
+            count = os.preadv(self.file.direct_fd, [memory.data], start)
         except OSError as error:
             if error.errno != errno.EINVAL:  # EINVAL: the device needs another alignment
                 raise
-            return os.preadv(file.fd, block, self.offset)
-        self._held = memory[self.offset - start : min(count, self.end - start)]
-        return 0
+            self._through_cache_until = stop
+            return
+        self._held = memory[self.offset - start : max(min(count, self.end - start), self.offset - start)]
+
+
+def _after(block: Block, count: int) -> Block:
+    """A block without its first `count` bytes."""
+    while block and count >= len(block[0]):
+        count -= len(block[0])
+        block = block[1:]
+    return [block[0][count:], *block[1:]] if count else block
 
 
 def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
@@ -245,41 +285,18 @@ def _follows(piece: Piece, before: Piece) -> bool:
 
 def _read(file: _File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
     """Read adjacent pieces; returns the file and the (offset, bytes, CRC) of counted ranges, by chunk."""
-    first, last = stream[0], stream[-1]
+    first = stream[0]
     buffers = [p.target if p.in_place else torch.empty(p.target.shape, dtype=p.dtype) for p in stream]
-    window = _Window(file, first.offset, last.offset + last.nbytes)
+    window = _Window(file, first.offset, buffers)
     sums: list[tuple[int, int, int]] = []
-    begin = position = first.offset
-    crc = 0
-    for block in _blocks(buffers, first.offset):
-        window.fill(block)
-        position += sum(map(len, block))
-        if first.counted:
-            for view in block:
-                crc = crc64(view, crc)
-            if position % CHUNK_BYTES == 0:
-                sums.append((begin, position - begin, crc))
-                begin, crc = position, 0
-    if first.counted and position > begin:
-        sums.append((begin, position - begin, crc))
+    begin, crc = first.offset, 0
+    while window.offset < window.end:
+        for view in window.fill_block():
+            crc = crc64(view, crc) if first.counted else 0
+        if window.offset % CHUNK_BYTES == 0 or window.offset == window.end:
+            sums.append((begin, window.offset - begin, crc))
+            begin, crc = window.offset, 0
     for piece, buffer in zip(stream, buffers, strict=True):
         if not piece.in_place:
             piece.target.copy_(buffer)
-    return first.path, sums
-
-
-def _blocks(buffers: list[torch.Tensor], offset: int) -> Iterator[Block]:
-    """The memory for each read; reads end at multiples of BLOCK_BYTES, and so at the ends of chunks."""
-    block: Block = []
-    for buffer in buffers:
-        view = as_memory(buffer)
-        while view:
-            part = view[: BLOCK_BYTES - offset % BLOCK_BYTES]
-            block.append(part)
-            offset += len(part)
-            view = view[len(part) :]
-            if offset % BLOCK_BYTES == 0 or len(block) == MAX_BUFFERS:
-                yield block
-                block = []
-    if block:
-        yield block
+    return first.path, sums if first.counted else []

@@ -64,8 +64,9 @@ def test_weights():
 
 def test_checkpoint(tmp_path: Path):
     found = report("checkpoint", "--dir", tmp_path)
-    keys = {"stall_s", "lost_s", "durable_s", "load_cold_s", "load_warm_s", "extra_bytes"}
+    keys = {"stall_s", "lost_s", "durable_s", "extra_bytes", "cached_share"}
+    keys |= {"load_cold_s", "raw_cold_s", "load_warm_s", "raw_warm_s"}
     assert {"cairn", "dcp_save", "dcp_thread", "torch_save", "safetensors"} <= found["systems"].keys()
     assert all(values.keys() == keys for values in found["systems"].values())
-    assert found["limits"].keys() == {"memcpy_s", "write_fsync_s", "read_cold_s", "read_warm_s"}
+    assert found["limits"].keys() == {"memcpy_s", "write_fsync_s"}
     assert found["state_bytes"] == pytest.approx(12 * found["runs"][0]["params"], rel=0.2)
