@@ -7,6 +7,7 @@ import sys
 
 from cairn.config.cli import load, require
 from cairn.launch.exits import EXIT_STOPPED, answer
+from cairn.run.imports import importing
 
 
 def sft() -> int:
@@ -31,7 +32,8 @@ def _start(command: str) -> int:
         kind = KINDS[command]
         config = load(kind.config, sys.argv[1:])
         require(config, *kind.needs)
-        from cairn.launch.commands import start
+        with importing():
+            from cairn.launch.commands import start
 
         return start(command, config)
 
@@ -44,7 +46,8 @@ def orchestrator() -> int:
 
     def run() -> int:
         config = load(OrchestratorConfig, sys.argv[1:])
-        from cairn.launch.commands import orchestrate
+        with importing():
+            from cairn.launch.commands import orchestrate
 
         return orchestrate(config)
 

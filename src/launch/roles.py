@@ -17,6 +17,7 @@ from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.imports import importing
 from cairn.run.processes import in_background
 
 
@@ -34,7 +35,8 @@ class Turn:
     def load(self, *modules: str) -> None:
         """If this is a standby, import modules ahead, at low priority so that the run is not slowed down."""
         for module in modules if self.standby else ():
-            in_background(partial(importlib.import_module, module))
+            with importing():
+                in_background(partial(importlib.import_module, module))
 
     def wait(self) -> None:
         """Return when it is this process's turn; call it when everything is prepared."""
@@ -59,7 +61,8 @@ class Turn:
 def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
     """Train on Ray workers; returns the exit code."""
     turn.load("cairn.launch.ranks")
-    from cairn.launch.ranks import Ranks
+    with importing():
+        from cairn.launch.ranks import Ranks
 
     state = "failed"
     try:
@@ -91,9 +94,10 @@ def run_orchestrator(
     `at_once` is called on the second stop signal.
     """
     turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop")
-    from cairn.inference.pool.server_pool import ServerPool
-    from cairn.inference.pool.settings import PoolSettings
-    from cairn.orchestrator.loop import Orchestrator
+    with importing():
+        from cairn.inference.pool.server_pool import ServerPool
+        from cairn.inference.pool.settings import PoolSettings
+        from cairn.orchestrator.loop import Orchestrator
 
     async def show_progress() -> None:
         while True:

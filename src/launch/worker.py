@@ -13,6 +13,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
+from cairn.run.imports import importing
 from cairn.run.processes import die_after, in_background
 
 
@@ -66,9 +67,10 @@ class Worker:
         """Import what training needs, at low priority because other ranks are training."""
 
         def prepare() -> None:
-            from cairn.trainer.warm import warm_up
+            with importing():
+                from cairn.trainer.warm import warm_up
 
-            warm_up(config)
+                warm_up(config)
 
         in_background(prepare)
 
@@ -89,9 +91,10 @@ class Worker:
         heartbeat.start(run.heartbeat(rank.name))
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
-        from cairn.run.output import start_logging
-        from cairn.trainer.group import RankGroup
-        from cairn.trainer.loop import train
+        with importing():
+            from cairn.run.output import start_logging
+            from cairn.trainer.group import RankGroup
+            from cairn.trainer.loop import train
 
         start_logging()
         try:
