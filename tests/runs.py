@@ -262,6 +262,17 @@ def steps(run: Path) -> list[int]:
     return sorted(int(path.parent.name.removeprefix("step_")) for path in found)
 
 
+def as_of(step: int, run: Path, copy: Path) -> Path:
+    """A copy of a run as it was when `step`, which it has saved, was its newest step."""
+    shutil.copytree(run, copy)
+    for later in steps(copy):
+        if later > step:
+            shutil.rmtree(step_folder(copy, later))
+    lines = (copy / "metrics.jsonl").read_text().splitlines(keepends=True)
+    (copy / "metrics.jsonl").write_text("".join(lines[:step]))
+    return copy
+
+
 def flip(path: Path, offset: int, mask: int = 0x10) -> None:
     """Damage a file: flip bits of one byte; a second call restores it."""
     with open(path, "r+b") as file:

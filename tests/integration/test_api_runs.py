@@ -2,14 +2,13 @@
 
 import json
 import math
-import os
 import re
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-from runs import DEADLINE, REPOSITORY, Shell, free_port
+from runs import CONFIGS, DEADLINE, REPOSITORY, Server, Shell
 
 import cairn
 
@@ -47,8 +46,18 @@ def blocks(page: str, language: str = "python") -> list[str]:
     return re.findall(rf"^```{language}\n(.*?)^```", text, re.M | re.S)
 
 
-def test_every_example_of_the_page_works(tmp_path: Path):
-    """What starts an RL run does so inside a running event loop, which is how a notebook runs a cell."""
+def with_server(config: str, server: Server) -> str:
+    """A configuration of `rl` that uses `server` instead of starting one."""
+    without, section, _ = config.partition("\n[inference]\n")
+    assert section, "it starts no server"
+    return without.replace("[orchestrator]\n", f'[orchestrator]\ninference_url = "{server.url}"\n')
+
+
+def test_every_example_of_the_page_works(tmp_path: Path, shell: Shell, server: Server):
+    """What starts an RL run does so inside a running event loop, which is how a notebook runs a cell.
+
+    Here it uses a server that is there; test_rl.py has `configs/reverse_text/rl.toml` start its own.
+    """
     (tmp_path / "configs").symlink_to(REPOSITORY / "configs")
     script = [
         "import asyncio",
@@ -57,9 +66,9 @@ def test_every_example_of_the_page_works(tmp_path: Path):
     ]
     for block in blocks("api.md"):
         if "cairn.rl(" in block:
-            block = block.replace(
-                "    max_steps=2,\n", f"    max_steps=2,\n    inference={{'port': {free_port()}}},\n"
-            )
+            whole = Path(CONFIGS) / "rl.toml"
+            (tmp_path / "rl.toml").write_text(with_server((REPOSITORY / whole).read_text(), server))
+            block = block.replace(str(whole), "rl.toml")
             script.append(f"asyncio.run(cell({block!r}))")
         else:
             script.append(block.replace("    print(error)", "    mistake = str(error)\n    print(error)"))
@@ -68,7 +77,7 @@ def test_every_example_of_the_page_works(tmp_path: Path):
     done = subprocess.run(
         [sys.executable, path],
         cwd=tmp_path,
-        env={**os.environ, "HF_HUB_OFFLINE": "1"},
+        env=shell.environment,
         capture_output=True,
         text=True,
         timeout=2 * DEADLINE,
@@ -78,15 +87,18 @@ def test_every_example_of_the_page_works(tmp_path: Path):
     assert re.search(r"<cairn\.Run '.*outputs/api': done, step 4>", done.stdout)
 
 
-def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(tmp_path: Path, shell: Shell):
-    """The one of docs/extending.md, started as the page says."""
+def test_a_run_with_an_environment_an_advantage_and_a_loss_of_ones_own(
+    tmp_path: Path, shell: Shell, server: Server
+):
+    """The one of docs/extending.md, started as the page says, but with a server that is there."""
     for block in [*blocks("extending.md"), *blocks("extending.md", "toml")]:
         if name := re.match(r"# (\w+\.(?:py|toml))\n", block):
             (tmp_path / name[1]).write_text(block)
+    whole = tmp_path / "extended.toml"
+    whole.write_text(with_server(whole.read_text(), server))
     run = tmp_path / "run"
     environment = {"PYTHONPATH": str(tmp_path)}
-    flags = ("--output-dir", run, "--inference.port", free_port())
-    with shell.start("rl", "@", tmp_path / "extended.toml", *flags, environment=environment) as command:
+    with shell.start("rl", "@", whole, "--output-dir", run, environment=environment) as command:
         finished = command.finish()
     assert finished.code == 0, finished.output
     assert list(cairn.Run(run).metrics.index) == [1, 2]
