@@ -41,6 +41,8 @@ class TrainerFollower:
         """
         self.state = state
         self.first_policy = first_policy
+        self._first_push = True
+        """No policy that this attempt's trainer has published is known to be served yet."""
 
     async def run(self) -> int:
         """Follow the trainer until it announces the last policy. Returns the last step.
@@ -52,6 +54,7 @@ class TrainerFollower:
         state = self.state
         announced = state.run.versions.all_announced(state.attempt)
         step = announced[0] - 1 if announced else state.attempt.start_step
+        self._first_push = step <= state.attempt.start_step  # announcements before one that is served go
         if not announced:
             await self._serve_first(step)
         while True:
@@ -143,14 +146,17 @@ class TrainerFollower:
         """Serve a policy that the trainer has published."""
         folder = self.state.run.versions.folder(step)
         probe = read_probe(folder) if self.state.config.self_check else None
-        first = step == self.state.attempt.start_step + 1
-        with explained(self.first_policy) if first else contextlib.nullcontext():
-            await self._serve(folder, step, probe=probe)
+        with explained(self.first_policy) if self._first_push else contextlib.nullcontext():
+            if await self._serve(folder, step, probe=probe):
+                self._first_push = False
 
     async def _serve(
         self, folder: Path, step: int, *, probe: Probe | None = None, probe_follows: bool = False
-    ) -> None:
-        """Have every server load the policy after `step` steps; prompts are sampled from it from then on."""
+    ) -> bool:
+        """Have every server load the policy after `step` steps; prompts are sampled from it from then on.
+
+        Returns whether servers have it: the trainer may have withdrawn it for a newer one.
+        """
         fault_point("orchestrator.before_push")
         state = self.state
         version = state.attempt.version(step)
@@ -161,11 +167,12 @@ class TrainerFollower:
             await state.servers.serve(str(folder), version, probe=probe, probe_follows=probe_follows)
         except WeightsGone:
             logger.info("version %s is gone, because the trainer is making the next one", version)
-            return
+            return False
         state.run.versions.forget_before(step)
         state.policy.step = step
         state.policy.changed.set()
         logger.info("version %s is served", version)
+        return True
 
 
 def check_attempt(run: RunDirectory, attempt: Attempt) -> None:

@@ -26,7 +26,7 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, Sam
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
-from cairn.policy.errors import ServerDisagrees
+from cairn.policy.errors import ServerDisagrees, WeightsGone
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.attempt import Attempt
 from cairn.run.batches import RLBatch, batch_path
@@ -63,6 +63,8 @@ class Servers:
     self_check: bool = True
     disagrees_at: int | None = None
     """The step whose policy they can't reproduce."""
+    gone: frozenset[int] = frozenset()
+    """Steps whose policies the trainer has no more when they are to be loaded."""
 
     async def serve(
         self, folder: str, version: str, *, probe: Probe | None = None, probe_follows: bool = False
@@ -70,6 +72,8 @@ class Servers:
         assert Path(folder).is_dir()
         assert (probe is not None or probe_follows) == self.self_check
         await self._while()
+        if PolicyName.parse(version).step in self.gone:
+            raise WeightsGone(version)
         self.served = version
         if probe:
             await self.prove(probe)
@@ -485,6 +489,29 @@ def test_servers_that_compute_another_model_end_the_run(
         assert "(qwen3)" in str(error.value)
         assert "--no-self-check" in str(error.value)
     assert len(trainer.trained) <= step + 1
+
+
+@pytest.mark.parametrize("gone", [frozenset(), frozenset(range(1, 5))], ids=["skipped", "gone"])
+def test_the_first_policy_that_is_pushed_is_the_start_whichever_it_is(
+    configuration: OrchestratorConfig, tmp_path: Path, gone: frozenset[int]
+):
+    """A trainer that is ahead has skipped that of step 1, or has withdrawn it when servers ask for it."""
+    config = in_folder(configuration, tmp_path / "run", 7, 4)  # five batches come from the first policy
+    run = begin(config, ATTEMPT)
+    trainer = Trainer(run, ATTEMPT, 7, random.Random(1), save_every=7)
+
+    class Slow(Servers):
+        async def prove(self, probe: Probe) -> None:
+            async with asyncio.timeout(30):
+                while not gone and run.versions.announced(ATTEMPT, 5) is None:
+                    await asyncio.sleep(0.001)
+            await super().prove(probe)
+
+    servers = Slow(random.Random(1), disagrees_at=5, gone=gone)
+    with pytest.raises(UsageError, match="the logprobs differ") as error:
+        asyncio.run(see_through(config, ATTEMPT, trainer, servers, []))
+    assert "--no-self-check" in str(error.value)
+    assert {PolicyName.parse(version).step for version in servers.probes} == {0, 5}
 
 
 def test_without_the_self_check_nothing_is_proven(configuration: OrchestratorConfig, tmp_path: Path):
