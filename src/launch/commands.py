@@ -168,7 +168,8 @@ def orchestrate(config: OrchestratorConfig) -> int:
         shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
         of_run = config.model_copy(update=shared)
         of_trainer = of_run.run_directory()
-        join_recipe(recipe, attempt, of_trainer, of_run.ckpt)
+        accepted = {name for ckpt in (config.ckpt, of_run.ckpt) if ckpt for name in ckpt.accept_changes}
+        join_recipe(recipe, attempt, of_trainer, accepted)
         turn = Turn("orchestrator", run)
         try:
             return run_orchestrator(of_run, attempt, of_trainer, turn, at_once=_interrupt)

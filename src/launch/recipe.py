@@ -2,13 +2,12 @@
 
 import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.step import StepFolder, TrainerRecord
-from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.trainer import SFTDataConfig
 from cairn.launch.attempt import Start
@@ -23,6 +22,7 @@ from cairn.run.recipe import (
     Change,
     changed_settings,
     check_accepted,
+    code_in,
     in_words,
     model_of,
     now,
@@ -52,7 +52,8 @@ def plan_recipe(
             `--ckpt.accept-changes`.
     """
     trainer = kind.trainer(config)
-    recipe: dict[str, Any] = {"trainer": {"settings": settings_of(trainer.model_dump(), TRAINER)}}
+    settings = settings_of(trainer.model_dump(), TRAINER)
+    recipe: dict[str, Any] = {"trainer": {"settings": settings | code_in(settings)}}
     if trainer.records is not None:
         recipe["trainer"]["data"] = _look_at_data(trainer.records)
     if orchestrator is not None:
@@ -82,7 +83,10 @@ def plan_recipe(
     for part in ("trainer", "orchestrator"):
         if part in recipe:
             recipe[part]["changes"] = [*saved.get("changes", []), *noted]
-    recipe["prompts_again"] = any(change.accept in PROMPTS_AGAIN for change in changes)
+    again = {change.accept for change in changes}
+    if orchestrator is None and "orchestrator" in kind.parts:  # it is started on its own, and joins later
+        again |= set(accepted)
+    recipe["prompts_again"] = not again.isdisjoint(PROMPTS_AGAIN)
     return recipe
 
 
@@ -111,25 +115,28 @@ def finish_recipe(
 
 
 def join_recipe(
-    orchestrator: Mapping[str, Any], attempt: Attempt, run: RunDirectory, ckpt: CkptConfig | None
+    orchestrator: Mapping[str, Any], attempt: Attempt, run: RunDirectory, accepted: Collection[str]
 ) -> None:
     """Add the part of an orchestrator that was started separately to the recipe of the run that it joins.
 
+    Args:
+        accepted: the changes that the user accepts, as either role was told.
+
     Raises:
         UsageError: it differs from the checkpoint's in a way that would break a promise, and the user has not
-            accepted that, or the change requires a restart of the whole run.
+            accepted that, or the trainer has not begun the new branch that the change requires.
     """
     recipe = read_json(run.recipe, dict) or {"trainer": {}}
     part = {**orchestrator, **{key: recipe["trainer"][key] for key in ("date",) if key in recipe["trainer"]}}
     if attempt.resume_from:
         checkpoint = Path(attempt.resume_from)
         changes = changes_since(checkpoint, orchestrator)
-        check_accepted(changes, ckpt.accept_changes if ckpt else [], checkpoint)
+        check_accepted(changes, accepted, checkpoint)
         for change in changes:
-            if change.accept in PROMPTS_AGAIN:
+            if change.accept in PROMPTS_AGAIN and not recipe.get("prompts_again"):
                 raise UsageError(
-                    f"{in_words(change)}: an orchestrator that is started separately can't withdraw prompts "
-                    "that are already issued; resume with `rl`, or start a new run from the weights"
+                    f"{in_words(change)}: this takes a new branch of the run, which its trainer begins. Stop "
+                    f"the trainer, and start it with --ckpt.accept-changes {change.accept} as well"
                 )
             print(f"differs from {checkpoint.name}: {in_words(change)}", flush=True)
         noted = [change.at(attempt.start_step, bool(change.accept)) for change in changes]

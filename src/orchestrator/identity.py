@@ -10,7 +10,7 @@ from typing import Any
 from cairn.checkpoint.step import OrchestratorRecord, StepFolder
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import Environment, SingleTurn
-from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, settings_of
+from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, code_in, settings_of
 from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
 
@@ -69,6 +69,7 @@ def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) ->
             return await environment_of(asked)
 
     settings = settings_of(config.model_dump(), ORCHESTRATOR)
+    settings |= code_in(settings)
     return {"settings": settings, "environment": run_async(identify())}
 
 

@@ -4,8 +4,12 @@ Environments, advantages and losses are found this way. `module` is imported lik
 be installed or on the path of Python modules; the folder that a command is run in is there with PYTHONPATH=.
 """
 
+import ast
+import hashlib
 import importlib
-from collections.abc import Callable, Mapping
+import importlib.util
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cairn.run.errors import UsageError
@@ -64,3 +68,81 @@ def make(cls: Callable[..., T], arguments: Mapping[str, Any], setting: str) -> T
     except Exception as error:  # the user's own code
         what = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
         raise BadExtension(f"{setting} = {dict(arguments)}: {what}") from error
+
+
+# What tells an edited class from what it was
+
+
+def code_of(name: str) -> str | None:
+    """A digest of the code of `module:Class`: of its module's file, and of those beside it that it imports.
+
+    These are modules below the folder that holds the module, or its outermost package; of what is installed,
+    only modules of the same package. Nothing is imported for that but the packages that the module lies in.
+
+    Returns:
+        The digest; None for a built-in name, and for a module without a file.
+    """
+    module, colon, _ = name.partition(":")
+    file = _file_of(module) if colon else None
+    if file is None:
+        return None
+    is_package = file.name == "__init__.py"
+    root = file.parents[module.count(".") + is_package]
+    installed = any(part in ("site-packages", "dist-packages") for part in root.parts)
+    found: dict[str, bytes] = {}
+    waiting = {module: file}
+    while waiting:
+        one, path = waiting.popitem()
+        found[one] = path.read_bytes()
+        for imported in _imports(found[one], one, is_package=path.name == "__init__.py"):
+            beside = _module_file(root, imported)
+            if installed and imported.partition(".")[0] != module.partition(".")[0]:
+                continue
+            if beside and imported not in found:
+                waiting[imported] = beside
+    digest = hashlib.blake2b(digest_size=16)
+    for one in sorted(found):
+        digest.update(f"{one} {len(found[one])} ".encode() + found[one])
+    return digest.hexdigest()
+
+
+def _file_of(module: str) -> Path | None:
+    try:
+        spec = importlib.util.find_spec(module)
+    except (ImportError, ValueError):
+        return None
+    path = Path(spec.origin).absolute() if spec and spec.origin and spec.has_location else None
+    return path if path and path.is_file() else None
+
+
+def _module_file(root: Path, module: str) -> Path | None:
+    """The file of a module below a folder of modules, if it has one there."""
+    path = root.joinpath(*module.split("."))
+    candidates = path.with_name(f"{path.name}.py"), path / "__init__.py"
+    return next((file for file in candidates if file.is_file()), None)
+
+
+def _imports(source: bytes, module: str, *, is_package: bool) -> Iterator[str]:
+    """The modules that a module's source imports, wherever in it; some names may be no modules."""
+    try:
+        tree = ast.parse(source)
+    except (SyntaxError, ValueError):  # a compiled module
+        return
+    package = module if is_package else module.rpartition(".")[0]
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                yield from _with_parents(alias.name)
+        elif isinstance(node, ast.ImportFrom):
+            base = node.module or ""
+            if node.level:
+                above = package.split(".")[: len(package.split(".")) - node.level + 1]
+                base = ".".join([*above, *filter(None, [base])])
+            yield from _with_parents(base)
+            yield from (f"{base}.{alias.name}" for alias in node.names if base)
+
+
+def _with_parents(module: str) -> Iterator[str]:
+    """A module's name, and those of the packages that it lies in."""
+    parts = [part for part in module.split(".") if part]
+    yield from (".".join(parts[: n + 1]) for n in range(len(parts)))

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cairn.run.errors import UsageError
+from cairn.run.extensions import code_of
 
 Settings = Mapping[str, str | None]
 
@@ -36,6 +37,7 @@ that each record of an epoch is trained on once, has a name by which the user ma
 EARLIER_NAMES = {"loss.correction": "loss.type"}
 """What settings were called in recipes of earlier runs, and what they are called now."""
 ORCHESTRATOR: Settings = {
+    "environment.code": None,
     "environment": "environment",
     "sampling": None,
     "prompts_per_step": "prompts_per_step",
@@ -45,6 +47,10 @@ ORCHESTRATOR: Settings = {
     "advantage": None,
 }
 """The orchestrator's, likewise."""
+
+OWN_CLASSES = {"loss": "type", "environment": "name", "advantage": "type"}
+"""Sections that may name a class of the user's own, and the setting that does. A digest of the class's code
+stands in the recipe as the section's `code`: an edit of it is printed, and breaks no promise."""
 
 ARGUMENTS = ("environment.args", "advantage.args", "loss.args")
 """Tables with keys of the user's choice, each of which is compared as a whole."""
@@ -109,6 +115,15 @@ def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
     return {name: value for name, value in flat.items() if any(_covers(key, name) for key in allowed)}
 
 
+def code_in(settings: Mapping[str, Any]) -> dict[str, str]:
+    """Digests of the code of the user's own classes that settings name, as more settings."""
+    codes = {
+        f"{section}.code": code_of(str(settings.get(f"{section}.{key}", "")))
+        for section, key in OWN_CLASSES.items()
+    }
+    return {name: code for name, code in codes.items() if code is not None}
+
+
 def _covers(key: str, name: str) -> bool:
     return name == key or name.startswith(f"{key}.")
 
@@ -119,7 +134,7 @@ def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: 
     return [
         Change(name, saved[name], now[name], next(allowed[key] for key in allowed if _covers(key, name)))
         for name in now
-        if name in saved and saved[name] != now[name]
+        if name in saved and saved[name] != now[name] and not _is_of_another(name, saved, now)
     ]
 
 
@@ -137,6 +152,13 @@ def _with_whole_tables(saved: Mapping[str, Any]) -> dict[str, Any]:
             inner = inner.setdefault(section, {})
         inner[key] = value
     return whole
+
+
+def _is_of_another(name: str, saved: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Whether a digest of code is that of another class than before, which its name says already."""
+    section, _, key = name.rpartition(".")
+    chosen_by = f"{section}.{OWN_CLASSES.get(section)}"
+    return key == "code" and saved.get(chosen_by) != now.get(chosen_by)
 
 
 def check_accepted(
@@ -165,6 +187,9 @@ def check_accepted(
 
 def in_words(change: Change, flags: str = "--") -> str:
     """A change for people, on one line."""
+    section, _, key = change.name.rpartition(".")
+    if key == "code":
+        return f"{flags}{section}: the code of the class was edited ({change.was[:12]} -> {change.now[:12]})"
     flag = flags + {"data": "data.name"}.get(change.name, change.name).replace("_", "-")
     show = short_identity if change.name in ("data", "environment") else json.dumps
     return f"{flag}: {show(change.was)} -> {show(change.now)}"

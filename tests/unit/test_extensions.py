@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cairn.run.errors import UsageError
-from cairn.run.extensions import BadExtension, load, make
+from cairn.run.extensions import BadExtension, code_of, load, make
 
 
 class Plain:
@@ -77,3 +77,59 @@ def test_the_path_is_not_blamed_for_what_a_module_imports():
 def test_arguments_that_are_refused_are_named(arguments: dict, message: str):
     with pytest.raises(BadExtension, match=re.escape(message)):
         make(Plain, arguments, "thing.args")
+
+
+def write_all(folder: Path, sources: dict[str, str]) -> None:
+    for name, source in sources.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(source)
+
+
+SOURCES = {
+    "own_code/__init__.py": "",
+    "own_code/rewards.py": "import json\nfrom . import shared\nfrom own_code.deep.one import two\n",
+    "own_code/shared.py": "def f():\n    from . import late\n",
+    "own_code/late.py": "import own_code.rewards\n",
+    "own_code/deep/__init__.py": "",
+    "own_code/deep/one.py": "import own_code_beside\ntwo = 2\n",
+    "own_code/other.py": "",
+    "own_code_beside.py": "broken =",
+    "own_code_elsewhere.py": "",
+}
+
+
+@pytest.mark.parametrize(
+    ("edited", "counts"),
+    [(name, "other" not in name and "elsewhere" not in name) for name in SOURCES],
+)
+@pytest.mark.usefixtures("folder")
+def test_a_digest_of_code_follows_all_that_the_module_imports_from_beside_it(
+    tmp_path: Path, edited: str, counts: bool
+):
+    """However it is imported; nothing of it is run."""
+    write_all(tmp_path, SOURCES)
+    before = code_of("own_code.rewards:Own")
+    assert before is not None
+    assert before == code_of("own_code.rewards:Another")
+    (tmp_path / edited).write_text(SOURCES[edited] + "# edited\n")
+    assert (code_of("own_code.rewards:Own") != before) == counts
+    assert "own_code.rewards" not in sys.modules
+    sys.modules.pop("own_code", None)
+
+
+def test_of_what_is_installed_the_package_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Not what lies beside it, which is every other package."""
+    folder = tmp_path / "site-packages"
+    write_all(folder, SOURCES)
+    monkeypatch.syspath_prepend(folder)
+    before = code_of("own_code.rewards:Own")
+    (folder / "own_code_beside.py").write_text("edited = 1")
+    assert code_of("own_code.rewards:Own") == before
+    (folder / "own_code" / "late.py").write_text("edited = 1")
+    assert code_of("own_code.rewards:Own") != before
+    sys.modules.pop("own_code", None)
+
+
+@pytest.mark.parametrize("name", ["plain", "", "no_such_module:Own", "no_such.module:Own", "builtins:dict"])
+def test_what_has_no_file_has_no_digest_of_code(name: str):
+    assert code_of(name) is None

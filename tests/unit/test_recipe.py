@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import re
 import shutil
 import time
 from collections.abc import Callable
@@ -22,7 +23,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
-from cairn.launch.attempt import Start
+from cairn.launch.attempt import Start, begin
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
@@ -318,6 +319,58 @@ def test_an_environment_is_known_by_its_problems(tmp_path: Path, monkeypatch: py
     assert not same_environment(slow, of(ReverseText(400, seed=2)))
 
 
+OWN = """
+from cairn.orchestrator.environments import ReverseText
+
+class Own(ReverseText):
+    def reward(self, problem, answer):
+        return {reward}
+
+class Other(Own):
+    pass
+"""
+
+
+def test_an_edited_reward_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    """Like an edited loss or advantage: no promise is broken, and all later checkpoints say so."""
+    monkeypatch.syspath_prepend(tmp_path)
+    module = tmp_path / "own_module.py"
+    module.write_text(OWN.format(reward=1.0))
+    args = {"args": {"problems": 20, "seed": 1}}
+    own = {
+        "environment": {"name": "own_module:Own", **args},
+        "advantage": {"type": "own_module:Own"},
+    }
+    loss = {"type": "own_module:Own"}
+    environment = ReverseText(problems=20, seed=1)
+
+    def config(**changed: Any) -> RLConfig:
+        made = rl(tmp_path, **{**own, **changed})
+        return made.model_copy(update={"trainer": TrainerConfig(loss=loss)})
+
+    start = start_at(tmp_path, plan_rl(config(), FRESH, environment))
+    assert plan_rl(config(), start, environment)["trainer"]["changes"] == []
+    assert capsys.readouterr().out == ""
+    module.write_text(OWN.format(reward=0.5))
+    recipe = plan_rl(config(), start, environment)
+    edited = r"the code of the class was edited \(\w{12} -> \w{12}\)\n"
+    assert re.fullmatch(
+        r"what differs .*\n"
+        rf"  --trainer.loss: {edited}"
+        rf"  --orchestrator.environment: {edited}"
+        rf"  --orchestrator.advantage: {edited}",
+        capsys.readouterr().out,
+    )
+    names = [change["name"] for change in recipe["orchestrator"]["changes"]]
+    assert names == ["loss.code", "environment.code", "advantage.code"]
+    assert not recipe["prompts_again"]
+    other = {"environment": {"name": "own_module:Other", **args}}
+    with pytest.raises(UsageError, match=r"environment.name: \S+Own. -> \S+Other.\nGive what was there"):
+        plan_rl(config(**other), start, environment)
+
+
 def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """It compares its own part."""
     run = RunDirectory(tmp_path / "run")
@@ -330,7 +383,7 @@ def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.C
         args = settings.pop("args", {"problems": 20, "seed": 1})
         config = OrchestratorConfig(environment=EnvironmentConfig(args=args), **settings)
         part = orchestrator_recipe(config, ReverseText(**args))
-        join_recipe(part, attempt, run, CkptConfig(accept_changes=list(accept)))
+        join_recipe(part, attempt, run, accept)
         return read_json(run.recipe)["orchestrator"]
 
     assert (join()["changes"], join()["date"]) == ([], "2026-01-01")
@@ -338,8 +391,46 @@ def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.C
     assert "--max-off-policy-steps: 1 -> 0" in capsys.readouterr().out
     with pytest.raises(UsageError, match=r"accept it with --ckpt.accept-changes environment"):
         join(args={"problems": 20, "seed": 2})
-    with pytest.raises(UsageError, match="an orchestrator that is started separately can't withdraw"):
+    with pytest.raises(UsageError, match=r"its trainer begins. .* with --ckpt.accept-changes environment as"):
         join("environment", args={"problems": 20, "seed": 2})
+
+
+def test_a_trainer_on_its_own_begins_the_branch_that_an_accepted_environment_takes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """It doesn't know the environment: consent is all that it goes by. The orchestrator joins that branch."""
+    first = begin_alone(tmp_path)
+    unchanged = begin_alone(tmp_path, "prompts_per_step")
+    assert first.branch == unchanged.branch == ABOUT["branch"]
+    attempt = begin_alone(tmp_path, "environment")
+    assert (attempt.run_id, attempt.branch) == (first.run_id, f"branch_{attempt.number}")
+    run = RunDirectory(tmp_path / "run")
+    changed = {"args": {"problems": 20, "seed": 2}}
+    part = orchestrator_recipe(
+        OrchestratorConfig(environment=EnvironmentConfig(**changed)), ReverseText(**changed["args"])
+    )
+    join_recipe(part, attempt, run, ["environment"])
+    recipe = read_json(run.recipe)
+    assert recipe["prompts_again"]
+    accepted = [(change["name"], change["accepted"]) for change in recipe["orchestrator"]["changes"]]
+    assert ("environment", True) in accepted
+    assert "differs from step_5: --environment: 20 problems" in capsys.readouterr().out
+
+
+def begin_alone(tmp_path: Path, *accept: str) -> Attempt:
+    """What the `trainer` command does before it trains, from a checkpoint of a whole run."""
+    run = RunDirectory(tmp_path / "run")
+    start = start_at(tmp_path, plan_rl(rl(tmp_path), FRESH))
+    config = TrainerConfig(
+        model=ModelConfig(name=str(tmp_path / "model")),
+        output_dir=str(run.path),
+        ckpt=CkptConfig(resume_step=STEP, accept_changes=list(accept)),
+    )
+    recipe = plan_recipe(KINDS["trainer"], config, start)
+    try:
+        return begin(run, config, start, recipe, command="trainer")
+    finally:
+        run.unlock()
 
 
 # The date
