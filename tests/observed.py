@@ -12,8 +12,8 @@ class Observed(ReverseText):
 
     (The command that starts a run also asks for problem 0, to check the environment.)
 
-    While the file `folder`/hold exists, the first problem is held back; `folder`/held then says that a caller
-    is waiting for it.
+    While the file `folder`/hold exists, no problem is handed out; `folder`/held then says that a caller is
+    waiting for one. While `folder`/hold_some exists, every third problem is held back in the same way.
     """
 
     def __init__(self, folder: str, **task: int):
@@ -24,9 +24,12 @@ class Observed(ReverseText):
         """As in reverse text."""
         if "orchestrator" not in sys.argv:
             return super().messages(problem)
-        while (self.folder / "hold").exists():
+        while self._is_held(problem):
             (self.folder / "held").touch()
             time.sleep(0.01)
         with open(self.folder / "problems", "a") as file:
             file.write(f"{problem}\n")
         return super().messages(problem)
+
+    def _is_held(self, problem: int) -> bool:
+        return (self.folder / "hold").exists() or (problem % 3 == 0 and (self.folder / "hold_some").exists())

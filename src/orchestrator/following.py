@@ -4,9 +4,9 @@ import asyncio
 import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Coroutine
 from pathlib import Path
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.saving import save_part
@@ -56,7 +56,7 @@ class TrainerFollower:
         step = announced[0] - 1 if announced else state.attempt.start_step
         self._first_push = step <= state.attempt.start_step  # announcements before one that is served go
         if not announced:
-            await self._serve_first(step)
+            await self._unless_ended(self._serve_first(step), step)
         while True:
             newest = following = await self._announcement(step + 1)
             while following is not None:  # when behind: serve only the newest, but save each
@@ -64,21 +64,36 @@ class TrainerFollower:
                 if newest.save:
                     await save_part(state, newest.version)
                 following = self._announced(newest.version + 1)
-            step = newest.version
+            step, is_new = newest.version, newest.version > step
             state.shipped.forget_before(step)
             state.ledger.fold(state.store.latest() or 0)
-            serve = self._serve_announced(step)
             if newest.last:  # nothing is sampled from it, so a server may fail
-                with contextlib.suppress(Exception):
-                    await asyncio.wait_for(serve, LAST_PUSH)
+                if is_new:
+                    with contextlib.suppress(Exception):
+                        await asyncio.wait_for(self._serve_announced(step), LAST_PUSH)
                 return step
-            await serve
+            await self._unless_ended(self._serve_announced(step), step)
+
+    async def _unless_ended(self, serve: Coroutine[Any, Any, None], step: int) -> None:
+        """Serve the policy after `step` steps, until the trainer ends the run there."""
+        serving = asyncio.create_task(serve)
+        try:
+            while not serving.done() and self._end_at(step) is None:
+                await asyncio.wait([serving], timeout=10 * POLL_SECONDS)
+            if serving.done():
+                serving.result()
+        finally:
+            serving.cancel()
+            await asyncio.gather(serving, return_exceptions=True)
 
     async def _announcement(self, step: int) -> Announcement:
-        """The trainer's announcement of policy `step`; its deadline runs only while it has the batch."""
+        """The trainer's announcement of policy `step`, or that the run ends with the one before.
+
+        Its deadline runs only while the trainer has the batch.
+        """
         timeout = self.state.config.version_timeout
         return await self._wait(
-            lambda: self._announced(step),
+            lambda: self._announced(step) or self._end_at(step - 1),
             runs=lambda: self.state.shipped.newest.step >= step,
             problem=f"waited {timeout:g} s for the trainer's policy version {step}; "
             "--orchestrator.version-timeout allows more",
@@ -89,6 +104,11 @@ class TrainerFollower:
         if step > self.state.shipped.newest.step:
             return None
         return self.state.run.versions.announced(self.state.attempt, step)
+
+    def _end_at(self, step: int) -> Announcement | None:
+        """The announcement of version `step`, if the run ends there."""
+        found = self._announced(step)
+        return found if found and found.last else None
 
     async def _first_probe(self, step: int) -> Probe:
         """The probe that the trainer computed with its starting policy."""

@@ -104,7 +104,8 @@ class BatchHeader(Message):
 class Announcement(Message):
     """That the policy after `version` steps is there to be served, in `weights/v<version>`.
 
-    `save`: that step is a checkpoint, so every role saves its part. `last`: the run ends there.
+    `save`: that step is a checkpoint, so every role saves its part. `last`: the run ends there; a run that is
+    asked to stop while its trainer waits for the next batch announces its newest version again to say so.
     """
 
     attempt: str

@@ -92,9 +92,12 @@ class Training:
         self._tracker = make_tracker(config, run, attempt, group.rank)
         closing.callback(self._tracker.close)
 
-    def _next_batch(self, step: int) -> RankBatch:
+    def _next_batch(self, step: int) -> RankBatch | None:
+        batch = self.task.next_batch(step)
+        if batch is None:
+            return None
         return make_rank_batch(
-            self.task.next_batch(step),
+            batch,
             self.config,
             rank=self.group.rank,
             world_size=self.group.world_size,
@@ -107,10 +110,14 @@ class Training:
         # A rank that died after the last save has nothing left to do: no further batch will come.
         ended = Earlier(*self.group.any_of(*self.task.earlier(progress.step))).last
         save = asked_to_stop = ended
+        row: dict[str, float] = {}
         for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
             heartbeat.doing(f"getting the batch of step {step}")
             waited_from = time.monotonic()
             batch = self._batches.get(step)
+            if batch is None:
+                asked_to_stop, save = True, self._end_here(row, saved=save)
+                break
             started = time.monotonic()
             row = self._train_on(batch, step)
             decision, asked_to_stop = self._decide(step)
@@ -131,6 +138,20 @@ class Training:
         self.group.barrier()
         early = asked_to_stop and progress.step < config.max_steps
         return Outcome(progress.step, f"asked to stop at step {progress.step}" if early else None, save)
+
+    def _end_here(self, row: dict[str, float], *, saved: bool) -> bool:
+        """End at the newest step, with no batch for the next one there yet; returns whether it is saved.
+
+        Args:
+            row: the step's metrics.
+            saved: whether its save was begun already.
+        """
+        step = self.state.progress.step
+        save = step > self.attempt.start_step and self._checkpoints.due(step, last=True)
+        self.task.end(step, save=save)
+        if save and not saved:
+            self._checkpoints.save(row)
+        return save
 
     def _train_on(self, batch: RankBatch, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""

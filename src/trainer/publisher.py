@@ -81,6 +81,12 @@ class VersionPublisher:
             self.run.versions.announce(self.attempt, step, save=save, last=last)
             fault_point("publish.announced")
 
+    def announce_end(self, step: int, *, save: bool) -> None:
+        """Announce the version of `step`, which the orchestrator may know already, as the run's last."""
+        if self.group.rank == 0:
+            self.run.versions.path.mkdir(parents=True, exist_ok=True)
+            self.run.versions.announce(self.attempt, step, save=save, last=True)
+
     def close(self) -> None:
         """Servers get nothing from this process any more."""
         self._transport.close()

@@ -1,6 +1,7 @@
 """Reinforcement learning: batches come from the orchestrator, and each step's policy goes to the servers."""
 
 from functools import partial
+from typing import Literal
 
 from cairn.config.trainer import TrainerConfig
 from cairn.run.attempt import Attempt
@@ -24,6 +25,7 @@ class RL(Task):
         """Publish the policy that training starts from; all ranks call it."""
         run, attempt, state = context.run, context.attempt, context.state
         self.loss = make_loss(config.loss)
+        self._group = state.group
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         self._batches = ShippedBatches(run, attempt, config.batch_timeout)
         self._replay = Replay(run, attempt)
@@ -37,13 +39,14 @@ class RL(Task):
             partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
         )
 
-    def next_batch(self, step: int) -> Batch:
-        """Wait for the orchestrator.
+    def next_batch(self, step: int) -> Batch | None:
+        """Wait for the orchestrator; None, on all ranks, if one of them is asked to stop meanwhile.
 
         Raises:
             DeadlinePassed: it did not ship the batch in time.
         """
-        return self._batches.next_batch(step)
+        batch = self._batches.next_batch(step)
+        return None if self._group.any_of(batch is None)[0] else batch
 
     def earlier(self, step: int) -> Earlier:
         """What the orchestrator was told of `step` by a process that this one replaces."""
@@ -60,6 +63,10 @@ class RL(Task):
         else:
             save = decision.save and self._training_state
             self._publisher.publish(step, save=save, last=decision.last)
+
+    def end(self, step: int, *, save: bool) -> None:
+        """Announce the policy of `step` once more, as the run's last."""
+        self._publisher.announce_end(step, save=save and self._training_state)
 
     def close(self) -> None:
         """Servers get nothing from this process any more."""
@@ -92,17 +99,24 @@ class ShippedBatches:
         self.attempt = attempt
         self.timeout = timeout
 
-    def next_batch(self, step: int) -> Batch:
-        """Wait for the batch of optimiser step `step`.
+    def next_batch(self, step: int) -> Batch | None:
+        """Wait for the batch of optimiser step `step`; None if the run is asked to stop first.
 
         Raises:
             DeadlinePassed: the orchestrator did not ship it in time.
         """
+
+        def look() -> Batch | Literal["stop"] | None:
+            batch = self.run.batch(self.attempt, step)
+            return "stop" if batch is None and self.run.stop_requested() else batch
+
         batch = wait_for(
-            lambda: self.run.batch(self.attempt, step),
+            look,
             seconds=self.timeout,
             whom=f"the orchestrator's batch {step}",
             setting="--trainer.batch-timeout",
         )
+        if batch == "stop":
+            return None
         fault_point("trainer.batch_read")
         return batch

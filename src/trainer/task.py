@@ -83,8 +83,11 @@ class Task(ABC):
         """In a spare worker: import what the task imports late; `folder` is the model's."""
 
     @abstractmethod
-    def next_batch(self, step: int) -> Batch:
-        """The batch of optimiser step `step`, the same on every rank; asked for in the order of steps."""
+    def next_batch(self, step: int) -> Batch | None:
+        """The batch of optimiser step `step`, the same on every rank; asked for in the order of steps.
+
+        None if the run is asked to stop before the batch is there.
+        """
 
     def earlier(self, step: int) -> Earlier:
         """What was decided for `step` before this process began, as far as this rank knows."""
@@ -95,6 +98,13 @@ class Task(ABC):
 
     def after_step(self, step: int, decision: Decision) -> None:  # noqa: B027
         """The weights are those of `step`, before they are saved."""
+
+    def end(self, step: int, *, save: bool) -> None:  # noqa: B027
+        """The run ends at `step` although `after_step` was told otherwise: no batch came before a stop.
+
+        Args:
+            save: whether the step is a checkpoint.
+        """
 
     def close(self) -> None:  # noqa: B027
         """Training is over, or has failed."""

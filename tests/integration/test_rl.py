@@ -77,6 +77,7 @@ class Halves:
     """A run of 10 steps, resumed to 20 with a server that had other weights meanwhile."""
 
     run: Path
+    environment: dict
     asked: list[int]
     """The problems that were asked for, in order."""
     asked_before: int
@@ -118,6 +119,7 @@ def halves(shell: Shell, server: Server, trained: Path, tmp_path_factory: pytest
         assert finished.code == 0, finished.output
     return Halves(
         run=run,
+        environment=environment,
         asked=[int(problem) for problem in problems.read_text().split()],
         asked_before=asked_before,
         version_before=version_before,
@@ -298,6 +300,43 @@ def test_an_interrupt_saves_both_parts_at_the_next_step_boundary(stopped: Stoppe
     assert stopped.stopped_at < 20
     assert stopped.steps_at_stop == sorted({*range(3, stopped.stopped_at, 3), stopped.stopped_at})
     assert states(stopped.roles_at_stop) == dict.fromkeys(ROLES, "stopped")
+
+
+def test_a_stop_does_not_wait_for_a_batch(
+    shell: Shell, server: Server, trained: Path, halves: Halves, tmp_path: Path
+):
+    """A rollout that takes for ever: both parts of the step before are saved, and the run goes on to the bit.
+
+    The environment is never asked again for what was answered.
+    """
+    run = tmp_path / "run"
+    environment = {**halves.environment, "folder": tmp_path}
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 10),
+        *("--orchestrator.inference-url", server.url, "--ckpt"),
+        *("--orchestrator.environment.name", "observed:Observed"),
+        *("--orchestrator.environment.args", json.dumps(environment, default=str)),
+    )
+    with shell.start(*arguments) as command:
+        command.wait_until(lambda: len(rows(run)) >= 4)
+        (tmp_path / "hold_some").touch()
+        command.wait_until((tmp_path / "held").exists)
+        last = len(rows(run))
+        command.wait_until(lambda: "batch" in read(run / "heartbeats" / "trainer_rank0.json")["doing"])
+        os.kill(read(run / "roles.json")["roles"]["trainer"]["pid"], signal.SIGTERM)
+        finished = command.finish()
+        command.assert_nothing_survives()
+    assert finished.code == 75, finished.output
+    stopped_at = len(rows(run))
+    assert last <= stopped_at < 10
+    assert f"stopped at step {stopped_at}, saved in {step_folder(run, stopped_at)}" in finished.output
+    assert steps(run) == [stopped_at]
+    assert states(read(run / "roles.json")) == dict.fromkeys(ROLES, "stopped")
+    (tmp_path / "hold_some").unlink()
+    shell.succeed(*arguments, "--ckpt.resume", "auto")
+    assert untimed(whole_rows(run, 10)) == untimed(rows(halves.run)[:10])
+    for file in ("model/model.safetensors", "trainer/optimizer.safetensors"):
+        assert (step_folder(run, 10) / file).read_bytes() == (step_folder(halves.run, 10) / file).read_bytes()
 
 
 def test_an_interrupted_run_goes_on(stopped: Stopped):

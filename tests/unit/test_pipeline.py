@@ -13,6 +13,7 @@ from asyncio import FIRST_EXCEPTION
 from collections import Counter
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import runs
@@ -528,6 +529,70 @@ def test_taking_turns_is_exact(configuration: OrchestratorConfig, tmp_path: Path
     stormy, _ = run_through(in_folder(configuration, tmp_path / "stormy", 6, 0), 2, [0.02, 0.03, 0.01])
     assert [batch.digest() for batch in stormy.trained] == [batch.digest() for batch in calm.trained]
     assert {batch.metrics["staleness/max"] for batch in calm.trained} == {0}
+
+
+class Waiting(Trainer):
+    """Asked to stop when it has waited for the batch after step 3 a while: ends the run there."""
+
+    async def end(self, servers: Servers) -> None:
+        """As `RL.end` does, and the save that follows."""
+        while len(self.trained) < 3 or not servers.held:
+            await asyncio.sleep(0.001)
+        self.run.versions.announce(self.attempt, 3, save=True, last=True)
+        await self._commit(CheckpointStore(self.run.checkpoints), 3)
+
+
+@dataclass
+class Held(Servers):
+    """Once the policy of step 3 is there, it never loads, or only every other answer to it is finished."""
+
+    loads: bool = True
+    held: bool = False
+
+    async def serve(self, folder: str, version: str, **how: Any) -> None:
+        if PolicyName.parse(version).step == 3 and not self.loads:
+            self.held = True
+            await asyncio.Event().wait()
+        await super().serve(folder, version, **how)
+
+    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions):
+        if PolicyName.parse(self.served).step == 3 and affinity % 2:
+            self.held = True
+            await asyncio.Event().wait()
+        return await super().generate(prompt_ids, params, affinity=affinity, versions=versions)
+
+
+@pytest.mark.parametrize("loads", [True, False])
+def test_a_stop_while_the_trainer_waits_for_a_batch_saves_the_step_before(
+    configuration: OrchestratorConfig, tmp_path: Path, loads: bool
+):
+    """Nothing is waited for; answers that are there are kept, and the run goes on as if never stopped."""
+    calm, _ = run_through(in_folder(configuration, tmp_path / "calm", 6, 0), 1, [])
+    config = in_folder(configuration, tmp_path / "run", 6, 0)
+    run = begin(config, ATTEMPT)
+    trainer, servers = Waiting(run, ATTEMPT, 6, random.Random(1), 100), Held(random.Random(1), loads=loads)
+
+    async def until_stopped() -> int:
+        training = asyncio.create_task(trainer.train())
+        ending = asyncio.create_task(trainer.end(servers))
+        try:
+            async with asyncio.timeout(30):
+                step = await Orchestrator(config, ATTEMPT, servers).run()
+                await ending
+        finally:
+            training.cancel()
+            await asyncio.wait([training])
+        return step
+
+    assert asyncio.run(until_stopped()) == 3
+    store = CheckpointStore(run.checkpoints)
+    assert store.steps() == [3]
+    assert bool(waiting_in(store.folder(3))) == loads
+    attempt = go_on(config, 3, branch="branch_1")
+    second = Trainer(begin(config, attempt), attempt, 6, random.Random(2))
+    asyncio.run(see_through(config, attempt, second, Servers(random.Random(2)), []))
+    whole = trainer.trained + second.trained
+    assert [batch.digest() for batch in whole] == [batch.digest() for batch in calm.trained]
 
 
 def test_generating_and_training_overlap(configuration: OrchestratorConfig, tmp_path: Path):
