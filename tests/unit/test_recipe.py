@@ -357,7 +357,7 @@ def test_an_edited_reward_is_printed(
     recipe = plan_rl(config(), start, environment)
     edited = r"the code of the class was edited \(\w{12} -> \w{12}\)\n"
     assert re.fullmatch(
-        r"what differs .*\n"
+        r"differences from step 5 .*\n"
         rf"  --trainer.loss: {edited}"
         rf"  --orchestrator.environment: {edited}"
         rf"  --orchestrator.advantage: {edited}",
