@@ -56,7 +56,7 @@ def main() -> None:
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     arguments = parser.parse_args()
     if arguments.quick:
-        arguments.params, arguments.ranks, arguments.repeats = [10e6], [1], 3
+        arguments.params, arguments.ranks, arguments.repeats = [2e6], [1], 2
         arguments.systems = [name for name in arguments.systems if name != "dcp_process"]
     if "RANK" in os.environ:
         result = measure(arguments, int(arguments.params[0]))

@@ -2,11 +2,11 @@
 
 import contextlib
 import gc
-from collections.abc import Iterator
+from collections.abc import Generator
 
 
 @contextlib.contextmanager
-def importing() -> Iterator[None]:
+def importing() -> Generator[None]:
     """Within it modules are imported without garbage collection; what they created is never traversed again.
 
     Imports of torch and transformers create about a million objects that live as long as the process. The
