@@ -124,8 +124,9 @@ def measure_loads(load: Callable[[], None], root: Path, repeats: int) -> dict[st
 
     cached_share is the least share of the files that the page cache held before a warm load.
     """
+    load()  # and with it whatever the last save still does to its files
+    dist.barrier()
     raw = RawReads(root)
-    load()
     cold = _in_turn(load, raw, repeats, lambda: drop_cache(root), cold=True)
     share = 1.0
 
