@@ -1,8 +1,8 @@
 """Reads ranges of files into tensors, with several threads, and computes checksums on the way.
 
-Bytes in the page cache are copied from there straight into the tensors. Other bytes are read with O_DIRECT, a
-few MiB at a time, into a buffer that stays in the CPU's cache: this takes far less CPU time than filling the
-page cache, and a checkpoint is loaded only once.
+Bytes in the page cache are copied from there straight into the tensors. Other bytes are read with O_DIRECT, 2
+MiB at a time, into a buffer that stays in the CPU's cache: this takes far less CPU time than filling the page
+cache, and a checkpoint is loaded only once.
 """
 
 import contextlib
@@ -25,11 +25,13 @@ from cairn.checkpoint.manifest import Damaged
 
 READERS = 3
 """Threads per rank."""
-STREAM_BYTES = 64 << 20
-"""Bytes that one thread reads in sequence: enough for the kernel's read-ahead."""
+STREAM_BYTES = CHUNK_BYTES
+"""Bytes that one thread reads in sequence. Threads read neighbouring stretches at any time, since disks,
+above all virtual ones, are slower where reads go back and forth between distant places."""
+SHORTEST_STREAM = 1 << 20
 BLOCK_BYTES = 512 << 10
 """Bytes per checksum call: few enough to be still in the CPU's cache after they were copied."""
-DIRECT_BYTES = 4 << 20
+DIRECT_BYTES = 2 << 20
 """Bytes per read with O_DIRECT."""
 DIRECT_FROM = 256 << 10
 """Shorter reads go through the page cache."""
@@ -252,30 +254,34 @@ def _after(block: Block, count: int) -> Block:
 
 
 def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
-    """Groups adjacent pieces, up to the amount that one thread reads in sequence."""
-    limit = min(STREAM_BYTES, max(sum(piece.nbytes for piece in pieces) // (4 * READERS), CHUNK_BYTES))
+    """Groups adjacent pieces; each group lies within one stretch of a file, which one thread reads.
+
+    A stretch is STREAM_BYTES long, or shorter if there would be too few of them to keep all threads busy.
+    """
+    stretch, total = STREAM_BYTES, sum(piece.nbytes for piece in pieces)
+    while stretch > SHORTEST_STREAM and total < 4 * READERS * stretch:
+        stretch //= 2
     stream: list[Piece] = []
-    filled = 0
     for piece in sorted(pieces, key=lambda piece: (piece.path, piece.offset)):
-        for part in _cut(piece, limit):
-            if stream and (filled + part.nbytes > limit or not _follows(part, stream[-1])):
+        for part in _cut(piece, stretch):
+            same = stream and part.offset // stretch == stream[0].offset // stretch
+            if stream and not (same and _follows(part, stream[-1])):
                 yield stream
-                stream, filled = [], 0
+                stream = []
             stream.append(part)
-            filled += part.nbytes
     if stream:
         yield stream
 
 
-def _cut(piece: Piece, nbytes: int) -> list[Piece]:
-    """Cut a piece into parts of at most `nbytes` bytes."""
-    if piece.nbytes <= nbytes:
-        return [piece]
-    count = nbytes // piece.dtype.itemsize
-    return [
-        replace(piece, offset=piece.offset + i * piece.dtype.itemsize, target=piece.target[i : i + count])
-        for i in range(0, piece.target.numel(), count)
-    ]
+def _cut(piece: Piece, stretch: int) -> Iterator[Piece]:
+    """Cut a piece where a stretch of the file ends, or just behind it where a value spans two stretches."""
+    size, count = piece.dtype.itemsize, piece.target.numel()
+    first = 0
+    while first < count:
+        offset = piece.offset + first * size
+        last = min(first + -(-(stretch - offset % stretch) // size), count)
+        yield replace(piece, offset=offset, target=piece.target[first:last])
+        first = last
 
 
 def _follows(piece: Piece, before: Piece) -> bool:

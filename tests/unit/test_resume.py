@@ -289,11 +289,12 @@ def test_what_is_not_cached_is_read_past_the_page_cache(
     if how == "some cached":
         with open(path, "rb") as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_RANDOM)
-            for offset in (0, 5 << 20, DIRECT_BYTES * 2 - 4096):
+            for offset in (0, 5 * DIRECT_BYTES // 4, DIRECT_BYTES * 2 - 4096):
                 os.pread(file.fileno(), 4096, offset)
     if how == "no such reads":
         monkeypatch.setattr("cairn.checkpoint.reader.ALIGNMENT", 1)  # for the disk: EINVAL
-    ranges = [(1, 300_000), (300_001, 7), (300_008, DIRECT_BYTES), (9 << 20, len(content) - (9 << 20))]
+    last = 9 * DIRECT_BYTES // 4
+    ranges = [(1, 300_000), (300_001, 7), (300_008, DIRECT_BYTES), (last, len(content) - last)]
     targets = [torch.zeros(nbytes, dtype=torch.uint8) for _, nbytes in ranges]
     pieces = [Piece(path, first, torch.uint8, t) for (first, _), t in zip(ranges, targets, strict=True)]
     seen = read_pieces(pieces)[path]
@@ -304,7 +305,8 @@ def test_what_is_not_cached_is_read_past_the_page_cache(
         expected.add(first, content[first : first + nbytes])
     assert (seen.crcs, seen.nbytes) == (expected.crcs, expected.nbytes)
     if able and how == "nothing cached":
-        assert not any(cached(path, offset) for offset in range(1 << 20, 12 << 20, 3 << 20))
+        quarter = DIRECT_BYTES // 4
+        assert not any(cached(path, offset) for offset in range(quarter, 12 * quarter, 3 * quarter))
 
 
 def test_a_file_that_ends_too_early_is_damaged_in_the_cache_or_not(tmp_path: Path):
