@@ -8,6 +8,7 @@ import contextlib
 import fcntl
 import functools
 import json
+import multiprocessing
 import os
 import shutil
 import signal
@@ -17,12 +18,14 @@ import sys
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar
 
 import psutil
 import pytest
 import torch
+import torch.multiprocessing
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
@@ -215,6 +218,32 @@ def free_port() -> int:
 
 
 # What a run leaves behind
+
+
+forkable = multiprocessing.get_context("forkserver")
+"""Starts processes as forks of one that has imported torch, transformers and Cairn, which takes seconds."""
+forkable.set_forkserver_preload(["cairn.trainer.model", "toy"])
+
+
+def ensure_forkserver() -> None:
+    """Start that process, where it finds the modules of our tests."""
+    before = os.environ.get("PYTHONPATH")
+    here = Path(__file__).parent
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here / "faults"), before]))
+    try:
+        forkserver.ensure_running()
+    finally:
+        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+
+
+def start_ranks(
+    function: Callable[..., None], *arguments: object, world_size: int
+) -> torch.multiprocessing.ProcessContext:
+    """Start `function(rank, *arguments)` in a process for each rank."""
+    ensure_forkserver()
+    return torch.multiprocessing.start_processes(
+        function, arguments, nprocs=world_size, join=False, start_method="forkserver"
+    )
 
 
 def environment_of(pid: int) -> list[bytes]:

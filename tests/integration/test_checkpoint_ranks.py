@@ -16,9 +16,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
 from fake_ranks import local_of
-from runs import ABOUT, flip
+from runs import ABOUT, flip, start_ranks
 from safetensors.torch import load_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
@@ -313,7 +312,9 @@ def main(rank: int, root: Path) -> None:
 def left(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """What three processes left that went through the plan."""
     root = tmp_path_factory.mktemp("ranks")
-    torch.multiprocessing.spawn(main, args=(root,), nprocs=max(ranks for ranks, _ in WORLDS.values()))
+    ranks = start_ranks(main, root, world_size=max(ranks for ranks, _ in WORLDS.values()))
+    while not ranks.join():
+        pass
     return root
 
 

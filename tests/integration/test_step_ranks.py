@@ -8,8 +8,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing
-from runs import free_port
+from runs import free_port, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
 from torch.distributed.fsdp import FSDPModule
@@ -97,14 +96,9 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("step")
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
-    contexts = [
-        torch.multiprocessing.start_processes(
-            run_rank, (world, free_port(), folder), nprocs=world, join=False, start_method="spawn"
-        )
-        for world in (1, 2)
-    ]
-    for context in contexts:
-        while not context.join(5):
+    worlds = [start_ranks(run_rank, world, free_port(), folder, world_size=world) for world in (1, 2)]
+    for ranks in worlds:
+        while not ranks.join():
             pass
     return folder
 
