@@ -71,26 +71,24 @@ class Family:
                         found[int(entry.name), int(rest[15])] = int(session)
         self._ours &= found.keys()
         self._others &= found.keys()
+        in_execve: set[int] = set()
         for (pid, started), session in found.items():
-            if (pid, started) not in self._others | self._ours and self._is_marked(pid):
-                self._ours.add((pid, started))
-                self._sessions.add(session)
+            if (pid, started) not in self._others | self._ours:
+                environment = _environment(pid)
+                if not environment:  # the kernel shows none for a moment, so whose it is shows the next time
+                    in_execve.add(pid)
+                elif f"{MARK}={self._mark}".encode() in environment.split(b"\0"):
+                    self._ours.add((pid, started))
+                    self._sessions.add(session)
         ours = []
         for (pid, started), session in found.items():
             if (pid, started) in self._ours or session in self._sessions:
                 self._ours.add((pid, started))
                 ours.append(Process(pid, started, session, _command(pid)))
-            elif self._has_environment(pid):
+            elif pid not in in_execve:
                 self._others.add((pid, started))
         self._sessions &= {process.session for process in ours}
         return ours
-
-    def _is_marked(self, pid: int) -> bool:
-        return f"{MARK}={self._mark}".encode() in _environment(pid).split(b"\0")
-
-    def _has_environment(self, pid: int) -> bool:
-        """Whether the kernel shows an environment: during execve it is empty for a moment."""
-        return _environment(pid) != b""
 
     def named(self, name: str) -> list[Process]:
         """The processes with `name` in their command line."""
