@@ -1,0 +1,68 @@
+"""What a machine has, and machines given in words."""
+
+import pynvml
+import pytest
+
+from cairn.run import machine
+from cairn.run.errors import UsageError
+from cairn.run.machine import Gpu, machine_of, this_machine, visible
+
+GB = 1 << 30
+FOUR = [Gpu(i, f"GPU-{letter}{i}", "some", 80 * GB) for i, letter in enumerate("aabc")]
+
+
+@pytest.mark.parametrize(
+    ("names", "indices"),
+    [
+        (None, [0, 1, 2, 3]),
+        ("", []),
+        ("2,0", [2, 0]),
+        ("GPU-b2, 3", [2, 3]),
+        ("GPU-c", [3]),  # the beginning of a UUID, as CUDA allows
+        ("GPU-a", []),  # of two
+        ("1,7,0", [1]),  # CUDA stops at the first that is not there
+        ("1,1,0", [1]),
+        ("-1", []),
+    ],
+)
+def test_gpus_are_visible_as_cuda_sees_them(names: str | None, indices: list[int]):
+    assert [gpu.index for gpu in visible(FOUR, names)] == indices
+
+
+def test_this_machine_is_described_with_or_without_a_driver():
+    found = this_machine()
+    assert 1 << 28 < found.memory < 1 << 50
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        assert (found.gpus, found.driver, found.has_gpus) == ((), None, False)
+    else:
+        assert found.driver
+
+
+def test_a_control_group_bounds_the_memory(tmp_path, monkeypatch):
+    for content, expected in (("1073741824\n", GB), ("max\n", this_machine().memory)):
+        (tmp_path / "limit").write_text(content)
+        monkeypatch.setattr(machine, "CGROUP_LIMITS", (str(tmp_path / "limit"), str(tmp_path / "none")))
+        assert this_machine().memory == expected
+
+
+@pytest.mark.parametrize(
+    ("words", "gpus", "memory"),
+    [
+        ("8x80G,1T", [80 * GB] * 8, 1024 * GB),
+        ("1x24G", [24 * GB], 96 * GB),
+        ("2 x 0.5T, 64G", [512 * GB] * 2, 64 * GB),
+        ("64G", [], 64 * GB),
+    ],
+)
+def test_a_machine_in_words(words: str, gpus: list[int], memory: int):
+    found = machine_of(words)
+    assert [gpu.memory for gpu in found.gpus] == gpus
+    assert found.memory == memory
+
+
+@pytest.mark.parametrize("words", ["", "eight", "8x80G,8x80G", "80G,1T", "8x80GB", "8x80G,1T,2T"])
+def test_words_that_describe_no_machine_are_refused(words: str):
+    with pytest.raises(UsageError, match=r"--machine .*such as 8x80G,1T"):
+        machine_of(words)
