@@ -1,8 +1,9 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
+import os
 from typing import ClassVar, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.loss import ClipConfig, LikelihoodConfig, LossConfig, PolicyLossConfig, SFTLossConfig
@@ -128,6 +129,12 @@ class SFTDataConfig(BaseConfig):
     """Records per optimiser step, over all ranks."""
     shuffle: bool = True
     """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
+
+    @field_validator("name")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        # Workers of a running Ray cluster have another current directory. A name on the hub stays as it is.
+        return os.path.abspath(value) if value and os.path.exists(value) else value
 
 
 class SFTConfig(TrainerBase):

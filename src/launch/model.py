@@ -17,7 +17,7 @@ from cairn.run.files import read_json
 
 
 def resolve_model(config: ModelConfig) -> str:
-    """The local directory with the model's weights, configuration and tokenizer.
+    """The local directory with the model's weights, configuration and tokenizer, as an absolute path.
 
     A step_N folder stands for its model/; a model on the hub is downloaded; a directory with a configuration
     but no weights gets random ones from `init_seed`, created once and kept in the user's cache folder.
@@ -77,7 +77,7 @@ def _fetch(name: str) -> str:
     patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         _refuse_quantized(Path(hf_hub_download(name, "config.json")), name)
-        return snapshot_download(name, allow_patterns=patterns)
+        return os.path.abspath(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]
         raise UsageError(
@@ -90,7 +90,7 @@ def _create(source: Path, seed: int) -> Path:
     digest = hashlib.blake2b(f"{seed}, hub names".encode(), digest_size=8)
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         digest.update(file.name.encode() + file.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "models"
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "cairn" / "models"
     target = cache / f"{source.absolute().parent.name}-{digest.hexdigest()}"
     if target.exists():
         return target

@@ -5,6 +5,7 @@ import inspect
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import textwrap
@@ -16,6 +17,7 @@ from typing import Annotated, Literal, get_args
 import pytest
 from pydantic import BaseModel, Field, ValidationError
 from pydantic_config import BaseConfig
+from tiny import EXAMPLE
 
 import cairn
 from cairn.config import hints
@@ -28,6 +30,7 @@ from cairn.config.rl import SHARED, RLConfig
 from cairn.config.settings import settings_of
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
+from cairn.launch.model import resolve_model
 from cairn.run.errors import UsageError
 
 HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy", "wandb", "fastapi", "yaml"}
@@ -651,3 +654,28 @@ def test_a_shared_value_is_shared_by_whoever_has_it():
     assert other.trainer.hang_timeout == 90
     assert not hasattr(other.orchestrator, "hang_timeout")
     assert config.model.name == config.inference.model.name == ""
+
+
+def test_every_path_that_a_worker_gets_is_absolute(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Workers of a running Ray cluster have the current directory of whoever started that cluster."""
+    monkeypatch.chdir(tmp_path)
+    Path("train.jsonl").touch()
+    Path("owner/folder").mkdir(parents=True)
+    argv = ["--output-dir", "run", "--ckpt.dir", "steps", "--ckpt.resume", "other/step_3"]
+    config = load(SFTConfig, [*argv, "--data.name", "train.jsonl"])
+    assert config.ckpt
+    found = [config.output_dir, config.ckpt.dir, config.ckpt.resume, config.data.name]
+    assert found == [str(tmp_path / name) for name in ("run", "steps", "other/step_3", "train.jsonl")]
+    names = {name: load(SFTConfig, ["--data.name", name]).data.name for name in ("owner/folder", "owner/hub")}
+    assert names == {"owner/folder": str(tmp_path / "owner/folder"), "owner/hub": "owner/hub"}
+
+
+def test_the_model_that_a_worker_gets_is_an_absolute_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Also one that Cairn makes itself, in a cache folder that is named by a relative path."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", "cache")
+    shutil.copytree(EXAMPLE, "bare")
+    made = resolve_model(ModelConfig(name="bare", init_seed=0))
+    assert made.startswith(str(tmp_path / "cache"))
+    shutil.copytree(made, "whole")
+    assert resolve_model(ModelConfig(name="whole")) == str(tmp_path / "whole")
