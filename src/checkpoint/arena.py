@@ -16,12 +16,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from cairn.checkpoint.copies import HostCopies, copies_from
 from cairn.checkpoint.layout import FileLayout, plan_rank
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
@@ -32,7 +33,6 @@ from cairn.run.signals import stop_signals_blocked
 
 logger = logging.getLogger(__name__)
 
-COPY_BYTES = 8 << 20  # the writer is told of the copy's progress this often
 MADV_POPULATE_WRITE = 23
 
 Tensors = Mapping[str, Mapping[str, Stored]]
@@ -50,7 +50,14 @@ class WriterDied(SaveFailed):
 class Arena:
     """Shared memory for a copy of this rank's state, and the process that writes it to disk."""
 
-    def __init__(self, tensors: Tensors, rank: int, max_file_bytes: int):
+    def __init__(
+        self,
+        tensors: Tensors,
+        rank: int,
+        max_file_bytes: int,
+        copies: Callable[[Iterable[torch.device]], HostCopies] = copies_from,
+    ):
+        """Allocate it; `copies` makes what copies tensors that are on given devices."""
         self.rank = rank
         self.broken = False
         """Set after a failed save: the writer's state is unknown, so the next save creates a new arena."""
@@ -100,10 +107,8 @@ class Arena:
                 "extents": [[e.file, e.offset, e.nbytes, e.arena] for e in self.plan.extents],
             }
         )
-        on_gpu = any(tensor.device.type == "cuda" for named in tensors.values() for tensor in named.values())
-        self._stream = torch.cuda.Stream() if on_gpu else None
+        self._copier = copies(tensor.device for named in tensors.values() for tensor in named.values())
         self._sources: list[tuple[int, torch.Tensor]] = []
-        self._pinned = False
         for position, number in self.plan.headers:  # headers are the same in every save
             self._map[position : position + len(files[number].header)] = files[number].header
         self._ready = threading.Thread(target=self._populate, daemon=True)
@@ -114,12 +119,7 @@ class Arena:
         ctypes.CDLL(None).madvise(
             ctypes.c_void_p(self._bytes.data_ptr()), ctypes.c_size_t(len(self._map)), MADV_POPULATE_WRITE
         )
-        if self._stream is not None:
-            try:
-                torch.cuda.check_error(_cudart().cudaHostRegister(self._bytes.data_ptr(), len(self._map), 0))
-                self._pinned = True
-            except RuntimeError as error:
-                logger.warning("the arena is not pinned, so copying from the GPU is slow: %s", error)
+        self._copier.pin(self._bytes)
 
     def fits(self, tensors: Tensors) -> bool:
         """Whether the arena was made for tensors of these names, data types and shapes."""
@@ -130,8 +130,6 @@ class Arena:
         tensors = {
             stem: in_rows(named) if stem in self._exchanged else named for stem, named in tensors.items()
         }
-        if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
         with torch.no_grad():
             for stem, name, places in self._copies:
                 source = as_bytes(local_values(tensors[stem][name]))
@@ -139,6 +137,7 @@ class Arena:
                     self._sources.append((places[0][0], source))
                 else:
                     self._sources += [(start, source[begin:end]) for start, begin, end in places]
+        self._copier.follow()  # also the copies that have made strided values contiguous
 
     def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
         """Tell the writer that a save begins."""
@@ -148,21 +147,21 @@ class Arena:
     def copy(self) -> None:
         """Copy all values in the order in which they are written, and report progress to the writer."""
         told = 0
-        with torch.cuda.stream(self._stream):  # a no-op without a GPU
+        step = self._copier.piece_bytes
+        with self._copier.running():
             for start, source in self._sources:
-                for begin in range(0, len(source), COPY_BYTES):
-                    piece = source[begin : begin + COPY_BYTES]
+                for begin in range(0, len(source), step):
+                    piece = source[begin : begin + step]
                     position = start + begin + len(piece)
                     self._bytes[start + begin : position].copy_(piece, non_blocking=True)
-                    if position - told >= COPY_BYTES:
+                    if position - told >= step:
                         self._tell(position)
                         told = position
         self._sources.clear()
         self._tell(self.plan.arena_bytes)
 
     def _tell(self, position: int) -> None:
-        if self._stream is not None:
-            self._stream.synchronize()
+        self._copier.wait()
         self._send({"copied": position})
 
     def end(self) -> None:
@@ -186,9 +185,7 @@ class Arena:
     def close(self) -> None:
         """End the writer."""
         self._ready.join()
-        if self._pinned:
-            _cudart().cudaHostUnregister(self._bytes.data_ptr())
-            self._pinned = False
+        self._copier.unpin(self._bytes)
         with contextlib.suppress(BrokenPipeError):  # it has died already
             self._commands.close()
         self._writer.wait()
@@ -200,11 +197,6 @@ class Arena:
             self._commands.flush()
         except BrokenPipeError:
             raise WriterDied(f"the writer died (exit code {self._writer.wait()})") from None
-
-
-def _cudart() -> Any:
-    """The CUDA runtime, for which torch has no type hints."""
-    return torch.cuda.cudart()
 
 
 def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:

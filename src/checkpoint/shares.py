@@ -31,7 +31,6 @@ Range = tuple[int, int]
 class Section:
     """`shape` contiguous values of a tensor, beginning with item `first`; treated as a tensor of its own.
 
-    Example: the experts of a layer are one tensor in memory but many in files (`checkpoint.formats.hub`).
     Such are the experts of a layer that is one tensor in memory and many in files (`checkpoint.formats.hub`).
     """
 
