@@ -1,8 +1,9 @@
 """Batches to micro-batches: packed rows, with no attention across samples."""
 
 import heapq
+import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
@@ -10,6 +11,8 @@ import torch
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import COLUMNS, Batch, Sample, columns_of
 
+ALIGNMENT = 16
+"""Bytes to whose multiples tensors begin in a transfer's buffer."""
 ROW_TOKENS = 64
 """Length of rows whose samples are all shorter, unless seq_len is less."""
 Arrange = Callable[[list[int], int], list[list[int]]]
@@ -23,26 +26,54 @@ class MicroBatch:
     input_ids, position_ids: int64 [R, T]; positions start at 0 with each sample, which is how the model
     knows where one ends; padding is a sample of its own. loss_mask: bool [R, T]. columns: those that the
     batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T].
-    samples: how many there are, the padding of each row counted as one. index: its place among the step's
-    micro-batches, on whichever rank it runs.
+    learned: int64 [L], where `loss_mask` is True in the flattened rows. bounds: int32 [samples + 1], where
+    each sample begins in the flattened rows, and at last R * T. Both are made on the host, since a GPU could
+    tell how long they are only after all that it was asked to do before.
+    samples: how many there are, the padding of each row counted as one. longest: tokens of the longest.
+    index: its place among the step's micro-batches, on whichever rank it runs.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     loss_mask: torch.Tensor
     columns: dict[str, torch.Tensor]
+    learned: torch.Tensor
+    bounds: torch.Tensor
     samples: int
+    longest: int
     index: int
 
     def to(self, device: torch.device) -> "MicroBatch":
-        """A copy on `device`."""
+        """The same on `device`, which one transfer brings there; a GPU's is not waited for."""
+        if device.type == "cpu":
+            return self
+        here = [self.input_ids, self.position_ids, self.loss_mask, self.learned, self.bounds]
+        there = transfer([*here, *self.columns.values()], device)
+        input_ids, position_ids, loss_mask, learned, bounds, *columns = there
+        return replace(
+            self,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            loss_mask=loss_mask,
+            learned=learned,
+            bounds=bounds,
+            columns=dict(zip(self.columns, columns, strict=True)),
+        )
 
-        def moved(tensor: torch.Tensor) -> torch.Tensor:
-            return tensor.to(device, non_blocking=True)
 
-        columns = {name: moved(values) for name, values in self.columns.items()}
-        tokens = moved(self.input_ids), moved(self.position_ids), moved(self.loss_mask)
-        return MicroBatch(*tokens, columns, self.samples, self.index)
+def transfer(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
+    """The CPU's `tensors` on `device`, as views of one buffer that one copy brings there.
+
+    The buffer on this side is pinned if `device` is a GPU: then the call returns before the copy is made.
+    """
+    sizes = [tensor.numel() * tensor.element_size() for tensor in tensors]
+    ends = list(itertools.accumulate(-(-size // ALIGNMENT) * ALIGNMENT for size in sizes))
+    pieces = list(zip(tensors, sizes, [0, *ends], strict=False))
+    buffer = torch.empty(ends[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    for tensor, size, start in pieces:
+        buffer[start : start + size].view(tensor.dtype).view(tensor.shape).copy_(tensor)
+    moved = buffer.to(device, non_blocking=True)
+    return [moved[start : start + size].view(t.dtype).view(t.shape) for t, size, start in pieces]
 
 
 @dataclass(frozen=True)
@@ -199,11 +230,15 @@ def fill_rows(rows: list[list[Sample]], index: int = 0, columns: Iterable[str] =
         name: spread([sample.columns[name] for sample in samples], COLUMNS[name].dtype, COLUMNS[name].default)
         for name in columns
     }
+    bounds = np.append(np.flatnonzero(position_ids == 0), position_ids.size)
     return MicroBatch(
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
         torch.from_numpy(loss_mask),
         {name: torch.from_numpy(values) for name, values in of_tokens.items()},
-        samples=int(np.count_nonzero(position_ids == 0)),
+        learned=torch.from_numpy(np.flatnonzero(loss_mask)),
+        bounds=torch.from_numpy(bounds.astype(np.int32)),
+        samples=len(bounds) - 1,
+        longest=int(np.diff(bounds).max()),
         index=index,
     )

@@ -43,7 +43,7 @@ class Scorer:
             micro: on the model's device.
             temperature: logits are divided by it.
         """
-        learned = micro.loss_mask.flatten().nonzero()[:, 0]
+        learned = micro.learned
         tokens = micro.input_ids.flatten()[learned]
         found: list[torch.Tensor] = []
 

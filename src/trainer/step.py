@@ -61,9 +61,11 @@ def train_step(
 
     norm = torch.nn.utils.clip_grad_norm_(policy.trained().values(), config.optimizer.max_grad_norm)
     norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    if not torch.isfinite(norm):
+    # Metrics are read here together with the norm, which must be known before the weights change.
+    metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
+    if not math.isfinite(gradient_norm):
         raise TrainingDiverged(
-            f"step {step}: the gradient's norm is {norm.item()}; lower optimizer.lr, or look at the batch"
+            f"step {step}: the gradient's norm is {gradient_norm}; lower optimizer.lr, or look at the batch"
         )
     rate = learning_rate(step, config.optimizer, config.scheduler, config.scheduler.steps or config.max_steps)
     for parameters in policy.optimizer.param_groups:
@@ -77,9 +79,9 @@ def train_step(
     progress.total_tokens += counts.tokens
     progress.total_samples += counts.samples
     return {
-        **_combine(all_sums, normaliser, max(counts.learned, 1), group),
+        **metrics,
         "lr": rate,
-        "grad_norm": norm.item(),
+        "grad_norm": gradient_norm,
         "learned_tokens": counts.learned,
         **({"cut_samples": counts.cut} if counts.cut else {}),
         **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
@@ -93,15 +95,24 @@ def _normaliser(loss: Loss, counts: BatchCounts) -> float:
     return normaliser
 
 
-def _combine(all_sums: list[LossSums], normaliser: float, tokens: int, group: RankGroup) -> dict[str, float]:
-    """Metrics of the whole step, summed in the order of micro-batches whatever rank they ran on."""
+def _combine(
+    all_sums: list[LossSums], norm: torch.Tensor, normaliser: float, tokens: int, group: RankGroup
+) -> tuple[dict[str, float], float]:
+    """Metrics of the whole step, and `norm`, which is equal on all ranks, in one read from the device.
+
+    Metrics are summed in the order of micro-batches whatever rank they ran on.
+    """
     means, maxima = list(all_sums[0].means), list(all_sums[0].maxima)
     rows = [
-        torch.stack([s.loss.detach(), *(s.means[k] for k in means), *(s.maxima[k] for k in maxima)]).double()
+        torch.stack(
+            [s.loss.detach(), *(s.means[k] for k in means), *(s.maxima[k] for k in maxima), norm]
+        ).double()
         for s in all_sums
     ]
     table = group.gather_rows(torch.stack(rows)).transpose(0, 1).flatten(0, 1)  # [micro-batch, metric]
+    table, norms = table[:, :-1], table[:, -1]
     totals = table[:, : 1 + len(means)].cumsum(0)[-1]
     totals = torch.cat([totals[:1] / normaliser, totals[1:] / tokens])
     peaks = table[:, 1 + len(means) :].amax(0)
-    return dict(zip(["loss", *means, *maxima], [*totals.tolist(), *peaks.tolist()], strict=True))
+    metrics = dict(zip(["loss", *means, *maxima], [*totals.tolist(), *peaks.tolist()], strict=True))
+    return metrics, norms.tolist()[0]

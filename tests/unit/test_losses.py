@@ -47,7 +47,18 @@ def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
     mask = torch.rand(5, 13, generator=draw) < 0.6
     tokens = torch.zeros(5, 13, dtype=torch.int64)
     logprobs = (sampler[:, 1:] + 0.4 * normal(5, 12)).requires_grad_()
-    return logprobs, MicroBatch(tokens, tokens, mask, {"logprobs": sampler, "advantages": advantages}, 65, 0)
+    micro = MicroBatch(
+        input_ids=tokens,
+        position_ids=tokens,
+        loss_mask=mask,
+        columns={"logprobs": sampler, "advantages": advantages},
+        learned=mask.flatten().nonzero()[:, 0],
+        bounds=torch.arange(66, dtype=torch.int32),
+        samples=65,
+        longest=1,
+        index=0,
+    )
+    return logprobs, micro
 
 
 @pytest.mark.parametrize("seed", range(5))

@@ -3,9 +3,11 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+import numpy as np
 import pytest
 import torch
 from tiny import random_model
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import (
     CohereConfig,
@@ -19,7 +21,8 @@ from transformers import (
     Qwen3Config,
 )
 
-from cairn.trainer.packing import MicroBatch
+from cairn.run.batches import Sample
+from cairn.trainer.packing import MicroBatch, fill_rows, transfer
 from cairn.trainer.scoring import Scorer, token_logprobs
 
 VOCABULARY, ROWS, WIDTH = 97, 3, 20
@@ -52,15 +55,21 @@ def make_model(config: PreTrainedConfig) -> PreTrainedModel:
     return model
 
 
-def make_micro(seed: int = 0) -> MicroBatch:
-    """Rows of two samples each; a third of the tokens is learned, and of the last row none."""
-    draw = torch.Generator().manual_seed(seed)
-    ids = torch.randint(3, VOCABULARY, (ROWS, WIDTH), generator=draw)
-    positions = torch.cat([torch.arange(8), torch.arange(WIDTH - 8)]).repeat(ROWS, 1)
-    mask = torch.rand(ROWS, WIDTH, generator=draw) < 0.35
-    mask[positions == 0] = False
-    mask[-1] = False
-    return MicroBatch(ids, positions, mask, {}, int((positions == 0).sum()), 0)
+def make_micro(share: float = 0.35) -> MicroBatch:
+    """Rows of two samples each; a share of the tokens is learned, and of the last row none."""
+    draw = np.random.default_rng(0)
+    rows = [
+        [
+            Sample(
+                draw.integers(3, VOCABULARY, n).astype(np.int32),
+                draw.random(n) < (share if row < ROWS - 1 else 0),
+                {"logprobs": draw.normal(size=n).astype(np.float32)},
+            )
+            for n in (8, WIDTH - 8)
+        ]
+        for row in range(ROWS)
+    ]
+    return fill_rows(rows, columns=["logprobs"])
 
 
 def expected(model: PreTrainedModel, micro: MicroBatch, temperature: float) -> torch.Tensor:
@@ -93,6 +102,32 @@ def largest_tensor() -> Iterator[list[int]]:
         yield largest
 
 
+class FakeGpu(TorchDispatchMode):
+    """Counts what is sent to a GPU that isn't there; whatever a host must wait for raises.
+
+    Tensors on it have shapes and no values.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.transfers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and args[0].device.type != result.device.type:
+            self.transfers += 1
+        return result
+
+    def moved(self, micro: MicroBatch) -> MicroBatch:
+        with FakeTensorMode(allow_non_fake_inputs=True), self:
+            return micro.to(torch.device("cuda"))
+
+
+@pytest.fixture
+def fake_gpu() -> FakeGpu:
+    return FakeGpu()
+
+
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1 << 26, 5 * VOCABULARY], ids=["at once", "in chunks"])
 @pytest.mark.parametrize(("config", "is_plain"), MODELS.values(), ids=MODELS)
@@ -115,8 +150,7 @@ def test_logprobs_and_gradients_are_those_of_full_logits(
 @pytest.mark.parametrize("config", [MODELS["tied"][0], MODELS["capped"][0]], ids=["plain", "capped"])
 def test_where_nothing_is_learned_every_parameter_has_a_gradient_of_zero(config: PreTrainedConfig):
     """As ranks need that have no samples left: the others wait for their gradients."""
-    model, micro = make_model(config), make_micro()
-    micro.loss_mask[:] = False
+    model, micro = make_model(config), make_micro(share=0)
     found = Scorer(model, torch.device("cpu")).logprobs(micro, 1.0)
     assert not found.any()
     assert not any(gradient.any() for gradient in gradients(model, found).values())
@@ -152,3 +186,21 @@ def test_in_bfloat16_the_gradient_of_the_embeddings_is_summed_up_in_float32():
         token_logprobs(hidden.bfloat16().float(), exact, None, tokens, 1.0).sum().backward()
         errors.append((rounded.grad - exact.grad).norm() / exact.grad.norm())
     assert errors[1] < 2 * errors[0] < 0.05
+
+
+def test_a_micro_batch_is_one_transfer_to_a_gpu(fake_gpu: FakeGpu):
+    """Of all its fields together, whatever their number."""
+    micro = fake_gpu.moved(make_micro())
+    assert fake_gpu.transfers == 1
+    there = [micro.input_ids, micro.position_ids, micro.loss_mask, micro.learned, micro.bounds]
+    assert {tensor.device.type for tensor in (*there, *micro.columns.values())} == {"cuda"}
+
+
+def test_what_is_transferred_arrives_unchanged():
+    """Values, data types and shapes; empty tensors among them."""
+    micro = make_micro()
+    empty = torch.empty(0, dtype=torch.int64)
+    tensors = [micro.loss_mask, micro.bounds, empty, micro.columns["logprobs"], micro.input_ids]
+    for sent, arrived in zip(tensors, transfer(tensors, torch.device("cpu")), strict=True):
+        assert (sent.dtype, sent.shape) == (arrived.dtype, arrived.shape)
+        assert torch.equal(sent, arrived)

@@ -18,6 +18,7 @@ from hypothesis import strategies as st
 from one_rank import one_rank
 from safetensors.torch import load_file
 from tiny import random_model
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.checkpoint.tensors import read_tensors
@@ -211,6 +212,30 @@ def step(group: RankGroup, model_folder: Path) -> Step:
         return row, {name: weight.clone() for name, weight in weights(model).items()}
 
     return run
+
+
+class Reads(TorchDispatchMode):
+    """Counts reads of single values, for each of which a host waits for its GPU."""
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def begin(self) -> None:
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func in (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default):
+            self.count += 1
+        return func(*args, **(kwargs or {}))
+
+
+def test_a_step_reads_its_metrics_and_the_norm_at_once(step: Step):
+    """After the last forward pass no value is read on its own, only the table that `gather_rows` returns."""
+    samples = [Sample(np.arange(5, 15, dtype=np.int32), np.ones(10, bool))] * 3
+    with Reads() as reads:
+        row, _ = step(samples, meanwhile=reads.begin, seq_len=12)
+    assert (reads.count, row["grad_norm"] > 0) == (0, True)
 
 
 def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_one(
