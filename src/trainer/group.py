@@ -30,6 +30,9 @@ class RankGroup:
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+            # Otherwise torch fills new tensors with NaN, which makes the kernel provide memory for all of a
+            # model that is yet to be cut into shards, and costs time for every buffer of a collective.
+            torch.utils.deterministic.fill_uninitialized_memory = False
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)

@@ -4,7 +4,6 @@ import math
 from collections.abc import Callable
 
 import torch
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from cairn.run import heartbeat
@@ -36,6 +35,8 @@ def train_step(
     """One optimiser step, in place; returns its metrics.
 
     The loss is summed over the whole batch, on whichever ranks it is, and divided by the loss's normaliser.
+    Every micro-batch's gradient is reduced at once, so a rank holds the gradient of its shards, never of the
+    whole model.
     Weights and optimiser state change only after `before_update` has returned. `meanwhile` is called before
     the last backward pass, during which this thread needs neither Python nor, on a GPU, the processor.
 
@@ -49,8 +50,6 @@ def train_step(
     for micro in batch.micros:
         heartbeat.doing(f"step {step}, micro-batch {micro.index}")
         group.seed(derive(config.seed, "dropout", step, micro.index))
-        if isinstance(policy.module, FSDPModule):
-            policy.module.set_requires_gradient_sync(micro is batch.micros[-1])
         micro = micro.to(group.device)
         sums = loss(LossInputs.of(state.scorer.logprobs(micro, batch.temperature), micro))
         if micro.index == batch.micros[-1].index:

@@ -1,7 +1,9 @@
 """One optimiser step of a real model on one rank and on two, which share it with FSDP2."""
 
+import itertools
 import json
 import os
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -13,13 +15,21 @@ from safetensors.torch import load_file, save_file
 from tiny import random_model
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
-from transformers import Gemma2Config, LlamaConfig, PreTrainedConfig, Qwen3Config, Qwen3MoeConfig
+from transformers import (
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
 
 from cairn.checkpoint.formats.hub import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
+from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizer import make_optimizer
@@ -59,11 +69,34 @@ def make_batch() -> Batch:
     return Batch(samples, sampling=Sampling(0.8))
 
 
+class Watching(Clip):
+    """The loss, noting how many values of gradients a rank holds when a micro-batch begins."""
+
+    def __init__(self, model: PreTrainedModel):
+        super().__init__()
+        self.model = model
+        self.held: list[int] = []
+
+    def __call__(self, inputs: LossInputs) -> LossSums:
+        self.held.append(sum(values.numel() for values in self._gradients()))
+        return super().__call__(inputs)
+
+    def _gradients(self) -> Iterator[torch.Tensor]:
+        if not isinstance(self.model, FSDPModule):
+            yield from (p.grad for p in self.model.parameters() if p.grad is not None)
+            return
+        units = [module for module in self.model.modules() if isinstance(module, FSDPModule)]
+        for group in itertools.chain.from_iterable(u._get_fsdp_state()._fsdp_param_groups for u in units):
+            for parameter in group.fsdp_params:
+                if parameter.sharded_param.grad is not None:
+                    yield parameter.sharded_param.grad.to_local()
+                if parameter.unsharded_accumulated_grad is not None:
+                    yield parameter.unsharded_accumulated_grad
+
+
 def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
     """What every rank does; the first writes down what came out."""
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
-    group = RankGroup.join(threads=1, deterministic=False)
+    group = join(rank, world_size, port)
     for name in MODELS:
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
@@ -73,6 +106,13 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
                 save_file(after, result.with_suffix(".safetensors"))
     dist.barrier()
     group.leave()
+
+
+def join(rank: int, world_size: int, port: int, **how: bool) -> RankGroup:
+    """This process's place among the ranks."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
+    return RankGroup.join(threads=1, **{"deterministic": False, **how})
 
 
 def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
@@ -85,7 +125,10 @@ def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[d
     state = TrainerState(config, group, {POLICY: Trained(model, optimizer)}, TrainerProgress())
     state.scorer.chunk_logits = chunk_logits
     work = make_rank_batch(make_batch(), config, rank=group.rank, world_size=group.world_size)
-    row = train_step(state, work, 1, Clip())
+    loss = Watching(model)
+    row = train_step(state, work, 1, loss)
+    shards = [w.to_local() if isinstance(w, DTensor) else w for w in model.parameters()]
+    assert loss.held == [0] + [sum(shard.numel() for shard in shards)] * (len(work.micros) - 1)
     after = tensors_in_memory(model).items()
     return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.clone() for name, w in after}
 
@@ -107,6 +150,29 @@ def result(folder: Path, name: str, way: str, world: int) -> tuple[dict, dict[st
     """Metrics and weights as the ranks wrote them down."""
     stem = folder / f"{name} {way} {world}"
     return json.loads(stem.with_suffix(".json").read_text()), load_file(stem.with_suffix(".safetensors"))
+
+
+def test_a_deterministic_rank_leaves_new_memory_as_it_is(tmp_path: Path):
+    """Building a model on it takes no more memory than its shards do."""
+    ranks = start_ranks(allocate, free_port(), tmp_path / "grown", world_size=1)
+    while not ranks.join():
+        pass
+    assert int((tmp_path / "grown").read_text()) < 20 << 20
+
+
+def allocate(rank: int, port: int, result: Path) -> None:
+    """Writes down by how much a tensor of 256 MB that nobody writes to makes the process grow."""
+    join(rank, 1, port, deterministic=True)
+    assert torch.are_deterministic_algorithms_enabled()
+    before = resident()
+    tensor = torch.empty(64 << 20)
+    result.write_text(str(resident() - before))
+    assert tensor.numel()
+
+
+def resident() -> int:
+    """Bytes of memory that this process has in use."""
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("name", MODELS)
