@@ -1,7 +1,8 @@
 """The arena: memory that a save copies a rank's state into, and the process that writes it to disk.
 
 The memory is shared with the writer process (`cairn.checkpoint.writer`), allocated once, and reused by every
-save whose tensors have the same names, data types and shapes.
+save whose tensors have the same names, data types and shapes. Where the host has too little memory for the
+whole state, the arena is a ring: the copy waits until the writer has written what was there before.
 """
 
 # torch is typed in part.
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.copies import HostCopies, copies_from
-from cairn.checkpoint.layout import FileLayout, plan_rank
+from cairn.checkpoint.layout import ALIGNMENT, FileLayout, plan_rank, ring_pieces
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
 from cairn.checkpoint.rows import RowTargets, in_rows
@@ -34,6 +35,8 @@ from cairn.run.signals import stop_signals_blocked
 logger = logging.getLogger(__name__)
 
 MADV_POPULATE_WRITE = 23
+LEAST_BYTES = 64 << 20
+"""Memory that every arena may have: the writer and the copy work on pieces of up to 16 MiB at a time."""
 
 Tensors = Mapping[str, Mapping[str, Stored]]
 """Tensors by file stem within the step, such as `model/model`, and by name."""
@@ -55,9 +58,15 @@ class Arena:
         tensors: Tensors,
         rank: int,
         max_file_bytes: int,
+        room: Callable[[int], int] = lambda nbytes: nbytes,
         copies: Callable[[Iterable[torch.device]], HostCopies] = copies_from,
     ):
-        """Allocate it; `copies` makes what copies tensors that are on given devices."""
+        """Allocate it.
+
+        Args:
+            room: how many bytes of memory it may have, given how many the state takes.
+            copies: makes what copies tensors that are on given devices.
+        """
         self.rank = rank
         self.broken = False
         """Set after a failed save: the writer's state is unknown, so the next save creates a new arena."""
@@ -85,7 +94,11 @@ class Arena:
             for name in named
             if (key := f"{stem}:{name}") in held
         ]
-        nbytes = self.plan.arena_bytes
+        wanted = self.plan.arena_bytes
+        allowed = max(room(wanted), LEAST_BYTES) // ALIGNMENT * ALIGNMENT
+        nbytes = min(wanted, allowed)
+        self.is_ring = nbytes < wanted
+        """Whether the state takes more memory than there is, and so goes through it in pieces."""
         fd = os.memfd_create("cairn-arena")
         os.ftruncate(fd, nbytes)
         with stop_signals_blocked():
@@ -105,12 +118,16 @@ class Arena:
             {
                 "files": [[file.name, file.size] for file in files],
                 "extents": [[e.file, e.offset, e.nbytes, e.arena] for e in self.plan.extents],
+                "report": self.is_ring,
             }
         )
         self._copier = copies(tensor.device for named in tensors.values() for tensor in named.values())
         self._sources: list[tuple[int, torch.Tensor]] = []
-        for position, number in self.plan.headers:  # headers are the same in every save
-            self._map[position : position + len(files[number].header)] = files[number].header
+        self._headers = [
+            (position, torch.frombuffer(bytearray(files[number].header), dtype=torch.uint8))
+            for position, number in self.plan.headers
+        ]
+        self._copied = self._written = 0
         self._ready = threading.Thread(target=self._populate, daemon=True)
         self._ready.start()
 
@@ -137,6 +154,7 @@ class Arena:
                     self._sources.append((places[0][0], source))
                 else:
                     self._sources += [(start, source[begin:end]) for start, begin, end in places]
+        self._sources = sorted([*self._headers, *self._sources], key=lambda source: source[0])
         self._copier.follow()  # also the copies that have made strided values contiguous
 
     def begin(self, folder: Path, receipt: Path, attempt: str, read_back: bool) -> None:
@@ -145,24 +163,38 @@ class Arena:
         self._send({"save": str(folder), "receipt": str(receipt), "attempt": attempt, "read_back": read_back})
 
     def copy(self) -> None:
-        """Copy all values in the order in which they are written, and report progress to the writer."""
-        told = 0
+        """Copy all values in the order in which they are written, and report progress to the writer.
+
+        Raises:
+            SaveFailed, WriterDied: of a ring, whose space the writer frees: as `end`.
+        """
+        self._copied = self._written = 0
         step = self._copier.piece_bytes
+        if self.is_ring:
+            step = min(step, len(self._map) // 4)
         with self._copier.running():
             for start, source in self._sources:
                 for begin in range(0, len(source), step):
-                    piece = source[begin : begin + step]
-                    position = start + begin + len(piece)
-                    self._bytes[start + begin : position].copy_(piece, non_blocking=True)
-                    if position - told >= step:
-                        self._tell(position)
-                        told = position
+                    self._copy_piece(start + begin, source[begin : begin + step], step)
         self._sources.clear()
         self._tell(self.plan.arena_bytes)
+
+    def _copy_piece(self, position: int, piece: torch.Tensor, step: int) -> None:
+        """Copy a piece to an arena position, once that is free; tell the writer every `step` bytes."""
+        end = position + len(piece)
+        if end - self._written > len(self._map):
+            self._tell(position)
+            while end - self._written > len(self._map):
+                self._written = self._answer()["written"]
+        for done, first, count in ring_pieces(position, len(piece), len(self._map)):
+            self._bytes[first : first + count].copy_(piece[done : done + count], non_blocking=True)
+        if end - self._copied >= step:
+            self._tell(end)
 
     def _tell(self, position: int) -> None:
         self._copier.wait()
         self._send({"copied": position})
+        self._copied = position
 
     def end(self) -> None:
         """Wait until the writer is done.
@@ -171,12 +203,17 @@ class Arena:
             SaveFailed: writing failed.
             WriterDied: the writer died.
         """
+        while "done" not in self._answer():
+            pass
+
+    def _answer(self) -> dict[str, Any]:
         line = self._answers.readline()
         if not line:
             raise WriterDied(f"the writer died (exit code {self._writer.wait()})")
         answer = json.loads(line)
         if "error" in answer:
             raise SaveFailed(answer["error"])
+        return answer
 
     def kill_writer(self) -> None:
         """Kill the writer; threads that wait for it get WriterDied."""

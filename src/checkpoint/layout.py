@@ -112,7 +112,7 @@ class RankPlan:
     """What one rank writes: extents by file and offset, which is also the order in the arena.
 
     starts: by tensor, the arena position of each of its ranges. headers: arena position and file of each
-    header; rank 0 writes them. arena_bytes: size of the arena.
+    header; rank 0 writes them. arena_bytes: size of an arena that holds all of it at once.
     """
 
     extents: list[Extent]
@@ -154,6 +154,19 @@ def plan_rank(
             extents.append(Extent(number, begin, end - begin, cursor))
             cursor += end - begin
     return RankPlan(extents, starts, headers, max(cursor, 1))
+
+
+def ring_pieces(position: int, nbytes: int, size: int) -> Iterator[tuple[int, int, int]]:
+    """Where a range of arena positions is in an arena of `size` bytes, which it may be larger than.
+
+    Position `size` is at byte 0 again. Yields (bytes before the piece, its first byte, its bytes).
+    """
+    done = 0
+    while done < nbytes:
+        first = (position + done) % size
+        count = min(nbytes - done, size - first)
+        yield done, first, count
+        done += count
 
 
 def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[tuple[int, int, str]]]]:

@@ -50,11 +50,14 @@ class SaveOptions:
 
     part_timeout: seconds to wait for another rank's or role's part. read_back: read everything again from the
     disk and compare, before the save counts. max_file_bytes: a larger set of tensors is split into files.
+    room: how many bytes of memory the copy of this rank's state may have, given how many it takes; with less,
+    the copy waits for the disk. Called by all ranks together.
     """
 
     part_timeout: float = 300.0
     read_back: bool = False
     max_file_bytes: int = MAX_FILE_BYTES
+    room: Callable[[int], int] = lambda nbytes: nbytes
 
 
 class Saver:
@@ -105,7 +108,7 @@ class Saver:
         if self._arena is None or self._arena.broken or not self._arena.fits(tensors):
             self.finish()
             self.close()
-            self._arena = Arena(tensors, self.rank, self.how.max_file_bytes)
+            self._arena = Arena(tensors, self.rank, self.how.max_file_bytes, self.how.room)
 
     def save(self, step: int, tensors: Tensors, files: Mapping[str, bytes], about: dict[str, Any]) -> None:
         """Begin to save `step`; the tensors must not change until `before_update` has returned.

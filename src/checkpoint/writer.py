@@ -5,8 +5,8 @@ process follows the copy, computes checksums, writes with O_DIRECT where the fil
 and writes the rank's receipt last. It does not import torch.
 
 Commands are JSON lines on standard input: `plan` once, then for each save `save`, followed by `copied` lines
-that report how far the copy has come. Each save is answered with one JSON line: {"done": seconds} or
-{"error": ...}.
+that report how far the copy has come. Each save is answered with a JSON line: {"done": seconds} or
+{"error": ...}; of an arena that is a ring, after {"written": position} lines, up to which it may be reused.
 """
 
 import contextlib
@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cairn.checkpoint.checksums import FileChecksum, crc64
-from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent
+from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent, ring_pieces
 from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise
@@ -38,10 +38,21 @@ WRITERS = 2  # concurrent writes
 
 
 class ArenaWriter:
-    """Writes the planned extents of one rank from its arena."""
+    """Writes the planned extents of one rank from its arena.
 
-    def __init__(self, arena: memoryview, files: list[tuple[str, int]], extents: list[Extent]):
+    Args:
+        written: of a ring, is told the arena position up to which all is written.
+    """
+
+    def __init__(
+        self,
+        arena: memoryview,
+        files: list[tuple[str, int]],
+        extents: list[Extent],
+        written: Callable[[int], None] | None = None,
+    ):
         self.arena = arena
+        self.written = written
         self.files = files
         self.extents = extents
 
@@ -50,14 +61,15 @@ class ArenaWriter:
         folder: Path,
         receipt: Path,
         attempt: str,
-        wait_for_copy: Callable[[int], None],
+        wait_for_copy: Callable[[int, Callable[[], None]], None],
         *,
         read_back: bool = False,
     ) -> None:
         """Write all extents below `folder`, fsync them, then write the receipt to the file of that name.
 
         Args:
-            wait_for_copy: blocks until the arena is filled up to the given position.
+            wait_for_copy: blocks until the arena is filled up to the given position; calls the given function
+            first if it has to wait.
             read_back: read everything again from the disk and compare.
 
         Raises:
@@ -90,31 +102,42 @@ class ArenaWriter:
         extents: list[Extent],
         checksum: FileChecksum,
         size: int,
-        wait_for_copy: Callable[[int], None],
+        wait_for_copy: Callable[[int, Callable[[], None]], None],
         pool: ThreadPoolExecutor,
     ) -> None:
-        pending: list[Future[None]] = []
+        pending: list[tuple[Future[None], int]] = []
+
+        def settle(most: int) -> None:
+            """Wait until at most so many writes are pending, and report the others."""
+            while len(pending) > most:
+                write, end = pending.pop(0)
+                write.result()
+                if self.written:
+                    self.written(end)
+
+        def before_waiting() -> None:
+            if self.written:  # the copy may be waiting for that
+                settle(0)
+
         with _open(path, size) as (fd, direct):
             try:
                 for extent in extents:
                     _allocate(fd, extent)
                     for offset, nbytes in _blocks(extent.offset, extent.nbytes):
                         start = extent.arena + offset - extent.offset
-                        wait_for_copy(start + nbytes)
-                        data = self.arena[start : start + nbytes]
+                        wait_for_copy(start + nbytes, before_waiting)
                         fault_point("save.write")
-                        aligned = (
-                            nbytes >= DIRECT_BYTES and offset % ALIGNMENT == 0 and nbytes % ALIGNMENT == 0
-                        )
-                        to = (fd, direct if aligned else None)
-                        pending.append(pool.submit(_write_all, *to, data, offset))
-                        checksum.add_crc(offset, nbytes, crc64(data))
-                        if len(pending) > 2 * WRITERS:
-                            pending.pop(0).result()
-                for write in pending:
-                    write.result()
+                        for done, first, count in ring_pieces(start, nbytes, len(self.arena)):
+                            data, place = self.arena[first : first + count], offset + done
+                            aligned = place % ALIGNMENT == 0 and count % ALIGNMENT == 0
+                            to = direct if aligned and count >= DIRECT_BYTES else None
+                            write = pool.submit(_write_all, fd, to, data, place)
+                            pending.append((write, start + done + count))
+                            checksum.add_crc(place, count, crc64(data))
+                        settle(2 * WRITERS)
+                settle(0)
             finally:
-                wait(pending)  # they must finish before the file is closed
+                wait([write for write, _ in pending])  # they must finish before the file is closed
 
 
 def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
@@ -193,8 +216,10 @@ class _Commands:
         line = self.stream.readline()
         return json.loads(line) if line.endswith(b"\n") else None
 
-    def wait_for_copy(self, position: int) -> None:
-        """Block until the trainer has copied its state up to `position`."""
+    def wait_for_copy(self, position: int, before: Callable[[], None]) -> None:
+        """Block until the trainer has copied its state up to `position`; call `before` if that takes time."""
+        if self.copied < position:
+            before()
         while self.copied < position:
             command = self.next()
             if command is None:
@@ -214,7 +239,8 @@ def main() -> None:
     plan = commands.next()
     if plan is None:
         return
-    writer = ArenaWriter(arena, plan["files"], [Extent(*extent) for extent in plan["extents"]])
+    extents = [Extent(*extent) for extent in plan["extents"]]
+    writer = ArenaWriter(arena, plan["files"], extents, _written if plan["report"] else None)
     while (command := commands.next()) is not None:
         if "save" not in command:
             continue
@@ -232,7 +258,15 @@ def main() -> None:
             answer = {"done": time.monotonic() - started}
         except OSError as error:
             answer = {"error": f"{error.filename or command['save']}: {error.strerror}"}
-        print(json.dumps(answer), flush=True)
+        _answer(answer)
+
+
+def _written(position: int) -> None:
+    _answer({"written": position})
+
+
+def _answer(answer: dict[str, Any]) -> None:
+    print(json.dumps(answer), flush=True)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
+from cairn.run.machine import bytes_of
 
 ACCEPTABLE = ("data", "batch_size", "shuffle", "environment", "prompts_per_step", "samples_per_prompt")
 """Changes of a run's recipe that a resumed run refuses unless they are listed in accept_changes."""
@@ -46,6 +47,8 @@ class CkptConfig(BaseConfig):
     """Also keep these steps, for ever."""
     verify: Literal["load", "save", "off"] = "load"
     """load: verify checksums when loading; save: also read back after saving; off: check sizes only."""
+    staging_memory: str | None = None
+    """Host memory for a rank's state on its way to disk, such as 8G (default: all it needs, if there)."""
     part_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
 
@@ -53,6 +56,13 @@ class CkptConfig(BaseConfig):
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
         return value if value in (None, "auto", "latest") else os.path.abspath(value)
+
+    @field_validator("staging_memory")
+    @classmethod
+    def _a_size(cls, value: str | None) -> str | None:
+        if value is not None:
+            bytes_of(value)
+        return value
 
     @field_validator("accept_changes")
     @classmethod

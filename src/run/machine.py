@@ -15,8 +15,9 @@ from cairn.run.errors import UsageError
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-PLANNED = re.compile(r"(?:(\d+)\s*x\s*)?([\d.]+)([KMGT]?)")
-CGROUP_LIMITS = ("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory/memory.limit_in_bytes")
+SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?|\.[0-9]+)([KMGT]?)")
+PLANNED = re.compile(r"(?:([0-9]{1,4})\s*x\s*)?(\S+)")
+CGROUPS = "/sys/fs/cgroup"
 
 
 @dataclass(frozen=True)
@@ -84,17 +85,34 @@ def machine_of(words: str) -> Machine:
     Raises:
         UsageError: that is no description of a machine.
     """
-    parts = [PLANNED.fullmatch(part.strip()) for part in words.split(",")]
-    numbers = [match for match in parts if match]
-    with_gpus = bool(numbers) and numbers[0][1] is not None
-    if len(numbers) != len(parts) or len(parts) > 1 + with_gpus or any(match[1] for match in numbers[1:]):
+    matches = [match for match in (PLANNED.fullmatch(part.strip()) for part in words.split(",")) if match]
+    try:
+        sizes = [bytes_of(match[2]) for match in matches]
+        count = int(matches[0][1] or 0)
+        if (
+            len(sizes) != words.count(",") + 1
+            or len(sizes) > 1 + bool(count)
+            or any(m[1] for m in matches[1:])
+        ):
+            raise ValueError
+    except (ValueError, IndexError):
         raise UsageError(
             f"--machine {words}: give GPUs and host memory such as 8x80G,1T, or host memory alone such as 64G"
-        )
-    sizes = [int(float(match[2]) * UNITS[match[3]]) for match in numbers]
-    count = int(numbers[0][1]) if with_gpus else 0
+        ) from None
     gpus = tuple(Gpu(i, f"GPU-{i}", "planned", sizes[0]) for i in range(count))
-    return Machine(gpus, sizes[-1] if len(sizes) > with_gpus else 4 * count * sizes[0])
+    return Machine(gpus, sizes[-1] if len(sizes) > bool(count) else 4 * count * sizes[0])
+
+
+def bytes_of(size: str) -> int:
+    """The number of bytes that a size such as 64M, 1.5G or 4096 stands for; K is 1024.
+
+    Raises:
+        ValueError: it is no size.
+    """
+    match = SIZE.fullmatch(size.strip().upper())
+    if not match:
+        raise ValueError(f"{size!r} is no size; give a number of bytes, or one such as 64M, 1.5G or 2T")
+    return int(float(match[1]) * UNITS[match[2]])
 
 
 @contextlib.contextmanager
@@ -128,10 +146,53 @@ def _gpu(index: int, handle: Any) -> Gpu:
     return Gpu(index, uuid, name, memory, (int(major), int(minor)))
 
 
+def available_memory() -> int:
+    """Bytes of host memory that this process could still use: free, or cached files; as its cgroup allows."""
+    text = Path("/proc/meminfo").read_text()
+    available = [int(line.split()[1]) << 10 for line in text.splitlines() if line.startswith("MemAvailable:")]
+    for group in _cgroups():
+        available.append(group.limit - group.used)
+    return max(0, min(available))
+
+
 def _host_memory() -> int:
     physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    limits = [physical]
-    for path in map(Path, CGROUP_LIMITS):
-        with contextlib.suppress(OSError, ValueError):  # absent, or "max"
-            limits.append(int(path.read_text()))
-    return min(limits)
+    return min([physical, *(group.limit for group in _cgroups())])
+
+
+@dataclass(frozen=True)
+class _Cgroup:
+    """A control group's memory: its limit, and what is in use, without cached files that can be dropped."""
+
+    limit: int
+    used: int
+
+
+def _cgroups() -> list[_Cgroup]:
+    """The control groups with a limit that this process is in, of cgroup v2 and v1."""
+    root, inside = Path(CGROUPS), {"", *_own_groups()}
+    names = [
+        (root, "memory.max", "memory.current"),
+        (root / "memory", "memory.limit_in_bytes", "memory.usage_in_bytes"),
+    ]
+    found: list[_Cgroup] = []
+    for top, limit, usage in names:
+        for folder in {top / path for path in inside}:
+            with contextlib.suppress(OSError, ValueError):  # absent, or "max"
+                stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                cached = int(stat.get("total_inactive_file", stat.get("inactive_file", 0)))
+                found.append(
+                    _Cgroup(int((folder / limit).read_text()), int((folder / usage).read_text()) - cached)
+                )
+    return found
+
+
+def _own_groups() -> set[str]:
+    """The paths of this process's control groups that count memory, and those around them."""
+    paths: set[str] = set()
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/self/cgroup").read_text().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in ("", "memory"):
+                paths |= {str(folder).lstrip("/") for folder in (Path(path), *Path(path).parents)}
+    return paths

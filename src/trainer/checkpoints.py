@@ -3,10 +3,12 @@
 import hashlib
 import importlib.metadata
 import json
+import logging
 import platform
 import secrets
+import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any, Protocol
 
@@ -18,9 +20,14 @@ from cairn.checkpoint.saver import Saved, SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.run.machine import available_memory, bytes_of
 from cairn.trainer.model import companions
 from cairn.trainer.task import Context
 
+logger = logging.getLogger(__name__)
+
+STAGING_SHARE = 0.8
+"""Part of a host's available memory that copies of its ranks' states may take."""
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
 
@@ -116,6 +123,17 @@ def make_checkpoints(context: Context, parent: Origin | None, others: tuple[str,
     return TrainerCheckpoints(context, ckpt, parent, others) if ckpt else NoCheckpoints()
 
 
+def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
+    """The bytes that one rank of a host may take, of the `wanted`.
+
+    Args:
+        ranks: of each rank of the host, the bytes that it needs, and those that it found available.
+    """
+    needed, available = sum(rank[0] for rank in ranks), min(rank[1] for rank in ranks)
+    usable = int(STAGING_SHARE * available)
+    return wanted if needed <= usable else usable * wanted // needed
+
+
 class TrainerCheckpoints:
     """Saves a trainer's state, off the training loop's critical path."""
 
@@ -145,7 +163,9 @@ class TrainerCheckpoints:
             self.store,
             SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
             roles={part: self.attempt.id for part in self._others},
-            how=SaveOptions(part_timeout=ckpt.part_timeout, read_back=ckpt.verify == "save"),
+            how=SaveOptions(
+                part_timeout=ckpt.part_timeout, read_back=ckpt.verify == "save", room=self._staging_memory
+            ),
             before_commit=context.run.metrics.make_durable,
             after_commit=committed,
         )
@@ -204,6 +224,26 @@ class TrainerCheckpoints:
     def abandon(self) -> None:
         """End, and give up a save that is under way."""
         self._saver.abandon()
+
+    def _staging_memory(self, wanted: int) -> int:
+        """How many bytes of host memory this rank's copy of its state may have, of the `wanted`.
+
+        The ranks of a host share what is available there; all ranks call this together.
+        """
+        if self._ckpt.staging_memory:
+            return bytes_of(self._ckpt.staging_memory)
+        host = socket.gethostname()
+        ranks = self.state.group.gather_objects((host, wanted, available_memory()))
+        room = host_share(wanted, [(needed, available) for name, needed, available in ranks if name == host])
+        if room < wanted:
+            logger.warning(
+                "the state to save takes %.1f GB of this rank, and %s has room for %.1f GB: it is saved in "
+                "pieces, for which training waits; more host memory, or more hosts, avoid that",
+                wanted / 1e9,
+                host,
+                room / 1e9,
+            )
+        return room
 
     def _tensors(self) -> Tensors:
         return self.state.tensors(weights_only=not self._ckpt.training_state)

@@ -9,6 +9,7 @@ import torch
 from cairn.checkpoint.arena import Arena
 from cairn.checkpoint.copies import GpuCopies, HostCopies, copies_from
 from cairn.checkpoint.layout import MAX_FILE_BYTES
+from cairn.trainer.checkpoints import host_share
 
 GPU = torch.device("cuda", 3)
 
@@ -81,9 +82,23 @@ def test_a_save_follows_also_the_copies_that_make_strided_values_contiguous():
 
     seen: list[int] = []
     tensors = {"model/model": {"across": torch.rand(7, 11).t(), "plain": torch.rand(5)}}
-    arena = Arena(tensors, 0, MAX_FILE_BYTES, lambda devices: Counting())
+    arena = Arena(tensors, 0, MAX_FILE_BYTES, copies=lambda devices: Counting())
     try:
         arena.start_copy(tensors)
         assert seen == [2]
     finally:
         arena.close()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "ranks", "room"),
+    [
+        (10, [(10, 100), (10, 100)], 10),  # all fit
+        (40, [(40, 100), (40, 100)], 40),  # just
+        (50, [(50, 100), (50, 120)], 40),  # what is available is shared, by need
+        (30, [(30, 100), (90, 100)], 20),
+        (90, [(30, 100), (90, 100)], 60),
+    ],
+)
+def test_the_ranks_of_a_host_share_its_memory(wanted: int, ranks: list[tuple[int, int]], room: int):
+    assert host_share(wanted, ranks) == room

@@ -5,7 +5,7 @@ import pytest
 
 from cairn.run import machine
 from cairn.run.errors import UsageError
-from cairn.run.machine import Gpu, machine_of, this_machine, visible
+from cairn.run.machine import Gpu, available_memory, machine_of, this_machine, visible
 
 GB = 1 << 30
 FOUR = [Gpu(i, f"GPU-{letter}{i}", "some", 80 * GB) for i, letter in enumerate("aabc")]
@@ -40,11 +40,24 @@ def test_this_machine_is_described_with_or_without_a_driver():
         assert found.driver
 
 
-def test_a_control_group_bounds_the_memory(tmp_path, monkeypatch):
-    for content, expected in (("1073741824\n", GB), ("max\n", this_machine().memory)):
-        (tmp_path / "limit").write_text(content)
-        monkeypatch.setattr(machine, "CGROUP_LIMITS", (str(tmp_path / "limit"), str(tmp_path / "none")))
-        assert this_machine().memory == expected
+@pytest.mark.parametrize(
+    "names",
+    [("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")],
+)
+def test_a_control_group_bounds_the_memory(tmp_path, monkeypatch, names):
+    """Of cgroup v2 and v1. What is cached of files can be dropped."""
+    unbounded = this_machine().memory
+    monkeypatch.setattr(machine, "CGROUPS", str(tmp_path))
+    limit, usage = (tmp_path / name for name in names)
+    limit.parent.mkdir(exist_ok=True)
+    (limit.parent / "memory.stat").write_text(f"anon 5\ninactive_file {GB // 4}\n")
+    usage.write_text(str(GB // 2))
+    limit.write_text(f"{GB}\n")
+    assert this_machine().memory == GB
+    assert available_memory() == 3 * GB // 4
+    limit.write_text("max\n")
+    assert this_machine().memory == unbounded
+    assert available_memory() > 3 * GB // 4
 
 
 @pytest.mark.parametrize(
@@ -62,7 +75,9 @@ def test_a_machine_in_words(words: str, gpus: list[int], memory: int):
     assert found.memory == memory
 
 
-@pytest.mark.parametrize("words", ["", "eight", "8x80G,8x80G", "80G,1T", "8x80GB", "8x80G,1T,2T"])
+@pytest.mark.parametrize(
+    "words", ["", "eight", "8x80G,8x80G", "80G,1T", "8x80GB", "0x80G,1T", "8x", "8x1.2.3G", "8x80G,1T,2T"]
+)
 def test_words_that_describe_no_machine_are_refused(words: str):
     with pytest.raises(UsageError, match=r"--machine .*such as 8x80G,1T"):
         machine_of(words)

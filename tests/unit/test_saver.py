@@ -1,6 +1,7 @@
 """Saving with the real writer process: what comes back, what a failure leaves, and that memory is reused."""
 
 import contextlib
+import filecmp
 import logging
 import mmap
 import os
@@ -21,7 +22,7 @@ from runs import ABOUT
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cairn.checkpoint.arena import SaveFailed
+from cairn.checkpoint.arena import LEAST_BYTES, SaveFailed, WriterDied
 from cairn.checkpoint.layout import Extent
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
@@ -112,7 +113,9 @@ def make_saver(store: CheckpointStore) -> Iterator[Callable[..., Saver]]:
     def make(**options) -> Saver:
         rank = SavingRank(*(options.pop(key, default) for key, default in ONE_RANK.items()))
         how = {
-            key: options.pop(key) for key in ("read_back", "max_file_bytes", "part_timeout") if key in options
+            key: options.pop(key)
+            for key in ("read_back", "max_file_bytes", "part_timeout", "room")
+            if key in options
         }
         made.append(Saver(store, rank, how=SaveOptions(**{"part_timeout": 60.0, **how}), **options))
         return made[-1]
@@ -194,6 +197,52 @@ def test_a_save_comes_back_bit_by_bit(make_saver, store, tmp_path, read_back):
         write_tensors(tmp_path / where, named, name)
         file = f"{stem}.safetensors"
         assert (tmp_path / file).read_bytes() == (folder / file).read_bytes()
+
+
+def large(seed: int) -> Tensors:
+    """More than twice what the smallest arena holds, in tensors short and long."""
+    generator = torch.Generator().manual_seed(seed)
+    sizes = [3, LONG, 17, 25_000_001, 1_000_001, 5, 4 << 20, 33]
+    tensors = {f"t{i}": torch.randn(size, generator=generator) for i, size in enumerate(sizes)}
+    return {"model/model": tensors, "trainer/optimizer": {"m": torch.randn(LONG, generator=generator)}}
+
+
+@pytest.mark.parametrize("read_back", [False, True])
+def test_a_state_that_does_not_fit_into_memory_is_saved_in_pieces(make_saver, store, read_back):
+    """Twice, since the second save finds the first one's bytes in the arena."""
+    asked: list[int] = []
+    whole = sum(t.nbytes for named in large(0).values() for t in named.values())
+    small_arena = make_saver(room=lambda nbytes: asked.append(nbytes) or 1, read_back=read_back)
+    for step in (1, 2):
+        save(small_arena, step, large(step))
+    assert asked[0] >= whole > 2 * LEAST_BYTES
+    assert small_arena._arena is not None
+    assert len(small_arena._arena._map) == LEAST_BYTES
+    for step in (1, 2):
+        verify(store.folder(step))
+        assert on_disk(store.folder(step), large(0)) == bits(large(step))
+
+
+def test_pieces_give_the_same_files(make_saver, store):
+    plain, in_pieces = make_saver(), make_saver(room=lambda nbytes: 0)
+    save(plain, 1, large(7))
+    save(in_pieces, 2, large(7))
+    for name in ("model/model.safetensors", "trainer/optimizer.safetensors"):
+        assert filecmp.cmp(store.folder(1) / name, store.folder(2) / name, shallow=False)
+
+
+@pytest.mark.parametrize(
+    ("wanted", "error"), [("save.write:ENOSPC@2", SaveFailed), ("save.write:kill@5", WriterDied)]
+)
+def test_a_copy_that_waits_for_the_writer_notices_its_end(make_saver, store, fault, wanted, error):
+    fault(wanted)
+    saver = make_saver(room=lambda nbytes: 0)
+    saver.save(1, large(1), FILES, ABOUT)
+    saver.before_update()
+    with pytest.raises(error):
+        saver.finish()
+    fault("")
+    goes_on(saver, 1)
 
 
 def test_large_states_are_split(make_saver, store):
@@ -608,7 +657,7 @@ def test_a_file_system_that_refuses_a_direct_write(tmp_path: Path):
     arena = memoryview(mmap.mmap(-1, 1 + len(data)))
     arena[1:] = data
     writer = ArenaWriter(arena, [("refused", len(data))], [Extent(0, 0, len(data), 1)])
-    writer.save(tmp_path, tmp_path / "part.json", "run:1", lambda position: None)
+    writer.save(tmp_path, tmp_path / "part.json", "run:1", lambda position, before: None)
     assert (tmp_path / "refused").read_bytes() == data
 
 
