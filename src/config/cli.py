@@ -47,7 +47,7 @@ KINDS = {"int": "a whole number", "float": "a number", "bool": "true or false", 
 def load(cls: type[Command], argv: list[str]) -> Command:
     """The configuration that `argv` asks for: `@ file.toml`, overridden by flags.
 
-    Prints and exits with 0 on `--help` and `--dry-run`.
+    Prints and exits with 0 on `--help`.
 
     Raises:
         UsageError: unknown key or flag, missing file, invalid or contradictory value.
@@ -59,9 +59,10 @@ def load(cls: type[Command], argv: list[str]) -> Command:
         print(render(_name_of(cls), root, hidden_settings(root)), end="", flush=True)
         sys.exit(0)
     config = resolve(cls, take_apart(argv, root))
-    if config.dry_run:
-        print(config.model_dump_json(indent=2), flush=True)
-        sys.exit(0)
+    if config.machine and not config.dry_run:
+        raise UsageError(
+            f"--machine {config.machine}: it plans for another machine, so it goes with --dry-run"
+        )
     return config
 
 

@@ -26,7 +26,7 @@ LEADING = (
     "inference_url", "prompts_per_step", "samples_per_prompt", "max_off_policy_steps",
 )  # fmt: skip
 """Settings shown first in their section."""
-TRAILING = ("self_check", "dry_run")
+TRAILING = ("self_check", "dry_run", "machine")
 """Settings shown last in their section."""
 WIDEST = 110
 FLAG_COLUMN = 36

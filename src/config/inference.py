@@ -1,5 +1,7 @@
 """Settings of the `inference` command."""
 
+from typing import Self
+
 from pydantic import Field, field_validator
 
 from cairn.config.model import ModelConfig
@@ -34,23 +36,28 @@ class InferenceConfig(CommandConfig):
     port: int = Field(default=8000, ge=1, le=65535)
     """Port to listen on."""
     dtype: str = "auto"
-    """Data type of weights and activations: auto (as in the files), float32, bfloat16 or float16."""
+    """auto (as in the files, but bfloat16 for float32 on GPUs), float32, bfloat16 or float16."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Maximum tokens of a prompt plus its answer (default: the model's limit)."""
-    max_num_seqs: int = Field(default=64, ge=1)
-    """Maximum number of sequences generated at the same time."""
+    max_num_seqs: int | None = Field(default=None, ge=1)
+    """Maximum sequences generated at the same time (default: 64 on CPUs, vLLM's choice on GPUs)."""
     kv_cache_memory: str | None = None
     """Memory for the KV cache, such as 64M or 4G (default: 1G on CPU, vLLM's choice on GPU)."""
     threads: int = Field(default=1, ge=1)
     """CPU threads of the engine (CPU only); with 1, tokens do not depend on the other requests."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs to split each copy of the model over."""
-    compile: bool = False
-    """Let vLLM compile the model: starts more slowly, generates faster."""
-    startup_timeout: float = Field(default=300, gt=0)
-    """Seconds within which the server must become healthy."""
+    compile: bool | None = None
+    """Let vLLM compile the model, and use CUDA graphs on GPUs: starts more slowly (default: on GPUs only)."""
+    startup_timeout: float | None = Field(default=None, gt=0)
+    """Seconds within which the server must become healthy (default: 300 on CPUs, 1800 on GPUs)."""
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
+
+    def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
+        if gpu_servers:
+            return self.left_to(compile=True, startup_timeout=1800.0)
+        return self.left_to(compile=False, startup_timeout=300.0, max_num_seqs=64)
 
     @field_validator("vllm_args")
     @classmethod

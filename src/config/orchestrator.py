@@ -2,7 +2,7 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of the orchestrator: prompts, rollouts, rewards, batches."""
 
-from typing import Any, ClassVar, cast
+from typing import Any, ClassVar, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
@@ -87,14 +87,19 @@ class OrchestratorConfig(SharedConfig):
     advantage: AdvantageConfig = AdvantageConfig()
     normalize_advantages: bool | None = None
     """Earlier name of advantage.args.normalize."""
-    max_in_flight: int = Field(default=256, ge=1)
-    """Maximum number of answers in progress at the same time."""
-    server_timeout: float = Field(default=300, gt=0)
-    """Seconds to wait for servers to become healthy."""
+    max_in_flight: int | None = Field(default=None, ge=1)
+    """Maximum number of answers in progress at the same time (default: 256, or 1024 for servers on GPUs)."""
+    server_timeout: float | None = Field(default=None, gt=0)
+    """Seconds to wait for servers to become healthy (default: 300, or 1800 for servers on GPUs)."""
     request_timeout: float = Field(default=600, gt=0)
     """Seconds to wait for an answer, including retries of failed requests."""
     version_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the trainer's next policy."""
+
+    def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
+        if gpu_servers:
+            return self.left_to(max_in_flight=1024, server_timeout=1800.0)
+        return self.left_to(max_in_flight=256, server_timeout=300.0)
 
     @model_validator(mode="before")
     @classmethod

@@ -53,6 +53,10 @@ class RLConfig(SharedConfig, SupervisionConfig):
             roles[role].update({key: shared[key] for key in keys if key in shared})
         return {**data, **shared, **roles}
 
+    def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:
+        roles = {role: getattr(self, role).settled(gpu=gpu, gpu_servers=gpu_servers) for role in ROLES}
+        return self.model_copy(update=roles)
+
     def sharing(self, **values: Any) -> Self:
         roles = {
             role: getattr(self, role).model_copy(

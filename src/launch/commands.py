@@ -14,7 +14,7 @@ from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.inference.build import installed_build
+from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import InferenceClient
 from cairn.launch.attempt import (
     Start,
@@ -28,6 +28,7 @@ from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.model import resolve_model
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import Turn, run_orchestrator
+from cairn.launch.settling import settle
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
@@ -36,6 +37,7 @@ from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.machine import this_machine
 from cairn.run.output import start_logging
 from cairn.run.waiting import run_async, wait_for
 from cairn.trainer.tracking import check_login
@@ -69,6 +71,7 @@ def start(command: str, config: RunConfig) -> int:
             flush=True,
         )
         return 0
+    config, _ = settle(config, this_machine(), gpu_servers=serves_on_gpus())
     recipe = plan_recipe(kind, config, chosen, orchestrator)
     roles = list(kind.roles)
     if "inference" in roles:
@@ -90,7 +93,7 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles
     resumes = config.ckpt is not None and config.ckpt.resumes
-    patience = config.orchestrator.server_timeout if resumes else 0.0
+    patience = (config.orchestrator.server_timeout or 0.0) if resumes else 0.0
     for url in urls:
         run_async(_check_server(url, patience))
     return config, [role for role in roles if role != "inference"]
@@ -151,6 +154,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
         raise UsageError(
             "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
         )
+    config, _ = settle(config, this_machine(), gpu_servers=serves_on_gpus())
     recipe = _check_environment(config)
     start_logging()
     run = RunDirectory(config.output_dir)

@@ -6,6 +6,7 @@ Heavy modules are imported after the command line is parsed, so that --help answ
 import sys
 
 from cairn.config.cli import load, require
+from cairn.config.shared import CommandConfig
 from cairn.launch.exits import EXIT_STOPPED, answer
 from cairn.run.imports import importing
 
@@ -31,6 +32,8 @@ def _start(command: str) -> int:
     def run() -> int:
         kind = KINDS[command]
         config = load(kind.config, sys.argv[1:])
+        if config.dry_run:
+            return _plan(command, config)
         require(config, *kind.needs)
         with importing():
             from cairn.launch.commands import start
@@ -46,6 +49,8 @@ def orchestrator() -> int:
 
     def run() -> int:
         config = load(OrchestratorConfig, sys.argv[1:])
+        if config.dry_run:
+            return _plan("orchestrator", config)
         with importing():
             from cairn.launch.commands import orchestrate
 
@@ -60,6 +65,8 @@ def inference() -> int:
 
     def run() -> int:
         config = load(InferenceConfig, sys.argv[1:])
+        if config.dry_run:
+            return _plan("inference", config)
         require(config, "model.name")
         from cairn.inference.build import installed_build
         from cairn.inference.server import run as serve
@@ -69,6 +76,13 @@ def inference() -> int:
         return serve(config, resolve_model(config.model))
 
     return answer(run, stopped=0)
+
+
+def _plan(command: str, config: CommandConfig) -> int:
+    from cairn.launch.plan import show
+
+    show(command, config)
+    return 0
 
 
 def ckpt() -> int:

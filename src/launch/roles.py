@@ -117,6 +117,7 @@ def run_orchestrator(
                 ),
                 servers_file=run.servers,
             ) as servers:
+                assert config.server_timeout is not None, "the configuration is settled"
                 await servers.wait_ready(config.server_timeout)
                 return await Orchestrator(config, attempt, servers).run()
         finally:

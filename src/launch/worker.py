@@ -100,7 +100,11 @@ class Worker:
         try:
             with stop_on_signals(run):
                 heartbeat.doing("meeting the other ranks")
-                group = RankGroup.join(threads=config.threads, deterministic=config.deterministic)
+                group = RankGroup.join(
+                    threads=config.threads,
+                    deterministic=config.deterministic,
+                    float32_matmul=config.precision.float32_matmul,
+                )
                 try:
                     return train(config, attempt, group)
                 finally:

@@ -57,6 +57,7 @@ class BatchMaker:
             return
         horizon = min(served + 1 + config.max_off_policy_steps, config.max_steps)
         wanted = (horizon - self.state.shipped.newest.step) * config.prompts_per_step
+        assert config.max_in_flight is not None, "the configuration is settled"
         at_once = max(1, config.max_in_flight // config.samples_per_prompt)
         while len(prompts.answering) < at_once:
             # After a restart the trainer has yet to recompute the newest policies that partial groups come

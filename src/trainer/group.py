@@ -21,12 +21,17 @@ class RankGroup:
     mesh: DeviceMesh
 
     @classmethod
-    def join(cls, *, threads: int, deterministic: bool) -> "RankGroup":
+    def join(cls, *, threads: int, deterministic: bool, float32_matmul: str = "highest") -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
         NCCL on CUDA where there is a GPU, else gloo on the CPU.
+
+        Args:
+            float32_matmul: precision of float32 matrix products in this process, as torch names it.
         """
         torch.set_num_threads(threads)
+        if float32_matmul != torch.get_float32_matmul_precision():
+            torch.set_float32_matmul_precision(float32_matmul)
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)

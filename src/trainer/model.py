@@ -37,7 +37,7 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     model.train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
-    precision = config.precision
+    precision = config.precision.settled(gpu=mesh.device_type == "cuda")
     compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
     layers = _layers(model)
     if config.compile:

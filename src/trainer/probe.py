@@ -31,4 +31,5 @@ def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> P
         model.train(was_training)
         if isinstance(model, FSDPModule):
             model.reshard()  # or the next forward would compute with what was gathered here
-    return Probe(token_ids.tolist(), logprobs.tolist(), config.precision.compute)
+    precision = config.precision.settled(gpu=device.type == "cuda")
+    return Probe(token_ids.tolist(), logprobs.tolist(), precision.rounding)

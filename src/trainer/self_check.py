@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 LENGTHS = (17, 11)
 """Tokens of the samples; longer than the kernels of convolutions, and not multiples of anything."""
-ROUNDING = {"float32": 5e-4, "bfloat16": 0.1}
+ROUNDING = {"float32": 5e-4, "float16": 0.0125, "bfloat16": 0.1}
 """Largest mean difference of logprobs from those of a sample alone, by the data type of the computation."""
 LEAK = 1e-5
 """Largest mean change of a sample's logprobs when the sample before it in the row is replaced. Rounding of
@@ -50,14 +50,14 @@ class _Verdict:
 
 
 def find_rows(
-    scorer: Scorer, group: RankGroup, *, compute: str, must_pass: bool = True, first: str | None = None
+    scorer: Scorer, group: RankGroup, *, rounding: str, must_pass: bool = True, first: str | None = None
 ) -> Rows:
     """How samples must lie in rows for this model; all ranks call it, once the weights are loaded.
 
     No random state and no weight is changed.
 
     Args:
-        compute: data type of the computation.
+        rounding: data type as whose the computation rounds.
         must_pass: False takes the safest way if none is right.
         first: the name of the way to try first, such as that of the run so far.
 
@@ -73,7 +73,7 @@ def find_rows(
     try:
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices), uncompiled(model):
-            check = _Check(scorer, group, samples, ROUNDING[compute])
+            check = _Check(scorer, group, samples, ROUNDING[rounding])
             for rows in ways:
                 verdicts.append(_Verdict(rows, check.problem(rows)))
                 if verdicts[-1].problem is None:

@@ -63,7 +63,7 @@ class TrainerState:
         self.scorer.rows = find_rows(
             self.scorer,
             self.group,
-            compute=self.config.precision.compute,
+            rounding=self.config.precision.settled(gpu=self.group.device.type == "cuda").rounding,
             must_pass=self.config.self_check,
             first=self.rows,
         )

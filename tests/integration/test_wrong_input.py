@@ -64,6 +64,11 @@ def call(
     return run
 
 
+def resolved(finished: Finished) -> dict[str, Any]:
+    """The configuration that a dry run printed, before what it says of the machine."""
+    return json.JSONDecoder().raw_decode(finished.output)[0]
+
+
 @pytest.fixture
 def refused(call: Callable[..., Finished], tmp_path: Path) -> Refused:
     """`refused("sft", ...)`: the message of a command that must end with code 2 and leave no trace."""
@@ -637,39 +642,39 @@ def test_a_dry_run_prints_what_can_be_given_back(
     changed = ("--port", 8123) if name == "inference" else ("--max-steps", 7, "--ckpt")
     finished = call(name, *arguments, *changed, "--dry-run")
     assert finished.code == 0
-    resolved = json.loads(finished.output)
+    config = resolved(finished)
     if name == "inference":
-        assert resolved["port"] == 8123
+        assert config["port"] == 8123
     else:
-        assert resolved["max_steps"] == 7
-        assert resolved["ckpt"] is not None
-        assert resolved["output_dir"].startswith(str(Path("outputs/reverse_text_").absolute()))
+        assert config["max_steps"] == 7
+        assert config["ckpt"] is not None
+        assert config["output_dir"].startswith(str(Path("outputs/reverse_text_").absolute()))
     assert list(everything_in(tmp_path)) == [str(tmp_path)]
-    file = write(tmp_path / "resolved.json", finished.output)
+    file = write(tmp_path / "resolved.json", json.dumps(config))
     again = call(name, "@", file)
     assert again.code == 0
-    assert json.loads(again.output) == resolved
+    assert resolved(again) == config
     assert sorted(everything_in(tmp_path)) == sorted([str(tmp_path), str(file)])
 
 
 def test_a_dry_run_of_rl_hands_shared_values_to_every_role(call: Callable[..., Finished]):
     shared = ("--max-steps", 7, "--seed", 3, "--ckpt.interval", 2, "--model.name", "m", "--output-dir", "o")
-    resolved = json.loads(call("rl", *RL, *shared, "--dry-run").output)
-    for part in (resolved, resolved["trainer"], resolved["orchestrator"]):
+    config = resolved(call("rl", *RL, *shared, "--dry-run"))
+    for part in (config, config["trainer"], config["orchestrator"]):
         assert (part["max_steps"], part["seed"]) == (7, 3)
         assert part["output_dir"] == str(Path("o").absolute())
         assert part["ckpt"]["interval"] == 2
         assert part["model"]["name"] == "m"
-    assert resolved["inference"]["model"]["name"] == "m"
-    assert resolved["trainer"]["optimizer"]["lr"] == 4e-4
-    assert resolved["orchestrator"]["inference_url"] == ["http://127.0.0.1:8000"]
+    assert config["inference"]["model"]["name"] == "m"
+    assert config["trainer"]["optimizer"]["lr"] == 4e-4
+    assert config["orchestrator"]["inference_url"] == ["http://127.0.0.1:8000"]
 
 
 def test_rl_in_one_file_is_rl_in_two(call: Callable[..., Finished]):
     """rl.toml says what train.toml and orch.toml say, apart from the server."""
-    one = json.loads(call("rl", "@", f"{CONFIGS}/rl.toml", "--dry-run").output)
-    two = json.loads(call("rl", *RL, "--dry-run").output)
-    server = json.loads(call("inference", "@", f"{CONFIGS}/infer.toml", "--dry-run").output)
+    one = resolved(call("rl", "@", f"{CONFIGS}/rl.toml", "--dry-run"))
+    two = resolved(call("rl", *RL, "--dry-run"))
+    server = resolved(call("inference", "@", f"{CONFIGS}/infer.toml", "--dry-run"))
     assert one["orchestrator"].pop("inference_url") == []
     two["orchestrator"].pop("inference_url")
     for part in ("trainer", "orchestrator", "model", "max_steps", "seed", "output_dir"):

@@ -38,7 +38,7 @@ def scorer(tmp_path: Path, group: RankGroup) -> Callable[..., Scorer]:
 
 
 def find_rows(scorer: Scorer, group: RankGroup, **options: object) -> Rows:
-    return self_check.find_rows(scorer, group, **{"compute": "float32", **options})
+    return self_check.find_rows(scorer, group, **{"rounding": "float32", **options})
 
 
 @pytest.mark.parametrize(
@@ -54,7 +54,7 @@ def find_rows(scorer: Scorer, group: RankGroup, **options: object) -> Rows:
 def test_sharded_models_in_bfloat16_get_their_rows(scorer, group: RankGroup, compute, family: str, name: str):
     """A step comes after it, though forward passes with masks may have failed; float32 is in the table."""
     made = scorer(family, precision={"compute": compute})
-    assert find_rows(made, group, compute=compute).name == name
+    assert find_rows(made, group, rounding=compute).name == name
     ids = torch.randint(6, 90, (2, 12))
     made.model(input_ids=ids, use_cache=False).logits.float().sum().backward()
     assert all(p.grad is not None for p in made.model.parameters() if p.requires_grad)
@@ -67,7 +67,7 @@ def test_a_leak_too_small_for_bfloat16_to_show_is_found(scorer, group: RankGroup
         for name, parameter in made.model.named_parameters():
             if name.endswith("conv.out_proj.weight"):
                 parameter.mul_(0.01)
-    assert find_rows(made, group, compute="bfloat16") == ALONE
+    assert find_rows(made, group, rounding="bfloat16") == ALONE
 
 
 def test_nothing_is_changed(scorer, group: RankGroup):

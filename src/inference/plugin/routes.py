@@ -69,7 +69,8 @@ class CairnRoutes:
         assert engine_client is not None  # "generate" is required
         self._engine = cast("AsyncLLM", engine_client)  # the only one there is
         self._model = args.model
-        self._max_num_seqs = args.max_num_seqs
+        # vLLM's arguments hold only what was given; this is also what vLLM has chosen by itself.
+        self._max_num_seqs = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
 
     async def status(self) -> Status:
