@@ -9,7 +9,7 @@ import pytest
 import cairn.launch.commands as commands
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
-from cairn.inference.build import installed_build
+from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.server import command
 from cairn.run.errors import UsageError
 
@@ -42,6 +42,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Install:
 def test_the_build_decides_how_a_server_is_started(install: Install, name: str, version: str, build: str):
     install(name, version)
     assert installed_build() == build
+    assert serves_on_gpus() == (build == "gpu")
     argv, _ = command(InferenceConfig(), "owner/name")
     assert ("--tensor-parallel-size" in argv) == (build == "gpu")
     assert ("cairn" in argv) == (build == "cpu")
