@@ -5,6 +5,7 @@ import contextlib
 import os
 import signal
 import socket
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +27,16 @@ class RankProcess:
 
     Args:
         log: file for the worker's output.
+        environment: what the worker is told of this process's environment.
         placement: Ray actor options; without any, no CPU or GPU is reserved for it.
     """
 
-    def __init__(self, log: Path, **placement: Any):
+    def __init__(self, log: Path, environment: Mapping[str, str], **placement: Any):
         options = placement or {"num_cpus": 0}
         actor: Any = Worker
         self._worker = actor.options(**options).remote(str(log), os.getpid(), socket.gethostname())
+        if environment:
+            self._worker.adopt.remote(dict(environment))
         self.about: WorkerProcess | None = None
         """Its process id and node; None until they are known."""
 

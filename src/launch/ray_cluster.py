@@ -7,6 +7,7 @@ import socket
 from pathlib import Path
 
 import ray
+from ray.exceptions import RpcError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -14,6 +15,8 @@ from cairn.config.trainer import TrainerBase
 from cairn.launch import local_ray
 from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.rank_process import RankProcess
+from cairn.launch.ray_token import join_with_token
+from cairn.launch.worker_environment import environment_for_workers
 from cairn.run.signals import stop_signals_blocked
 
 SPIN_COUNT = 5000
@@ -30,6 +33,7 @@ class Placement:
             RoleFailed: the cluster does not have enough.
         """
         self.gpus = 1 if ray.cluster_resources().get("GPU") else 0
+        self._environment = environment_for_workers(config)
         self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.workers, strategy="PACK")
         if not self._group.wait(config.ray.start_timeout):
             raise RoleFailed(
@@ -40,7 +44,9 @@ class Placement:
     def start(self, rank: int, log: Path) -> RankProcess:
         """Start a worker in the room reserved for `rank`."""
         strategy = PlacementGroupSchedulingStrategy(self._group, placement_group_bundle_index=rank)
-        return RankProcess(log, num_cpus=1, num_gpus=self.gpus, scheduling_strategy=strategy)
+        return RankProcess(
+            log, self._environment, num_cpus=1, num_gpus=self.gpus, scheduling_strategy=strategy
+        )
 
 
 def start_ray(config: TrainerBase) -> None:
@@ -48,13 +54,15 @@ def start_ray(config: TrainerBase) -> None:
 
     Raises:
         RoleFailed: no cluster answers at `ray.address`.
+        UsageError: the cluster there is joined with a token that this user does not have.
         RayFailed: the local cluster does not start.
     """
     if config.ray.address:
         try:
             _check_address(config.ray.address, config.ray.start_timeout)
+            join_with_token(config.ray.address)
             ray.init(config.ray.address, log_to_driver=False, logging_level=logging.ERROR)
-        except (RuntimeError, OSError, ValueError) as error:
+        except (RuntimeError, OSError, ValueError, RpcError) as error:
             raise RoleFailed(f"no Ray cluster at --ray.address {config.ray.address}: {error}") from None
         return
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"

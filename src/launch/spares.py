@@ -8,6 +8,7 @@ from ray.exceptions import RayError
 
 from cairn.config.trainer import TrainerBase
 from cairn.launch.rank_process import RankProcess
+from cairn.launch.worker_environment import environment_for_workers
 from cairn.run.directory import RunDirectory
 
 logger = logging.getLogger(__name__)
@@ -37,7 +38,7 @@ class Spares:
         for _ in range(count):
             name = f"{self.name}{self._started}"
             self._started += 1
-            process = RankProcess(self.run.logs / f"{name}.log")
+            process = RankProcess(self.run.logs / f"{name}.log", environment_for_workers(self.config))
             self._all.append(_Spare(name, process, process.prepare(self.config)))
 
     def tend(self) -> None:

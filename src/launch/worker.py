@@ -11,6 +11,7 @@ from ray.util import get_node_ip_address
 
 from cairn.config.trainer import TrainerBase
 from cairn.launch.process import stop_on_signals
+from cairn.launch.worker_environment import adopt
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.imports import importing
@@ -56,6 +57,10 @@ class Worker:
         _log_to(log)
         if host == socket.gethostname():
             die_after(driver)
+
+    def adopt(self, environment: dict[str, str]) -> None:
+        """Take over a part of the driver's environment; called before anything that reads it is imported."""
+        adopt(environment)
 
     def process(self) -> WorkerProcess:
         """This process's id and node; answers at once unless the process is busy."""

@@ -1,0 +1,129 @@
+"""A trainer in a Ray cluster that somebody else has started: from another folder, with a token."""
+
+import os
+import secrets
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+from runs import CONFIGS, REPOSITORY, Command, Finished, Shell, free_port, rows
+
+pytestmark = pytest.mark.timeout(600)
+
+START = """
+import os, sys
+os.chdir(sys.argv[1])
+ray = os.path.join(os.path.dirname(sys.executable), "ray")
+os.execv(ray, [ray, "start", "--head", "--block", *sys.argv[2:]])
+"""
+OWN_LOSS = '''
+import os
+
+from cairn.trainer.losses.likelihood import Likelihood
+
+
+class Telling(Likelihood):
+    """Says where it is, and whether what it was told is there."""
+
+    def __init__(self):
+        told = {name: name in os.environ for name in ("HF_TOKEN", "NCCL_DEBUG", "MY_OWN")}
+        print("loss made in", os.getcwd(), told, os.environ.get("HF_HOME"), flush=True)
+'''
+
+
+@dataclass(frozen=True)
+class Cluster:
+    """Where it listens, the token it wants, and where its head node was started and logs."""
+
+    address: str
+    token: str
+    folder: Path
+    logs: Path
+
+
+@pytest.fixture(scope="module")
+def cluster(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
+    """A head node with two CPUs, as an administrator would start it."""
+    folder = tmp_path_factory.mktemp("elsewhere")
+    temporary = Path("/tmp") / f"cairn-test-{os.getpid()}"  # paths of Ray's sockets must be short
+    port, token = free_port(), secrets.token_hex(32)
+    flags = [f"--port={port}", "--node-ip-address=127.0.0.1", "--include-dashboard=false", "--num-cpus=2"]
+    flags += [f"--temp-dir={temporary}", "--object-store-memory=80000000", "--disable-usage-stats"]
+    environment = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": token, "PYTHONPATH": ""}
+    command = Command(
+        folder / "ray.log", {**os.environ, **environment}, "python", "-c", START, folder, *flags
+    )
+    with command:
+        command.wait_until(lambda: "Ray runtime started" in command.output, 120)
+        command.family()
+        yield Cluster(f"127.0.0.1:{port}", token, folder, temporary)
+        command.family()
+
+
+@pytest.fixture
+def home(tmp_path: Path) -> Path:
+    """A home folder in which there is no token, unless somebody puts one there."""
+    (tmp_path / ".ray").mkdir()
+    return tmp_path
+
+
+def sft(shell: Shell, address: str, environment: dict[str, str], *arguments: object) -> Finished:
+    """The example, in the cluster at `address`; its data and its model are relative paths."""
+    flags = ("--ray.address", address, *arguments)
+    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *flags, environment=environment) as command:
+        return command.finish()
+
+
+def test_paths_and_environment_reach_the_workers(shell: Shell, cluster: Cluster, home: Path):
+    """The data, the model and the user's own loss are named by relative paths, the token is a file."""
+    (home / ".ray" / "auth_token").write_text(cluster.token)
+    (home / "own_loss.py").write_text(OWN_LOSS)
+    secret = secrets.token_hex(16)
+    environment = {
+        "HOME": str(home),
+        "PYTHONPATH": os.path.relpath(home, REPOSITORY),
+        "HF_TOKEN": secret,
+        "HF_HOME": os.path.relpath(home / "hf", REPOSITORY),
+        "NCCL_DEBUG": "WARN",
+        "MY_OWN": "stays here",
+    }
+    run = home / "run"
+    arguments = (
+        "--loss.type",
+        "own_loss:Telling",
+        "--max-steps",
+        2,
+        "--output-dir",
+        os.path.relpath(run, REPOSITORY),
+    )
+    done = sft(shell, cluster.address, environment, *arguments)
+    assert done.code == 0, done.output
+    assert [row["step"] for row in rows(run)] == [1, 2]
+    (said,) = {
+        line for line in (run / "logs" / "trainer.log").read_text().splitlines() if "loss made" in line
+    }
+    told = {"HF_TOKEN": True, "NCCL_DEBUG": True, "MY_OWN": False}
+    assert said == f"loss made in {cluster.folder} {told} {home / 'hf'}"
+    files = [path for folder in (run, cluster.logs) for path in folder.rglob("*") if path.is_file()]
+    assert len(files) > 20
+    assert [path for path in files if secret.encode() in path.read_bytes()] == []
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({}, "there is none here"),
+        ({"RAY_AUTH_TOKEN": "0" * 64}, "it is not the one in RAY_AUTH_TOKEN"),
+        ({"RAY_AUTH_MODE": "disabled"}, "RAY_AUTH_MODE=disabled forbids to send one"),
+    ],
+)
+def test_a_cluster_that_does_not_let_us_in(
+    shell: Shell, cluster: Cluster, home: Path, settings: dict[str, str], message: str
+):
+    """Said at once, with what to do, and not as a network that does not answer."""
+    done = sft(shell, cluster.address, {"HOME": str(home), **settings}, "--output-dir", home / "run")
+    assert done.code == 2
+    assert message in done.output
+    assert "~/.ray/auth_token" in done.output
+    assert cluster.token not in done.output
