@@ -37,7 +37,7 @@ class RankGroup:
             torch.use_deterministic_algorithms(True)
             # Otherwise torch fills new tensors with NaN, which makes the kernel provide memory for all of a
             # model that is yet to be cut into shards, and costs time for every buffer of a collective.
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] # an undeclared property
         if torch.cuda.is_available():
             device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             torch.cuda.set_device(device)

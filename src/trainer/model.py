@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.initialization import no_init_weights
 
@@ -45,10 +45,37 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
             layer.compile()
     if mesh.size() == 1 and compute == reduce == torch.float32:
         return model.to(mesh.device_type)
-    policy = MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce)
-    for module in (*layers, model):
-        fully_shard(module, mesh=mesh, mp_policy=policy)
+    _shard(model, layers, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
     return model
+
+
+def _shard(
+    model: PreTrainedModel, layers: list[torch.nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
+) -> None:
+    """Make units of what is gathered together: each layer, and the embeddings of input and output.
+
+    Tied embeddings are gathered with the rest, from the forward pass to the end of the backward pass.
+    """
+    for layer in layers:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not embeddings.weight:
+        unit = fully_shard(embeddings, mesh=mesh, mp_policy=policy)
+        # The gradient of a look-up does not depend on the values.
+        unit.set_unshard_in_backward(not isinstance(embeddings, torch.nn.Embedding))
+        # The backward pass begins with the head, which therefore stays gathered.
+        fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
+    fully_shard(model, mesh=mesh, mp_policy=policy)
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Free what a forward pass without a backward pass has left gathered.
+
+    Otherwise the next forward pass would compute with it, also if the weights have changed since.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 def _caps_attention(model: PreTrainedModel) -> bool:

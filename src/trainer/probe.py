@@ -2,12 +2,12 @@
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Sample
 from cairn.run.messages import Probe
 from cairn.run.seeds import derive
+from cairn.trainer.model import reshard
 from cairn.trainer.packing import fill_rows
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import ordinary_tokens, uncompiled
@@ -29,7 +29,6 @@ def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> P
             logprobs = scorer.logprobs(micro, 1.0)[0, : TOKENS - 1]
     finally:
         model.train(was_training)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # or the next forward would compute with what was gathered here
+        reshard(model)
     precision = config.precision.settled(gpu=device.type == "cuda")
     return Probe(token_ids.tolist(), logprobs.tolist(), precision.rounding)

@@ -11,10 +11,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
-from torch.distributed.fsdp import FSDPModule
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from cairn.trainer.model import reshard
 from cairn.trainer.packing import MicroBatch
 from cairn.trainer.rows import BY_POSITIONS, Rows
 
@@ -33,8 +33,12 @@ class Scorer:
         self.model = model
         self.rows = BY_POSITIONS
         self.chunk_logits = chunk_logits
-        self.head = model.get_output_embeddings()
-        self.is_plain = type(self.head) is nn.Linear and self._returns_them_as_they_are(self.head, device)
+        self.head = head = model.get_output_embeddings()
+        self.is_plain = (
+            isinstance(head, nn.Linear)
+            and type(head).forward is nn.Linear.forward  # also of the subclass that FSDP2 makes
+            and self._returns_them_as_they_are(head, device)
+        )
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """Logprobs of tokens 1 to T - 1, float32 [R, T - 1], and 0 for those that are not learned.
@@ -60,7 +64,8 @@ class Scorer:
         if self.head is not None:
             hooks.append(self.head.register_forward_pre_hook(select))
             if self.is_plain:
-                hooks.append(self.head.register_forward_hook(score))
+                # Before FSDP2's hook, which takes the result for the begin of the backward pass.
+                hooks.append(self.head.register_forward_hook(score, prepend=True))
         try:
             result = self._run(micro.input_ids, micro.position_ids)
         finally:
@@ -89,8 +94,7 @@ class Scorer:
             logits = self._run(places, places)
         finally:
             hook.remove()
-            if isinstance(self.model, FSDPModule):
-                self.model.reshard()  # or the next forward would compute with what was gathered here
+            reshard(self.model)
         return logits.shape == ours.shape and torch.equal(logits, ours)
 
 

@@ -14,13 +14,13 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from torch.distributed.fsdp import FSDPModule
 from transformers import PreTrainedConfig
 
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
+from cairn.trainer.model import reshard
 from cairn.trainer.packing import fill_rows
 from cairn.trainer.rows import ALONE, ROWS, Rows
 from cairn.trainer.scoring import Scorer
@@ -81,8 +81,7 @@ def find_rows(
     finally:
         scorer.rows = before
         model.train(was_training)
-        if isinstance(model, FSDPModule):
-            model.reshard()  # or the next forward would compute with what was gathered here
+        reshard(model)
     for verdict in verdicts:
         if verdict.problem is None:
             logger.info("rows of micro-batches: %s", verdict.rows.name)

@@ -124,6 +124,13 @@ def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[d
     optimizer = make_optimizer(model.parameters(), config.optimizer)
     state = TrainerState(config, group, {POLICY: Trained(model, optimizer)}, TrainerProgress())
     state.scorer.chunk_logits = chunk_logits
+    assert state.scorer.is_plain == (model_folder.name != "capped")
+    if group.world_size > 1:
+        parameters = list(model.parameters())
+        assert all(isinstance(p, DTensor) for p in parameters), "what the scorer has tried is let go of"
+        embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+        own_units = [isinstance(module, FSDPModule) for module in (embeddings, head)]
+        assert own_units == [head.weight is not embeddings.weight] * 2
     work = make_rank_batch(make_batch(), config, rank=group.rank, world_size=group.world_size)
     loss = Watching(model)
     row = train_step(state, work, 1, loss)
