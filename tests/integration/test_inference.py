@@ -491,10 +491,11 @@ def test_weights_that_change_on_the_network_are_sent_again(
     sender.source(7, [sender.here]).write(tmp_path)
 
     async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "good")
         with pytest.raises(WeightsAltered, match=f"{DOWN} as it came"):
             await client.update_weights(tmp_path, "run:7")
         status = await client.status()
-        assert (status.weight_version, status.paused) == ("unknown", True)
+        assert (status.weight_version, status.paused) == ("good", False)
         await client.update_weights(tmp_path, "run:7")
         for generated in await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)):
             assert_matches(tiny_model(seed=2), generated)

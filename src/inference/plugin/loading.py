@@ -29,7 +29,7 @@ from vllm.model_executor.layers.vocab_parallel_embedding import UnquantizedEmbed
 from vllm.model_executor.model_loader.default_loader import DefaultModelLoader
 from vllm.model_executor.model_loader.reload import finalize_layerwise_reload, initialize_layerwise_reload
 from vllm.model_executor.model_loader.reload.layerwise import get_layerwise_info
-from vllm.model_executor.model_loader.reload.meta import materialize_meta_tensor
+from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS, materialize_meta_tensor
 from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
@@ -141,22 +141,37 @@ def load_weights(
     parts: Iterable[dict[str, torch.Tensor]],
     config: ModelConfig,
     sums: Mapping[str, int],
-) -> set[str]:
+) -> None:
     """Put other weights, in the hub's layout, into a loaded model, and process them as at its start.
 
     `sums` are the tensors' checksums, as far as they are known when a part comes.
 
-    Returns vLLM's names of the parameters that were loaded.
-
     Raises:
         NotHeld: some parameters are not what came.
         Unfit: vLLM has not taken the weights of some layers; the others are loaded.
+        RuntimeError: it has left some parameters as they were.
     """
+    loadable = _loadable(model)
     if next(model.parameters()).device.type != "cpu" or config.quantization is not None:
-        return _load_layerwise(model, parts, config)
-    if _is_plain(model):
-        return _load_and_pack(model, parts, config.dtype, sums)
-    return _load_as_at_start(model, parts, config)
+        loaded = _load_layerwise(model, parts, config)
+    elif _is_plain(model):
+        loaded = _load_and_pack(model, parts, config.dtype, sums)
+    else:
+        loaded = _load_as_at_start(model, parts, config)
+    if missed := loadable - loaded:
+        raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
+
+
+def _loadable(model: torch.nn.Module) -> set[str]:
+    """The names of the parameters that weights are loaded into.
+
+    Others, such as the scales of a model that is quantised as it loads, are made when layers are processed.
+    """
+    made: set[str] = set()
+    for prefix, module in model.named_modules():
+        created = get_layerwise_info(module).restore_metadata[0].keys() | SKIP_TENSORS
+        made |= {f"{prefix}.{name}".lstrip(".") for name in module._parameters.keys() - created}
+    return {name for name, _ in model.named_parameters()} - made
 
 
 def _is_processed(module: torch.nn.Module) -> bool:
@@ -204,19 +219,36 @@ def _load_layerwise(
     model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
 ) -> set[str]:
     """vLLM's own reload, which keeps the places in memory of what compiled graphs compute from."""
-    initialize_layerwise_reload(model)
-    loaded = {name for part in parts for name in _load(model, part.items())}
-    passed_by = {
-        type(module).__name__
-        for module in model.modules()
-        if (info := get_layerwise_info(module)).can_load() and not info.load_numel
-        if any(True for _ in module.parameters(recurse=False))
-    }
-    finalize_layerwise_reload(model, config)
+    try:
+        initialize_layerwise_reload(model)
+        loaded = {name for part in parts for name in _load(model, part.items())}
+        passed_by = {
+            type(module).__name__
+            for module in model.modules()
+            if (info := get_layerwise_info(module)).can_load() and not info.load_numel
+            if any(True for _ in module.parameters(recurse=False))
+        }
+        finalize_layerwise_reload(model, config)
+    except BaseException:
+        _close_layers(model, config)
+        raise
     pack_linear_weights(model.modules())
     if passed_by:
         raise Unfit(f"vLLM cannot update the weights of {', '.join(sorted(passed_by))} in a running server")
     return loaded
+
+
+def _close_layers(model: torch.nn.Module, config: ModelConfig) -> None:
+    """After a reload that broke off, give the layers that it left open the tensors back that they had.
+
+    The next reload would otherwise count what an open layer has got already as its own, and process the layer
+    before it has got all of its new weights.
+    """
+    for module in model.modules():
+        if (info := get_layerwise_info(module)).can_load():
+            info.load_numel = 0
+            info.loaded_weights = []
+    finalize_layerwise_reload(model, config)  # puts back the tensors of layers that have got none
 
 
 def _load_and_pack(

@@ -4,10 +4,14 @@ Runs inside vLLM's API process only.
 """
 
 import asyncio
+import contextlib
 import os
+import time
 import uuid
 from argparse import Namespace
-from typing import TYPE_CHECKING, cast
+from collections.abc import Generator
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, cast
 
 import vllm
 from fastapi import FastAPI
@@ -21,15 +25,16 @@ from vllm.logger import init_logger
 
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.guard import Guard, failure
+from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import Refused
-from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unfit
+from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unchanged, Unfit
 
 if TYPE_CHECKING:
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger("vllm.cairn")
 
-Status = dict[str, str | bool | int | None]
+Status = dict[str, Any]
 
 HOW_TO_GET_THE_TOKEN = (
     f"clients take it from {TOKEN_VARIABLE} or from the file that the server leaves for its own user"
@@ -48,6 +53,17 @@ class WeightUpdate(BaseModel):
     keep_cache: bool = False
 
 
+@dataclass
+class Update:
+    """An update that is under way. before: the version that is served until it is done."""
+
+    version: str
+    before: str
+    since: float = field(default_factory=time.monotonic)
+    pauses: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set when generation is about to be paused; from then on the engine answers no questions."""
+
+
 class CairnRoutes:
     """Endpoint plugin: vLLM's RL routes, `/cairn/update_weights`, `/cairn/status`, and a guard before all."""
 
@@ -57,7 +73,8 @@ class CairnRoutes:
     def __init__(self) -> None:
         self._token = os.environ[TOKEN_VARIABLE]
         self._epoch = os.environ.get(EPOCH_VARIABLE) or uuid.uuid4().hex
-        self._update = asyncio.Lock()
+        self._one_at_a_time = asyncio.Lock()
+        self._update: Update | None = None
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(rl_router)
@@ -71,15 +88,38 @@ class CairnRoutes:
         self._model = args.model
         # vLLM's arguments hold only what was given; this is also what vLLM has chosen by itself.
         self._max_num_seqs = self._engine.vllm_config.scheduler_config.max_num_seqs
+        self._staging = Staging(self._engine.model_config)
         self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
 
     async def status(self) -> Status:
-        """Version of the weights, and the id of this start of the server."""
-        return await self._status(paused=await self._engine.is_paused())
+        """Version of the weights, and the id of this start of the server.
 
-    async def _status(self, *, paused: bool) -> Status:
+        The engine is asked, which shows that it is alive. While it is paused for an update it answers
+        nothing. As long as an update is under way, the status says so, and for how many seconds it has been.
+        """
+        update = self._update
+        if update is None:
+            paused, version = await self._state()
+            return self._status(version, paused=paused)
+        state, pauses = asyncio.ensure_future(self._state()), asyncio.ensure_future(update.pauses.wait())
+        try:
+            await asyncio.wait({state, pauses}, return_when=asyncio.FIRST_COMPLETED)
+            paused, version = state.result() if state.done() else (True, update.before)
+        finally:
+            state.cancel()
+            pauses.cancel()
+        seconds = time.monotonic() - update.since
+        return self._status(version, paused=paused) | {
+            "updating": {"version": update.version, "seconds": seconds}
+        }
+
+    async def _state(self) -> tuple[bool, str]:
+        """Whether generation is paused, and the weights' version, as the engine says."""
+        return await self._engine.is_paused(), await self._engine.get_weight_version()
+
+    def _status(self, version: str, *, paused: bool) -> Status:
         return {
-            "weight_version": await self._engine.get_weight_version(),
+            "weight_version": version,
             "epoch": self._epoch,
             "model": self._model,
             "paused": paused,
@@ -92,38 +132,64 @@ class CairnRoutes:
     async def update_weights(self, update: WeightUpdate) -> JSONResponse:
         """Load weights between two steps of generation; requests in flight go on under the new ones.
 
+        They are read and checked before generation is paused.
+
         200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
         serve on. 412: they are not those that the trainer published; the old ones serve on if they have
         changed on their way, it is as with 500 if they have changed in the server. 409: somebody else's
-        update is open. 410: the trainer that was to send them has newer ones; 503: it does not have them yet.
-        500: the update failed half-way; generation stays paused, since the weights may be a mixture, until an
-        update succeeds. 501: likewise, and no update can succeed.
+        update is open. 410: the trainer that was to send them has newer ones; 503: it does not have them
+        yet, or has not sent all. 500: the update failed half-way; generation stays paused, since the weights
+        may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
         """
-        async with self._update:
-            was_paused = await self._engine.is_paused()
-            # vLLM's `pause_generation` sleeps 20 ms more, for answers to get out first; each names its
-            # version, whenever it does. Clearing also has running requests recompute their keys and values,
-            # which old weights have made.
-            await self._engine.engine_core.pause_scheduler_async("keep", not update.keep_cache)
-            try:
-                await self._engine.start_weight_update()
-            except Exception as error:
-                if not was_paused:
-                    await self._engine.resume_generation()
-                return failure(409, f"cannot start a weight update: {error}")
-            try:
-                request = WeightTransferUpdateRequest(update_info={"path": update.path})
-                await self._engine.update_weights(request)
-                await self._engine.finish_weight_update(update.version)
-            except Exception as error:
-                return await self._failed(error, was_paused)
-            status = await self._status(paused=False)  # a busy engine would answer after its next step
-            await self._engine.resume_generation()
-            return JSONResponse(status)
+        async with self._one_at_a_time:
+            with self._noted(Update(update.version, await self._engine.get_weight_version())) as noted:
+                try:
+                    staged = await asyncio.to_thread(self._staging.prepare, update.path)
+                except Unchanged as error:
+                    return failure(UNCHANGED[error.mark], str(error).removeprefix(error.mark))
+                except Exception as error:  # nothing has been touched, whatever it was
+                    logger.exception("cannot prepare %s", update.path)
+                    return failure(422, f"{update.path}: {error!r}")
+                with staged:
+                    return await self._swap(update, staged, noted)
 
-    async def _failed(self, error: Exception, was_paused: bool) -> JSONResponse:
+    @contextlib.contextmanager
+    def _noted(self, update: Update) -> Generator[Update]:
+        """For `status`: the update is under way inside the block."""
+        self._update = update
+        try:
+            yield update
+        finally:
+            self._update = None
+
+    async def _swap(self, update: WeightUpdate, staged: Staged, noted: Update) -> JSONResponse:
+        """Put prepared weights into the engine's place while generation is paused; see `update_weights`."""
+        was_paused = await self._engine.is_paused()
+        noted.pauses.set()
+        # vLLM's `pause_generation` sleeps 20 ms more, for answers to get out first; each names its
+        # version, whenever it does. Clearing also has running requests recompute their keys and values,
+        # which old weights have made.
+        await self._engine.engine_core.pause_scheduler_async("keep", not update.keep_cache)
+        try:
+            await self._engine.start_weight_update()
+        except Exception as error:
+            if not was_paused:
+                await self._engine.resume_generation()
+            return failure(409, f"cannot start a weight update: {error}")
+        try:
+            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=staged.update_info))
+            await self._engine.finish_weight_update(update.version)
+        except Exception as error:
+            # Others of several workers may have loaded what one of them has not found any more.
+            return await self._failed(error, was_paused, may_be_mixed=staged.is_prepared and not self._alone)
+        # A busy engine would answer after its next step.
+        status = self._status(await self._engine.get_weight_version(), paused=False)
+        await self._engine.resume_generation()
+        return JSONResponse(status)
+
+    async def _failed(self, error: Exception, was_paused: bool, *, may_be_mixed: bool) -> JSONResponse:
         """Answer why an update failed, and resume generation if nothing was changed."""
-        mark = next((mark for mark in UNCHANGED if mark in str(error)), None)
+        mark = next((mark for mark in UNCHANGED if mark in str(error) and not may_be_mixed), None)
         # Another process of a server with several may have got the weights just before they were gone.
         if mark and (mark in (Refused.mark, Altered.mark) or self._alone):
             if not was_paused:

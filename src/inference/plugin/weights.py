@@ -1,39 +1,38 @@
 """vLLM plugin: weights from safetensors files, or from a trainer's memory.
 
-Files are validated before any of the old weights is touched.
+Files are validated before any of the old weights is touched, mostly by the API process (`staging.py`).
 
 Runs inside vLLM's processes only.
 """
 
-import copy
 import functools
-import math
+import itertools
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import torch
+from pydantic import TypeAdapter
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
     WeightTransferInitInfo,
     WeightTransferUpdateInfo,
-    layerwise_groups,
 )
 from vllm.logger import init_logger
 from vllm.model_executor.model_loader import register_model_loader
 
-from cairn.inference.plugin.expected import ExpectedTensors
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
-from cairn.inference.plugin.weight_files import Refused, check_folder, identities, look_at, read_weights
-from cairn.policy.receiver import WeightReceiver
-from cairn.policy.refusals import NotHeld, Unchanged
-from cairn.policy.source import Source, read_source
-from cairn.run.files import DamagedFile
+from cairn.inference.plugin.offered import NotFinite, Offers, Tensors
+from cairn.inference.plugin.staging import Plan
+from cairn.inference.plugin.weight_files import Refused, identities
+from cairn.policy.refusals import NotHeld, NotThere, Unchanged
 from cairn.run.signals import stay_deaf
 
 logger = init_logger("vllm.cairn")
+
+PLAN = TypeAdapter(Plan)
 
 
 def register() -> None:
@@ -51,9 +50,11 @@ class FilesystemInitInfo(WeightTransferInitInfo):
 @dataclass
 class FilesystemUpdateInfo(WeightTransferUpdateInfo):
     """`path`: a directory with model.safetensors, or shards and their index, or source.json, by which a
-    trainer offers the tensors in its memory. Its files must not change once pushed."""
+    trainer offers the tensors in its memory. Its files must not change once pushed. `plan`: what the API
+    process has prepared and checked of it, if it has."""
 
     path: str
+    plan: dict[str, Any] | None = None
 
 
 class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdateInfo]):
@@ -81,16 +82,15 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
     def update_weights(self, update_info: dict) -> None:
         """As in the base class, whose device synchronisation fails where there is no accelerator."""
         info = self.parse_update_info(update_info)
-        check_folder(info.path)
-        files = identities(info.path)
+        folder = identities(info.path)
         self.receive_weights(info)
         if self.device.type != "cpu":
             torch.accelerator.synchronize()
-        if identities(info.path) != files:
+        if identities(info.path) != folder:
             raise RuntimeError(f"{info.path} was removed or changed while its weights were loaded")
 
     def receive_weights(self, update_info: FilesystemUpdateInfo) -> None:
-        """Validate the files, then load them; or load what the trainer sends, layer by layer.
+        """Load what was prepared; or else validate the files and load them, or load what the trainer sends.
 
         Raises:
             Refused: a file or tensor is unusable; the old weights are untouched.
@@ -100,91 +100,59 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
             RuntimeError: it has not sent all of them.
         """
         started = time.perf_counter()
-        try:
-            parts, sums, items = self._offered(update_info.path)
-        except Unchanged:
-            raise
-        except Exception as error:  # nothing has been touched, whatever it was
-            logger.exception("cannot read %s", update_info.path)
-            raise Refused(f"{update_info.path}: {error!r}") from None
+        if update_info.plan is None:
+            offer = self._offers.open(update_info.path)
+            parts = map(self._offers.in_hub_layout, _begun(offer.parts))
+            sums, values = offer.sums, offer.count
+        else:
+            plan = PLAN.validate_python(update_info.plan)
+            weights = _prepared(update_info.path, plan)
+            parts, sums = [weights], plan.sums
+            values = sum(tensor.numel() for tensor in weights.values())
         checked = time.perf_counter()
-        loaded = load_weights(self.model, map(self._in_hub_layout, parts), self.model_config, sums)
-        if missed := {name for name, _ in self.model.named_parameters()} - loaded:
-            raise RuntimeError(f"vLLM left these weights as they were: {sorted(missed)}")
+        load_weights(self.model, parts, self.model_config, sums)
         logger.info(
-            "%s: %.1f MB, checked in %.3f s, loaded in %.3f s",
+            "%s: %.1f MB, %s in %.3f s, loaded in %.3f s",
             update_info.path,
-            items * self.model_config.dtype.itemsize / 1e6,
+            values * self.model_config.dtype.itemsize / 1e6,
+            "checked" if update_info.plan is None else "mapped",
             checked - started,
             time.perf_counter() - checked,
         )
 
-    def _offered(self, path: str) -> tuple[Iterable[dict[str, torch.Tensor]], Mapping[str, int], int]:
-        """The tensors of a folder, checked, or those that its trainer is about to send; their checksums,
-        which are filled in as tensors arrive; and the number of values in all."""
-        try:
-            source = read_source(Path(path))
-        except (DamagedFile, ValueError, OSError, RecursionError) as error:
-            raise Refused(f"{path}: does not say where its tensors are: {error}") from None
-        if source is not None:
-            sums: dict[str, int] = {}
-            return self._from_trainer(source, sums), sums, sum(map(math.prod, source.shapes.values()))
-        arrived = read_weights(path, self._expected.layout_of, self.model_config.dtype)
-        return [arrived.weights], arrived.sums, sum(tensor.numel() for tensor in arrived.weights.values())
-
-    def _from_trainer(self, source: Source, sums: dict[str, int]) -> Iterator[dict[str, torch.Tensor]]:
-        """The trainer's tensors, a layer at a time; their checksums go into `sums`.
-
-        Raises:
-            Refused: it has other tensors than this model.
-            Gone, NotThere: it does not send them.
-            NotHeld: while iterating: they are not those that it sent.
-            RuntimeError: while iterating: it broke off, or a value is not finite.
-        """
-        if source.device != self.device.type:
-            raise Refused(
-                f"the trainer has them on {source.device} and this server computes on {self.device.type}: "
-                "set --trainer.weight-transport to files"
-            )
-        layout = self._expected.layout_of(source.shapes)
-        shapes, tied = layout.shapes, layout.tied
-        for name in shapes.keys() ^ source.shapes.keys():
-            if name not in tied:
-                raise Refused(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")
-        for name, shape in source.shapes.items():
-            if shape != shapes[name]:
-                raise Refused(f"tensor {name} has shape {shape}, not {shapes[name]}")
-        names = [name for name in source.shapes if name not in tied]
-        parts = self._receiver.receive(source, layerwise_groups(names), self.model_config.dtype)
-
-        def checked() -> Iterator[dict[str, torch.Tensor]]:
-            for weights in parts:
-                for name, tensor in weights.items():
-                    look = look_at(tensor, tensor.dtype)
-                    if not look.is_finite:
-                        raise RuntimeError(f"the trainer's tensor {name} holds NaN or infinity")
-                    sums[name] = look.checksum
-                yield weights
-            for name, sent in self._receiver.sent.items():
-                if sums[name] != sent:
-                    raise NotHeld(f"checksum of {name} as it came from the trainer")
-
-        return checked()
-
     @functools.cached_property
-    def _receiver(self) -> WeightReceiver:
-        return WeightReceiver(self.device)
+    def _offers(self) -> Offers:
+        return Offers(self.model_config, self.device)
 
-    def _in_hub_layout(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-        """The tensors of whole layers as vLLM takes them."""
-        if weights.keys() <= self._expected.hub.shapes.keys():
-            return weights
-        return self._expected.to_hub(weights)
 
-    @functools.cached_property
-    def _expected(self) -> ExpectedTensors:
-        config = self.model_config.hf_config
-        if self.model_config.word_embeddings_untied_by_checkpoint:  # until it had compared them
-            config = copy.deepcopy(config)
-            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
-        return ExpectedTensors(config)
+def _prepared(path: str, plan: Plan) -> Tensors:
+    """The tensors that the API process has prepared from the folder `path`.
+
+    Raises:
+        Refused: they are not there any more.
+    """
+    if plan.folder and plan.folder != [list(file) for file in identities(path)]:
+        raise Refused(f"{path} was removed or changed while its weights were read")
+    try:
+        return plan.weights()
+    except (OSError, RuntimeError) as error:
+        raise Refused(f"{path}: {error}") from None
+
+
+def _begun(parts: Iterable[Tensors]) -> Iterator[Tensors]:
+    """The same parts; the first has come, so that a source that does not work is found out at once.
+
+    Raises:
+        NotThere: it has not.
+        Refused: it holds NaN or infinity.
+    """
+    rest = iter(parts)
+    try:
+        first = next(rest)
+    except (NotHeld, Unchanged):
+        raise
+    except NotFinite as error:
+        raise Refused(str(error)) from None
+    except RuntimeError as error:
+        raise NotThere(f"the trainer sends nothing: {error}") from None
+    return itertools.chain([first], rest)

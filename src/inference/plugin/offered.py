@@ -1,0 +1,148 @@
+"""What a policy's folder offers to a server: checked files, or the tensors in a trainer's memory.
+
+Runs in vLLM's API process, which prepares updates, and in its workers if they have to do without.
+"""
+
+import copy
+import functools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from vllm.config import ModelConfig
+from vllm.distributed.weight_transfer.base import layerwise_groups
+from vllm.logger import init_logger
+
+from cairn.inference.plugin.expected import ExpectedTensors
+from cairn.inference.plugin.weight_files import Refused, check_folder, look_at, read_weights
+from cairn.policy.receiver import WeightReceiver
+from cairn.policy.refusals import NotHeld, Unchanged
+from cairn.policy.source import Source, read_source
+from cairn.run.files import DamagedFile
+
+logger = init_logger("vllm.cairn")
+
+Tensors = dict[str, torch.Tensor]
+
+
+class NotFinite(RuntimeError):
+    """A value that the trainer has sent is NaN or infinite."""
+
+
+@dataclass(frozen=True)
+class Offer:
+    """A policy's tensors, in the layout of the folder or trainer.
+
+    parts: the tensors, in one part or layer by layer. sums: their checksums, complete for each part that was
+    taken. count: number of values.
+    """
+
+    parts: Iterable[Tensors]
+    sums: Mapping[str, int]
+    count: int
+
+
+class Offers:
+    """Reads what policies' folders offer to one model.
+
+    Args:
+        config: vLLM's, of the model.
+        device: where tensors are received that a trainer sends.
+    """
+
+    def __init__(self, config: ModelConfig, device: torch.device):
+        self._config = config
+        self._device = device
+
+    def source(self, path: str) -> Source | None:
+        """Which trainer has the tensors; None if the folder holds them.
+
+        Raises:
+            Refused: the folder does not say.
+        """
+        check_folder(path)
+        try:
+            return read_source(Path(path))
+        except (DamagedFile, ValueError, OSError, RecursionError) as error:
+            raise Refused(f"{path}: does not say where its tensors are: {error}") from None
+
+    def open(self, path: str) -> Offer:
+        """The tensors of a folder, checked, or those that its trainer is about to send.
+
+        Raises:
+            Refused: a file or tensor is unusable, or the trainer has other tensors than this model.
+            Altered: the files are not those that the trainer wrote.
+            Gone, NotThere: the trainer does not send them.
+            NotHeld: while iterating: what came is not what the trainer has sent.
+            NotFinite: while iterating: a value is NaN or infinite.
+            RuntimeError: while iterating: the trainer broke off.
+        """
+        try:
+            if (source := self.source(path)) is not None:
+                sums: dict[str, int] = {}
+                count = sum(map(math.prod, source.shapes.values()))
+                return Offer(self._from_trainer(source, sums), sums, count)
+            arrived = read_weights(path, self._expected.layout_of, self._config.dtype)
+        except Unchanged:
+            raise
+        except Exception as error:  # nothing has been touched, whatever it was
+            logger.exception("cannot read %s", path)
+            raise Refused(f"{path}: {error!r}") from None
+        count = sum(tensor.numel() for tensor in arrived.weights.values())
+        return Offer([arrived.weights], arrived.sums, count)
+
+    def _from_trainer(self, source: Source, sums: dict[str, int]) -> Iterator[Tensors]:
+        """The trainer's tensors, a layer at a time; their checksums go into `sums`."""
+        if source.device != self._device.type:
+            raise Refused(
+                f"the trainer has them on {source.device} and this server computes on {self._device.type}: "
+                "set --trainer.weight-transport to files"
+            )
+        layout = self._expected.layout_of(source.shapes)
+        shapes, tied = layout.shapes, layout.tied
+        for name in shapes.keys() ^ source.shapes.keys():
+            if name not in tied:
+                raise Refused(f"tensor {name} is {'missing' if name in shapes else 'unexpected'}")
+        for name, shape in source.shapes.items():
+            if shape != shapes[name]:
+                raise Refused(f"tensor {name} has shape {shape}, not {shapes[name]}")
+        names = [name for name in source.shapes if name not in tied]
+        parts = self._receiver.receive(source, layerwise_groups(names), self._config.dtype)
+
+        def checked() -> Iterator[Tensors]:
+            for weights in parts:
+                for name, tensor in weights.items():
+                    look = look_at(tensor, tensor.dtype)
+                    if not look.is_finite:
+                        raise NotFinite(f"the trainer's tensor {name} holds NaN or infinity")
+                    sums[name] = look.checksum
+                yield weights
+            for name, sent in self._receiver.sent.items():
+                if sums[name] != sent:
+                    raise NotHeld(f"checksum of {name} as it came from the trainer")
+
+        return checked()
+
+    @functools.cached_property
+    def _receiver(self) -> WeightReceiver:
+        return WeightReceiver(self._device)
+
+    def in_hub_layout(self, weights: Tensors) -> Tensors:
+        """The tensors of whole layers as vLLM takes them; they share memory."""
+        return {name: tensor for _, tensors in self.by_origin(weights) for name, tensor in tensors.items()}
+
+    def by_origin(self, weights: Tensors) -> Iterator[tuple[str, Tensors]]:
+        """The name of each tensor of whole layers, and what it is in the hub's layout."""
+        is_hub = weights.keys() <= self._expected.hub.shapes.keys()
+        for name, tensor in weights.items():
+            yield name, {name: tensor} if is_hub else self._expected.to_hub({name: tensor})
+
+    @functools.cached_property
+    def _expected(self) -> ExpectedTensors:
+        config = self._config.hf_config
+        if self._config.word_embeddings_untied_by_checkpoint:  # until it had compared them
+            config = copy.deepcopy(config)
+            config.tie_word_embeddings = config.get_text_config().tie_word_embeddings = True
+        return ExpectedTensors(config)

@@ -1,0 +1,204 @@
+"""Prepares a policy in host memory while the server generates; its workers then only have to copy it.
+
+The API process does this once for all workers of the machine: it reads, checks and casts, so that nothing of
+it has to be done while generation is paused, and nothing can be wrong any more by then. Workers map tensors
+that are used as they are from the policy's files, which costs no memory but the page cache. Large matrices of
+another data type are cast into memory that the processes share (a memfd), and so is what a trainer sends:
+one copy a machine in the server's data type, freed after the update. If that is more than half of the memory
+that is available, the workers do it themselves, while generation is paused.
+"""
+
+import math
+import mmap
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import torch
+from vllm.config import ModelConfig
+
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.layout import find_tensors
+from cairn.inference.plugin.offered import NotFinite, Offer, Offers, Tensors
+from cairn.inference.plugin.weight_files import WORKERS, Refused, identities
+from cairn.policy.refusals import Altered, NotHeld, NotThere, Unchanged
+from cairn.run.machine import available_memory
+
+LARGE = 1 << 22
+"""Values of a tensor that is cast beforehand. vLLM computes with some small ones, such as the weights of
+routers, in a wider type than the model's; so they are left to its loaders as they come."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Where in files, or in shared memory, a prepared policy's tensors are, in the hub's layout.
+
+    files: paths. tensors: by name, the file's number, the offset in bytes, the data type and the shape. sums:
+    checksums of those that have the published words. folder: what `identities` said of the policy's folder.
+    """
+
+    files: list[str]
+    tensors: dict[str, tuple[int, int, str, list[int]]]
+    sums: dict[str, int]
+    folder: list[list[str | int]]
+
+    def weights(self) -> Tensors:
+        """The tensors, mapped.
+
+        Raises:
+            OSError, RuntimeError: a file is not there any more.
+        """
+        mapped = [torch.from_file(path, size=os.path.getsize(path), dtype=torch.uint8) for path in self.files]
+        found: Tensors = {}
+        for name, (file, offset, kind, shape) in self.tensors.items():
+            dtype = DTYPES_IN_SETTINGS[kind]
+            size = torch.Size(shape)
+            words = mapped[file][offset : offset + size.numel() * dtype.itemsize]
+            found[name] = (words.clone() if offset % dtype.itemsize else words).view(dtype).view(size)
+        return found
+
+
+class Staged:
+    """A policy's folder, and what was prepared of it. Use it as a context manager, which frees the memory.
+
+    Without a plan, the workers have to read the folder themselves.
+    """
+
+    def __init__(self, path: str, plan: Plan | None = None, memory: "SharedMemory | None" = None):
+        self._path = path
+        self._plan = plan
+        self._memory = memory
+
+    @property
+    def is_prepared(self) -> bool:
+        """Whether the workers only have to map tensors."""
+        return self._plan is not None
+
+    @property
+    def update_info(self) -> dict[str, Any]:
+        """What vLLM hands to the transfer engine of each worker."""
+        return {"path": self._path, "plan": self._plan and asdict(self._plan)}
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._memory is not None:
+            self._memory.close()
+
+
+class SharedMemory:
+    """Memory that other processes of this user map by its `path`; freed once all have unmapped it."""
+
+    def __init__(self, size: int):
+        self._fd = os.memfd_create("cairn-weights")
+        os.ftruncate(self._fd, max(size, 1))
+        self._bytes = torch.frombuffer(mmap.mmap(self._fd, max(size, 1)), dtype=torch.uint8)
+        self._used = 0
+        self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
+
+    def place(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
+        """Room for a tensor, and its offset. All tensors must be of the same data type."""
+        first, self._used = self._used, self._used + shape.numel() * dtype.itemsize
+        return first, self._bytes[first : self._used].view(dtype).view(shape)
+
+    def close(self) -> None:
+        """Free the memory here."""
+        os.close(self._fd)
+        del self._bytes
+
+
+class Staging:
+    """Prepares the policies of one model.
+
+    Args:
+        config: vLLM's, of the model.
+        available: tells how many bytes of memory are available.
+    """
+
+    def __init__(self, config: ModelConfig, available: Callable[[], int] = available_memory):
+        self._offers = Offers(config, torch.device("cpu"))
+        self._dtype = config.dtype
+        self._casts = config.head_dtype == config.dtype  # else one of the large matrices has a wider type
+        self._available = available
+
+    def prepare(self, path: str) -> Staged:
+        """Read or receive the policy of a folder, and check it.
+
+        Raises:
+            Refused, Altered, Gone, NotThere: it can't be had; see `Offers.open`.
+        """
+        source = self._offers.source(path)
+        if source is None:
+            folder = [list(file) for file in identities(path)]
+            return self._from_files(path, self._offers.open(path), folder)
+        values = sum(map(math.prod, source.shapes.values()))
+        if source.device != "cpu" or not self._fits(values * self._dtype.itemsize):
+            return Staged(path)
+        return self._from_trainer(path, self._offers.open(path))
+
+    def _fits(self, size: int) -> bool:
+        return size <= self._available() // 2
+
+    def _from_files(self, path: str, offer: Offer, folder: list[list[str | int]]) -> Staged:
+        try:
+            stored = find_tensors(Path(path), "model")
+        except (OSError, RuntimeError) as error:
+            raise Refused(f"{path}: {error}") from None
+        files = {file: number for number, file in enumerate(sorted({str(t.path) for t in stored.values()}))}
+        tensors: dict[str, tuple[int, int, str, list[int]]] = {}
+        wide: Tensors = {}
+        for origin, name, tensor, skipped in self._pieces(offer):
+            tensors[name] = (
+                files[str(stored[origin].path)],
+                stored[origin].offset + skipped,
+                _name(tensor.dtype),
+                list(tensor.shape),
+            )
+            if self._casts and tensor.dtype != self._dtype and tensor.numel() >= LARGE:
+                wide[name] = tensor
+        sums = dict(offer.sums)
+        size = sum(tensor.numel() for tensor in wide.values()) * self._dtype.itemsize
+        if not wide or not self._fits(size):
+            return Staged(path, Plan(list(files), tensors, sums, folder))
+        memory = SharedMemory(size)
+        places = {name: memory.place(tensor.shape, self._dtype) for name, tensor in wide.items()}
+        with ThreadPoolExecutor(WORKERS) as workers:
+            list(workers.map(lambda name: places[name][1].copy_(wide[name]), wide))
+        for name, (offset, place) in places.items():
+            tensors[name] = len(files), offset, _name(self._dtype), list(place.shape)
+            sums.pop(name, None)
+        return Staged(path, Plan([*files, memory.path], tensors, sums, folder), memory)
+
+    def _pieces(self, offer: Offer) -> Iterator[tuple[str, str, torch.Tensor, int]]:
+        """Each tensor in the hub's layout: what it is part of, its name, it, and the bytes in front of it."""
+        for part in offer.parts:
+            for origin, tensors in self._offers.by_origin(part):
+                for name, tensor in tensors.items():
+                    yield origin, name, tensor, tensor.data_ptr() - part[origin].data_ptr()
+
+    def _from_trainer(self, path: str, offer: Offer) -> Staged:
+        memory = SharedMemory(offer.count * self._dtype.itemsize)
+        tensors: dict[str, tuple[int, int, str, list[int]]] = {}
+        try:
+            for _, name, tensor, _ in self._pieces(offer):
+                offset, place = memory.place(tensor.shape, self._dtype)
+                place.copy_(tensor)
+                tensors[name] = 0, offset, _name(self._dtype), list(tensor.shape)
+        except BaseException as error:
+            memory.close()
+            if isinstance(error, NotFinite):
+                raise Refused(str(error)) from None
+            if isinstance(error, NotHeld):
+                raise Altered(str(error).removeprefix(NotHeld.mark)) from None
+            if isinstance(error, Unchanged) or not isinstance(error, RuntimeError):
+                raise
+            raise NotThere(f"the trainer broke off: {error}") from None
+        return Staged(path, Plan([memory.path], tensors, dict(offer.sums), []), memory)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
