@@ -14,7 +14,7 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import Self
+from typing import Any, Self
 
 import httpx
 from rich.console import Console
@@ -24,6 +24,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
+from cairn.inference.signs import ServerSigns
 from cairn.run import heartbeat
 from cairn.run.output import outlive_terminal
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
@@ -210,7 +211,7 @@ class Server:
         config = self.config.settled(gpu_servers=serves_on_gpus())
         assert config.startup_timeout is not None, "it is settled"
         patience = Patience(config.startup_timeout)
-        while not self.answers(timeout=2.0):
+        while self.status(timeout=2.0) is None:
             if not self.alive:
                 raise self._death()
             if patience.over:
@@ -248,16 +249,17 @@ class Server:
         if not self.alive or not self._listening():
             raise ServerFailed(f"the inference server died; {self._log_tail()}")
 
-    def answers(self, timeout: float = ANSWER_SECONDS) -> bool:
-        """Whether it makes progress: its engine, not only its HTTP front end, answers within seconds.
+    def status(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any] | None:
+        """What it says of itself; None if it is not answering within seconds, or is another server.
 
+        The answer comes from its engine, not only its HTTP front end, unless its weights are being updated.
         Only the process that `start` has started knows the epoch that it was given.
         """
-        try:
+        with contextlib.suppress(httpx.HTTPError, ValueError, KeyError, TypeError):
             answer = self._call("GET", "/cairn/status", timeout=timeout)
-            return answer.status_code == 200 and answer.json()["epoch"] == self._epoch
-        except (httpx.HTTPError, ValueError, KeyError, TypeError):
-            return False
+            if answer.status_code == 200 and answer.json()["epoch"] == self._epoch:
+                return answer.json()
+        return None
 
     def _death(self) -> Exception:
         """The exception for a server that died before it was ready."""
@@ -381,11 +383,11 @@ def run(
             server.wait_ready()
         seconds = time.monotonic() - began
         print(f"inference ready at {server.url} (model {model}, {seconds:.1f} s)", flush=True)
+        signs = ServerSigns()
         while True:
             time.sleep(1)
             server.check()
-            if server.answers():
-                heartbeat.doing("serving")
+            signs.note(server.status())
     except KeyboardInterrupt:
         print("stopping the inference server", flush=True)
         return 0

@@ -25,11 +25,18 @@ class Place:
         self._look_at = 0.0
 
     def watch_over(
-        self, pid: int, *, silence: float, standstill: float, setting: str = "--hang-timeout"
+        self,
+        pid: int,
+        *,
+        silence: float,
+        standstill: float,
+        setting: str = "--hang-timeout",
+        lengthy: float | None = None,
     ) -> None:
         """Watch the heartbeat of the occupant with process id `pid`; see `Watch` for the arguments."""
+        path = self.run.heartbeat(self.name)
         self._watch = Watch(
-            self.run.heartbeat(self.name), pid, silence=silence, standstill=standstill, setting=setting
+            path, pid, silence=silence, standstill=standstill, setting=setting, lengthy=lengthy
         )
         self._look_at = 0.0
 

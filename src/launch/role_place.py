@@ -144,12 +144,16 @@ class RolePlace(Place):
         self._spare = None
         self._had_spare = not (self.config.standby and self.name in STANDBY)
         self._filled_at_step = step
-        silence = self.config.heartbeat_timeout
+        silence, lengthy = self.config.heartbeat_timeout, self.config.hang_timeout
         if self.name in WORKING:
-            self.watch_over(self._occupant.pid, silence=silence, standstill=self.config.hang_timeout)
-        else:  # a server that does not answer counts as hung
+            self.watch_over(self._occupant.pid, silence=silence, standstill=lengthy)
+        else:  # a server that does not answer counts as hung, unless it is being given weights
             self.watch_over(
-                self._occupant.pid, silence=silence, standstill=silence, setting="--heartbeat-timeout"
+                self._occupant.pid,
+                silence=silence,
+                standstill=silence,
+                setting="--heartbeat-timeout",
+                lengthy=lengthy,
             )
 
     def _has_spare(self) -> bool:

@@ -27,6 +27,7 @@ class Beat:
 
     beats: how often the thread has written. marks: how often the main thread began something new. since: when
     it began what it is `doing`, in seconds since 1970. unsaved: it holds results that are in no checkpoint.
+    lengthy: what it is doing may take longer than what it does otherwise.
     """
 
     pid: int
@@ -36,6 +37,7 @@ class Beat:
     waiting: bool
     since: float
     unsaved: bool = False
+    lengthy: bool = False
 
 
 class _Heart:
@@ -46,6 +48,7 @@ class _Heart:
         self.doing = "starting"
         self.waiting = False
         self.unsaved = False
+        self.lengthy = False
         self.marks = 0
         self.since = time.time()
         self._writing = threading.Lock()
@@ -62,7 +65,16 @@ class _Heart:
             self.beat(beats)
 
     def beat(self, beats: int) -> None:
-        beat = Beat(os.getpid(), beats, self.marks, self.doing, self.waiting, self.since, self.unsaved)
+        beat = Beat(
+            os.getpid(),
+            beats,
+            self.marks,
+            self.doing,
+            self.waiting,
+            self.since,
+            self.unsaved,
+            self.lengthy,
+        )
         with contextlib.suppress(OSError), self._writing:  # a full disk is for others to report
             write_json(self.path, asdict(beat))
 
@@ -80,10 +92,11 @@ def start(path: Path) -> None:
         _heart.beat(-1)
 
 
-def doing(what: str, *, waiting: bool = False) -> None:
+def doing(what: str, *, waiting: bool = False, lengthy: bool = False) -> None:
     """Note that the main thread begins something new. Does nothing unless `start` was called."""
     if _heart is not None:
         _heart.doing, _heart.waiting, _heart.since = what, waiting, time.time()
+        _heart.lengthy = lengthy
         _heart.marks += 1
 
 
@@ -117,15 +130,23 @@ class Watch:
         silence: seconds without a sign of life after which the process counts as stopped.
         standstill: seconds without progress after which it counts as hanging.
         setting: the flag that raises `standstill`, for the message.
+        lengthy: the same as `standstill`, for what the process says may take long; --hang-timeout raises it.
     """
 
     def __init__(
-        self, path: Path, pid: int, *, silence: float, standstill: float, setting: str = "--hang-timeout"
+        self,
+        path: Path,
+        pid: int,
+        *,
+        silence: float,
+        standstill: float,
+        setting: str = "--hang-timeout",
+        lengthy: float | None = None,
     ):
         self.setting = setting
         self.path = path
         self.pid = pid
-        self.limits = {"silent": silence, "still": standstill}
+        self.limits = {"silent": silence, "still": standstill, "lengthy": max(standstill, lengthy or 0)}
         self._seen = {"silent": -1, "still": -1}
         self._ages = {"silent": 0.0, "still": 0.0}
         self._looked = time.monotonic()
@@ -148,6 +169,9 @@ class Watch:
                 f"no sign of life for {self.limits['silent']:g} s (last: {beat.doing}); "
                 "--heartbeat-timeout allows more"
             )
-        if self._ages["still"] > self.limits["still"]:
-            return f"no progress for {self.limits['still']:g} s ({beat.doing}); {self.setting} allows more"
+        limit, setting = self.limits["still"], self.setting
+        if beat.lengthy and self.limits["lengthy"] > limit:
+            limit, setting = self.limits["lengthy"], "--hang-timeout"
+        if self._ages["still"] > limit:
+            return f"no progress for {limit:g} s ({beat.doing}); {setting} allows more"
         return None
