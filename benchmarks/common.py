@@ -49,13 +49,12 @@ class Task:
 
     def cairn(self, output_dir: Path, max_steps: int, *flags: object) -> list[str]:
         """The `sft` command, with rows of the task's length and micro-batches that can hold a whole batch."""
-        command = [sys.executable, "-c", "import sys; from cairn.launch.main import sft; sys.exit(sft())"]
         flags = (
             *("--model.name", self.model, "--data.name", self.data, "--data.batch-size", self.batch_size),
             *("--seq-len", self.seq_len, "--micro-batch-size", 8, "--threads", self.threads),
             *("--optimizer.lr", self.lr, "--max-steps", max_steps, "--output-dir", output_dir, *flags),
         )
-        return [*command, *map(str, flags)]
+        return command("sft", flags)
 
     def trl(self, output_dir: Path, max_steps: int, **changed: object) -> object:
         """TRL's `SFTTrainer` for the task, with its defaults except for `changed`.
@@ -75,6 +74,12 @@ class Task:
         }
         records = datasets.load_dataset("json", data_files=str(self.data), split="train")
         return SFTTrainer(str(self.model), args=SFTConfig(**arguments), train_dataset=records)
+
+
+def command(name: str, flags: tuple[object, ...]) -> list[str]:
+    """A Cairn command, run from the environment of this script."""
+    code = f"import sys; from cairn.launch.main import {name}; sys.exit({name}())"
+    return [sys.executable, "-c", code, *map(str, flags)]
 
 
 def with_random_weights(folder: Path) -> str:

@@ -28,7 +28,6 @@ import os
 import shutil
 import statistics
 import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Iterator
@@ -174,7 +173,7 @@ def server(task: RLTask, model: Path, arguments: argparse.Namespace, log: Path) 
     flags += () if arguments.quick else ("--compile",)  # worth a minute: the server stays up
     with open(log, "wb") as out:
         child = subprocess.Popen(
-            command("inference", flags),
+            common.command("inference", flags),
             stdout=out,
             stderr=subprocess.STDOUT,
             env=common.environment(1),
@@ -189,12 +188,6 @@ def server(task: RLTask, model: Path, arguments: argparse.Namespace, log: Path) 
     finally:
         child.terminate()
         child.wait()
-
-
-def command(name: str, flags: tuple[object, ...]) -> list[str]:
-    """A Cairn command, run from the environment of this script."""
-    code = f"import sys; from cairn.launch.main import {name}; sys.exit({name}())"
-    return [sys.executable, "-c", code, *map(str, flags)]
 
 
 def measure_cairn(
@@ -212,7 +205,7 @@ def measure_cairn(
         *("--orchestrator.sampling.max-tokens", task.max_tokens),
         *("--orchestrator.max-off-policy-steps", behind),
     )
-    with common.followed(command("rl", flags), run, threads=1) as rows:
+    with common.followed(common.command("rl", flags), run, threads=1) as rows:
         seen = list(rows)
     steady = [row for _, row in seen if row["step"] > arguments.warmup]
     seconds = seen[-1][0] - next(when for when, row in seen if row["step"] == arguments.warmup)

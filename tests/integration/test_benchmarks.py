@@ -69,3 +69,22 @@ def test_checkpoint(tmp_path: Path):
     assert all(values.keys() == keys for values in found["systems"].values())
     assert found["limits"].keys() == {"memcpy_s", "write_fsync_s"}
     assert found["state_bytes"] == pytest.approx(12 * found["runs"][0]["params"], rel=0.2)
+
+
+def test_gpu():
+    """On a CPU, with the smallest shape."""
+    found = report("gpu")
+    shape = found["shapes"]["tiny"]
+    assert shape["sft"]["saves"] >= 2
+    assert 0 <= shape["sft"]["stall_s"] <= shape["sft"]["durable_s"]
+    for part in ("sft", "bare"):
+        values = shape[part]
+        assert values["of_matmul"] == pytest.approx(values["tflops"] * 1e12 / found["limits"]["matmul_flops"])
+        # 0.6M parameters in matrices, and attention over 128 tokens
+        assert values["tflops"] * 1e12 / values["tokens_per_s"] == pytest.approx(
+            6 * 0.6e6 + 6 * 3 * 128**2, rel=0.1
+        )
+    assert shape["ratios"].keys() == {"cairn / bare, per GPU"}
+    assert shape["rl"]["push_bytes"] > 4 * 0.5e6
+    assert 0 < shape["rl"]["push_s"] < shape["rl"]["step_s"] * 20
+    assert shape["rl"]["staleness"] <= 1
