@@ -1,6 +1,6 @@
 """Settings of the `inference` command."""
 
-from typing import Self
+from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
@@ -37,6 +37,8 @@ class InferenceConfig(CommandConfig):
     """Port to listen on."""
     dtype: str = "auto"
     """auto (as in the files, but bfloat16 for float32 on GPUs), float32, bfloat16 or float16."""
+    head: Literal["auto", "float32", "model"] = "auto"
+    """Data type of logits: float32, or the model's (dtype); auto is float32 on GPUs, the model's on CPUs."""
     max_model_len: int | None = Field(default=None, ge=1)
     """Maximum tokens of a prompt plus its answer (default: the model's limit)."""
     max_num_seqs: int | None = Field(default=None, ge=1)
@@ -55,9 +57,11 @@ class InferenceConfig(CommandConfig):
     """Further arguments for vLLM's server, passed on unchanged."""
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
+        head = ("float32" if gpu_servers else "model") if self.head == "auto" else self.head
+        settled = self.model_copy(update={"head": head})
         if gpu_servers:
-            return self.left_to(compile=True, startup_timeout=1800.0)
-        return self.left_to(compile=False, startup_timeout=300.0, max_num_seqs=64)
+            return settled.left_to(compile=True, startup_timeout=1800.0)
+        return settled.left_to(compile=False, startup_timeout=300.0, max_num_seqs=64)
 
     @field_validator("vllm_args")
     @classmethod

@@ -48,6 +48,8 @@ class PrecisionConfig(BaseConfig):
     """Data type in which gradients are summed across ranks."""
     float32_matmul: Literal["auto", "highest", "high"] = "auto"
     """Float32 matrix products: high is TF32; auto is high beside bfloat16 on GPUs, and highest elsewhere."""
+    head: Literal["auto", "float32", "compute"] = "auto"
+    """Data type of logits: float32, or that of the computation; auto is float32 on GPUs."""
 
     def settled(self, *, gpu: bool) -> "PrecisionConfig":
         """With the values that `auto` means on a GPU or CPU.
@@ -61,7 +63,10 @@ class PrecisionConfig(BaseConfig):
         matmul = self.float32_matmul
         if matmul == "auto":
             matmul = "high" if gpu and compute == "bfloat16" else "highest"
-        return self.model_copy(update={"compute": compute, "float32_matmul": matmul})
+        head = self.head
+        if head == "auto":
+            head = "float32" if gpu and compute == "bfloat16" else "compute"
+        return self.model_copy(update={"compute": compute, "float32_matmul": matmul, "head": head})
 
     @property
     def rounding(self) -> str:

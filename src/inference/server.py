@@ -101,7 +101,10 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
             env["TORCHDYNAMO_DISABLE"] = "1"
     else:
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
-    if changes := overrides(model):
+    changes: dict[str, int | str] = {**overrides(model)}
+    if config.head == "float32":
+        changes["head_dtype"] = "float32"  # vLLM's name for logits in float32 of a model in 16 bits
+    if changes:
         argv += ["--hf-overrides", json.dumps(changes)]
     if kv_cache_memory:
         argv += ["--kv-cache-memory-bytes", kv_cache_memory]

@@ -20,6 +20,11 @@ REASONS: Mapping[str, Mapping[Any, str]] = {
         "highest": "float32 is computed as float32",
         "high": "what stays float32 beside bfloat16 may use TF32, which rounds less than bfloat16",
     },
+    "precision.head": {
+        "compute": "that of the computation",
+        "float32": "bfloat16 would round logprobs by some 0.01, which ratios of policies inherit",
+    },
+    "head": {"model": "for servers on CPUs", "float32": "logits as the trainer computes them"},
     "compile": {
         False: "CPU servers start faster without",
         True: "without CUDA graphs, generation on GPUs waits for kernel launches",

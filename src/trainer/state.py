@@ -11,6 +11,7 @@ from cairn.checkpoint.step import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.group import RankGroup
+from cairn.trainer.head import Head
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import find_rows
 from cairn.trainer.trained import Trained
@@ -52,7 +53,10 @@ class TrainerState:
     @cached_property
     def scorer(self) -> Scorer:
         """What turns micro-batches into logprobs; all ranks must ask for it first at the same place."""
-        return Scorer(self.policy.module, self.group.device)
+        module, device = self.policy.module, self.group.device
+        vocabulary = module.config.get_text_config().vocab_size
+        in_float32 = self.config.precision.settled(gpu=device.type == "cuda").head == "float32"
+        return Scorer(module, device, Head.on(device, vocabulary, in_float32=in_float32))
 
     def check_model(self) -> None:
         """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -21,9 +22,11 @@ from transformers import (
     Qwen3Config,
 )
 
+from cairn.config.trainer import PrecisionConfig
 from cairn.run.batches import Sample
+from cairn.trainer.head import IN_PLACE, PURE, Head, Passes, tried
 from cairn.trainer.packing import MicroBatch, fill_rows, transfer
-from cairn.trainer.scoring import Scorer, token_logprobs
+from cairn.trainer.scoring import ON_CPU, Scorer
 
 VOCABULARY, ROWS, WIDTH = 97, 3, 20
 SIZE = {
@@ -130,13 +133,14 @@ def fake_gpu() -> FakeGpu:
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("chunk", [1 << 26, 5 * VOCABULARY], ids=["at once", "in chunks"])
+@pytest.mark.parametrize("passes", [IN_PLACE, PURE], ids=["in place", "pure"])
 @pytest.mark.parametrize(("config", "is_plain"), MODELS.values(), ids=MODELS)
 def test_logprobs_and_gradients_are_those_of_full_logits(
-    config: PreTrainedConfig, is_plain: bool, chunk: int, temperature: float
+    config: PreTrainedConfig, is_plain: bool, passes: Passes, chunk: int, temperature: float
 ):
     """Of every parameter, for models that return their logits as they are and for those that don't."""
     model, micro = make_model(config), make_micro()
-    scorer = Scorer(model, torch.device("cpu"), chunk)
+    scorer = Scorer(model, torch.device("cpu"), replace(ON_CPU, chunk_logits=chunk, passes=passes))
     assert scorer.is_plain == is_plain
     wanted = expected(model, micro, temperature)
     found = scorer.logprobs(micro, temperature)
@@ -166,7 +170,7 @@ def test_there_is_never_more_than_a_chunk_of_logits():
     results = []
     for chunk, most in ((10 * vocabulary, 10 * vocabulary), (1 << 26, learned * vocabulary)):
         with largest_tensor() as largest:
-            logprobs = token_logprobs(hidden, weight, None, tokens, 1.0, chunk_logits=chunk)
+            logprobs = replace(ON_CPU, chunk_logits=chunk).logprobs(hidden, weight, None, tokens, 1.0)
             results.append((logprobs, *torch.autograd.grad(logprobs.sum(), (hidden, weight))))
         assert largest[0] == most
     for few, all_ in zip(*results, strict=True):
@@ -181,9 +185,10 @@ def test_in_bfloat16_the_gradient_of_the_embeddings_is_summed_up_in_float32():
     errors = []
     for chunk in (1 << 26, 50):
         rounded = weight.bfloat16().requires_grad_()
-        token_logprobs(hidden.bfloat16(), rounded, None, tokens, 1.0, chunk_logits=chunk).sum().backward()
+        head = replace(ON_CPU, chunk_logits=chunk)
+        head.logprobs(hidden.bfloat16(), rounded, None, tokens, 1.0).sum().backward()
         exact = rounded.detach().float().requires_grad_()
-        token_logprobs(hidden.bfloat16().float(), exact, None, tokens, 1.0).sum().backward()
+        ON_CPU.logprobs(hidden.bfloat16().float(), exact, None, tokens, 1.0).sum().backward()
         errors.append((rounded.grad - exact.grad).norm() / exact.grad.norm())
     assert errors[1] < 2 * errors[0] < 0.05
 
@@ -204,3 +209,62 @@ def test_what_is_transferred_arrives_unchanged():
     for sent, arrived in zip(tensors, transfer(tensors, torch.device("cpu")), strict=True):
         assert (sent.dtype, sent.shape) == (arrived.dtype, arrived.shape)
         assert torch.equal(sent, arrived)
+
+
+@pytest.mark.parametrize("in_float32", [True, False])
+def test_logits_in_float32_are_not_rounded(in_float32: bool):
+    """In bfloat16 logprobs of logits near 20 are off by some 1e-2; what the inputs lost stays lost."""
+    draw = torch.Generator().manual_seed(0)
+    hidden = (torch.randn(64, 32, generator=draw)).bfloat16().requires_grad_()
+    weight = (torch.randn(VOCABULARY, 32, generator=draw)).bfloat16().requires_grad_()
+    tokens = torch.randint(VOCABULARY, (64,), generator=draw)
+    head = Head.on(torch.device("cpu"), VOCABULARY, in_float32=in_float32)
+    found = head.logprobs(hidden, weight, None, tokens, 1.0)
+    exact = (hidden.double() @ weight.double().T).log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    error = (found - exact).abs().mean()
+    assert error < 1e-6 if in_float32 else 1e-3 < error < 1e-1
+    for ours, right in zip(
+        torch.autograd.grad(found.sum(), (hidden, weight)),
+        torch.autograd.grad(exact.sum(), (hidden, weight)),
+        strict=True,
+    ):
+        assert (ours - right).norm() < 0.02 * right.norm()
+
+
+def test_a_head_is_as_before_on_a_cpu():
+    in_float32 = PrecisionConfig().settled(gpu=False).head == "float32"
+    assert Head.on(torch.device("cpu"), VOCABULARY, in_float32=in_float32) == ON_CPU == Head(1 << 26, False)
+
+
+def without_compiler(*_: object) -> torch.Tensor:
+    raise RuntimeError("no C compiler")
+
+
+def wrong(logits: torch.Tensor, wanted: torch.Tensor, temperature: float):
+    return logits.sum(-1), logits.sum(-1)
+
+
+@pytest.mark.parametrize(
+    ("passes", "said"),
+    [
+        (Passes(without_compiler, without_compiler), "no C compiler"),
+        (replace(PURE, score=wrong), "not close"),
+    ],
+)
+def test_passes_that_do_not_compile_or_err_are_not_used(passes: Passes, said: str, caplog):
+    assert tried(passes, torch.device("cpu"), VOCABULARY) is IN_PLACE
+    assert said in caplog.text
+    assert tried(PURE, torch.device("cpu"), VOCABULARY) is PURE
+
+
+def test_a_gpu_makes_logits_in_float32_without_copies_of_its_weights():
+    """One product of bfloat16 operands, whose result is the largest tensor that is made."""
+    head = Head(1 << 20, in_float32=True)
+    with FakeTensorMode():
+        hidden, weight = (torch.empty(n, 8, dtype=torch.bfloat16, device="cuda") for n in (10, VOCABULARY))
+        bias, tokens = (torch.empty(n, device="cuda") for n in (VOCABULARY, 10))
+        with largest_tensor() as largest:
+            logits = head.logits(hidden, weight, bias)
+            found = head.logprobs(hidden, weight, bias, tokens.long(), 1.0)
+        assert (logits.dtype, logits.shape, logits.device.type) == (torch.float32, (10, VOCABULARY), "cuda")
+        assert (found.dtype, found.shape, largest[0]) == (torch.float32, (10,), 10 * VOCABULARY)

@@ -36,8 +36,10 @@ def test_on_a_cpu_everything_is_as_it_was_before_settings_could_be_left_open():
     assert chosen(RLConfig(), CPU, gpu_servers=False) == {
         "trainer.precision.compute": "float32",
         "trainer.precision.float32_matmul": "highest",
+        "trainer.precision.head": "compute",
         "orchestrator.max_in_flight": 256,
         "orchestrator.server_timeout": 300,
+        "inference.head": "model",
         "inference.max_num_seqs": 64,
         "inference.compile": False,
         "inference.startup_timeout": 300,
@@ -48,8 +50,10 @@ def test_on_gpus():
     assert chosen(RLConfig(), GPUS, gpu_servers=True) == {
         "trainer.precision.compute": "bfloat16",
         "trainer.precision.float32_matmul": "high",
+        "trainer.precision.head": "float32",
         "orchestrator.max_in_flight": 1024,
         "orchestrator.server_timeout": 1800,
+        "inference.head": "float32",
         "inference.max_num_seqs": None,
         "inference.compile": True,
         "inference.startup_timeout": 1800,
@@ -158,6 +162,17 @@ def test_the_command_of_a_server_on_cpus(tmp_path: Path):
 
 
 @pytest.mark.usefixtures("gpu_build")
+def test_servers_on_gpus_make_logits_in_float32_as_the_trainer_does(tmp_path: Path):
+    """By vLLM's own setting, beside what else it has to read otherwise."""
+    argv, _ = server.command(InferenceConfig(), str(tmp_path))
+    assert json.loads(option(argv, "--hf-overrides")) == {"head_dtype": "float32"}
+    assert "--hf-overrides" not in server.command(InferenceConfig(head="model"), str(tmp_path))[0]
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "sliding_window": 9}))
+    argv, _ = server.command(InferenceConfig(), str(tmp_path))
+    assert json.loads(option(argv, "--hf-overrides")) == {"sliding_window": 8, "head_dtype": "float32"}
+
+
+@pytest.mark.usefixtures("gpu_build")
 def test_float32_checkpoints_are_served_in_bfloat16_on_gpus(tmp_path: Path):
     """Unless asked: vLLM's Triton attention takes float32."""
     for saved, expected in [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float16")]:
@@ -189,6 +204,7 @@ def test_a_run_of_a_cpu_goes_on_on_gpus_and_says_what_changes(
     assert [(change["name"], change["was"], change["now"]) for change in changes] == [
         ("precision.compute", "float32", "bfloat16"),
         ("precision.float32_matmul", "highest", "high"),
+        ("precision.head", "compute", "float32"),
     ]
     printed = capsys.readouterr().out
     assert '  --precision.compute: "float32" -> "bfloat16"\n' in printed
