@@ -4,6 +4,7 @@ from typing import Literal, Self
 
 from pydantic import Field, field_validator
 
+from cairn.config.gpus import Gpus
 from cairn.config.model import ModelConfig
 from cairn.config.shared import CommandConfig
 
@@ -49,6 +50,8 @@ class InferenceConfig(CommandConfig):
     """CPU threads of the engine (CPU only); with 1, tokens do not depend on the other requests."""
     tensor_parallel: int = Field(default=1, ge=1)
     """Number of GPUs to split each copy of the model over."""
+    gpus: Gpus = None
+    """Its GPUs: how many, or which, such as 2,3 or 3, for one (default in rl: the last tensor_parallel)."""
     compile: bool | None = None
     """Let vLLM compile the model, and use CUDA graphs on GPUs: starts more slowly (default: on GPUs only)."""
     startup_timeout: float | None = Field(default=None, gt=0)

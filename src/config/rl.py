@@ -36,6 +36,8 @@ class RLConfig(SharedConfig, SupervisionConfig):
     trainer: TrainerConfig = TrainerConfig()
     orchestrator: OrchestratorConfig = OrchestratorConfig()
     inference: InferenceConfig = InferenceConfig()
+    colocate: bool | None = None
+    """Trainer and server take turns on one GPU (default: where there is only one for both)."""
 
     @model_validator(mode="before")
     @classmethod

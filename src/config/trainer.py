@@ -6,6 +6,7 @@ from typing import ClassVar, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
+from cairn.config.gpus import Gpus
 from cairn.config.loss import ClipConfig, LikelihoodConfig, LossConfig, PolicyLossConfig, SFTLossConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.supervision import SupervisionConfig
@@ -102,8 +103,10 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """The kind of training: a name in `cairn.trainer.tasks`."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
-    workers: int = Field(default=1, ge=1)
-    """Trainer ranks: one process each and, on machines with GPUs, one GPU each."""
+    workers: int | None = Field(default=None, ge=1)
+    """Trainer ranks: one process each, with one GPU each (default: one for each of its GPUs, 1 on CPUs)."""
+    gpus: Gpus = None
+    """Its GPUs: how many, or which, such as 0,1 or GPU-5ab1; one alone: 3, (default: all but a server's)."""
     spare_workers: int = Field(default=0, ge=0)
     """Idle processes with everything imported, each ready to replace a dead rank within two seconds."""
     threads: int = Field(default=1, ge=1)
@@ -126,6 +129,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     def settled(self, *, gpu: bool, gpu_servers: bool = False) -> Self:
         return self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})
+
+    @property
+    def ranks(self) -> int:
+        """The number of ranks; `placing` has set `workers` where the user has not."""
+        return self.workers or 1
 
     @property
     def records(self) -> "SFTDataConfig | None":

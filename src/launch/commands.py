@@ -26,6 +26,7 @@ from cairn.launch.attempt import (
 )
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.model import resolve_model
+from cairn.launch.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
@@ -55,6 +56,15 @@ def start(command: str, config: RunConfig) -> int:
         RoleFailed: a role died.
     """
     kind = KINDS[command]
+    serves = "inference" in kind.roles and not cast(RLConfig, config).orchestrator.inference_url
+    machine, vllm = this_machine(), installed_build() if serves else "gpu"
+    config, placing = placed(kind, config, machine, vllm)
+    check_torch(placing, torch_without_cuda())
+    if placing.colocate:
+        raise UsageError(
+            "trainer and server can't share a GPU yet: choose a GPU for each with --trainer.gpus and "
+            "--inference.gpus, or give the address of a server elsewhere (--orchestrator.inference-url)"
+        )
     orchestrator: dict[str, Any] | None = None
     if "orchestrator" in kind.roles:
         orchestrator = _check_environment(kind.of("orchestrator", config))
@@ -71,8 +81,12 @@ def start(command: str, config: RunConfig) -> int:
             flush=True,
         )
         return 0
-    config, _ = settle(config, this_machine(), gpu_servers=serves_on_gpus())
+    config, _ = settle(config, placing.of_ranks(machine), gpu_servers=serves_on_gpus())
     recipe = plan_recipe(kind, config, chosen, orchestrator)
+    if words := placing.in_words():
+        print(words, flush=True)
+    if machine.has_gpus and serves and vllm == "cpu":
+        print("the server computes on the CPU, for which the installed build of vLLM is made", flush=True)
     roles = list(kind.roles)
     if "inference" in roles:
         config, roles = _with_servers(cast(RLConfig, config), roles)
@@ -84,11 +98,9 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
 
     Raises:
         ServerUnavailable: no server answers at a given address.
-        UsageError: a server is to be started, and vLLM is not installed as a whole.
     """
     urls = config.orchestrator.inference_url
     if not urls:
-        installed_build()
         own = [f"http://{config.inference.host}:{config.inference.port}"]
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles

@@ -44,8 +44,11 @@ class StartFailed(Exception):
     """A Ray process exited while starting, or did not start in time."""
 
 
-def start(cpus: int) -> None:
-    """Start a cluster with `cpus` CPUs and this machine's GPUs, and connect this process to it.
+def start(cpus: int, gpus: int) -> None:
+    """Start a cluster with `cpus` CPUs and `gpus` GPUs, and connect this process to it.
+
+    Its GPUs are the first that CUDA_VISIBLE_DEVICES names. Without that variable Ray would count all GPUs of
+    the machine, so the number is always given.
 
     Its processes die with the calling thread. Its files and sockets are in a folder that only this user can
     enter, and its token is in this process's environment (`RoleProcess`).
@@ -57,7 +60,7 @@ def start(cpus: int) -> None:
     session = _Session(make_private_folder())
     address = f"{LOOPBACK}:{session.start_control_server()}"
     gcs = GcsClient(address=address)
-    session.start_raylet(address, gcs.cluster_id.hex(), cpus)
+    session.start_raylet(address, gcs.cluster_id.hex(), cpus, gpus)
     gcs.internal_kv_put(b"session_name", session.name.encode(), False, b"session")
     put_cluster_metadata(gcs, ray_init_cluster=True)
     session.wait_for(lambda: gcs.get_all_node_info(timeout=START_SECONDS), "its raylet did not register")
@@ -92,9 +95,9 @@ class _Session:
             self.wait_for(lambda: port.exists() and port.read_text(), "its control server did not start")
         )
 
-    def start_raylet(self, address: str, cluster: str, cpus: int) -> None:
+    def start_raylet(self, address: str, cluster: str, cpus: int, gpus: int) -> None:
         """Start the raylet, which prestarts one worker process for each CPU."""
-        found = ResourceAndLabelSpec(num_cpus=cpus, object_store_memory=OBJECT_STORE_BYTES)
+        found = ResourceAndLabelSpec(num_cpus=cpus, num_gpus=gpus, object_store_memory=OBJECT_STORE_BYTES)
         resources = found.resolve(is_head=True, node_ip_address=LOOPBACK).to_resource_dict()
         store, raylet = self.sockets / "plasma_store", self.sockets / "raylet"
         everybody = {"node-ip-address": LOOPBACK, "gcs-address": address, "session-name": self.name}

@@ -71,8 +71,12 @@ def inference() -> int:
         from cairn.inference.build import installed_build
         from cairn.inference.server import run as serve
         from cairn.launch.model import resolve_model
+        from cairn.launch.placing import placed_server, use_gpus
+        from cairn.run.machine import this_machine
 
-        installed_build()  # before a model is fetched
+        build = installed_build()  # before a model is fetched
+        config = placed_server(config, this_machine(), build)
+        use_gpus(config.gpus)
         return serve(config, resolve_model(config.model))
 
     return answer(run, stopped=0)

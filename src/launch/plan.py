@@ -1,9 +1,13 @@
 """What --dry-run prints: the configuration, and what it means on the machine."""
 
 import sys
+from typing import cast
 
+from cairn.config.inference import InferenceConfig
+from cairn.config.kinds import KINDS, RunConfig
 from cairn.config.shared import CommandConfig
 from cairn.inference.build import serves_on_gpus
+from cairn.launch.placing import placed, placed_server
 from cairn.launch.settling import settle
 from cairn.run.machine import Machine, machine_of, this_machine
 
@@ -16,9 +20,18 @@ def show(command: str, config: CommandConfig) -> None:
     """
     machine = machine_of(config.machine) if config.machine else this_machine()
     gpu_servers = machine.has_gpus if config.machine else serves_on_gpus()
-    settled, choices = settle(config, machine, gpu_servers=gpu_servers)
-    print(settled.model_dump_json(indent=2), flush=True)
+    vllm = "gpu" if gpu_servers else "cpu"
     lines = [f"planned for {in_words(machine)}"]
+    ranks = machine
+    if command in KINDS:
+        kind = KINDS[command]
+        config, placing = placed(kind, cast(RunConfig, config), machine, vllm)
+        ranks = placing.of_ranks(machine)
+        lines += [f"  {words}" for words in [placing.in_words()] if words]
+    elif command == "inference":
+        config = placed_server(cast(InferenceConfig, config), machine, vllm)
+    settled, choices = settle(config, ranks, gpu_servers=gpu_servers)
+    print(settled.model_dump_json(indent=2), flush=True)
     for choice in choices:
         value = "vLLM's choice" if choice.value is None else choice.value
         lines.append(f"  {choice.setting} = {value}: {choice.why}")

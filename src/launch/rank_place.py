@@ -59,7 +59,7 @@ class RankPlace(Place):
         self.watch_over(self._about.pid, silence=silence, standstill=standstill)
         address, port = meeting_place
         log = str(self.log)
-        rank = Assignment(self.number, config.workers, address, port, gpu=self.gpu, name=self.name, log=log)
+        rank = Assignment(self.number, config.ranks, address, port, gpu=self.gpu, name=self.name, log=log)
         return self.occupant.train(rank, config, attempt)
 
     def look_after(self) -> None:

@@ -80,7 +80,7 @@ class Ranks:
         self.spares = Spares(config, run)
         self.standbys = Spares(config, run, "trainer_standby")
         """Spares started ahead of the ranks, by a driver that is itself a standby."""
-        self._ranks = [RankPlace(number, run) for number in range(config.workers)]
+        self._ranks = [RankPlace(number, run) for number in range(config.ranks)]
         self._reserved: Placement | None = None
         self._rule = RestartRule(config.max_restarts)
         self._metrics = MetricsLog(run.metrics.path)

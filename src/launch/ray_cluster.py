@@ -11,6 +11,7 @@ from ray.exceptions import RpcError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cairn.config.gpus import names_in
 from cairn.config.trainer import TrainerBase
 from cairn.launch import local_ray
 from cairn.launch.exits import RayFailed, RoleFailed
@@ -34,10 +35,10 @@ class Placement:
         """
         self.gpus = 1 if ray.cluster_resources().get("GPU") else 0
         self._environment = environment_for_workers(config)
-        self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.workers, strategy="PACK")
+        self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.ranks, strategy="PACK")
         if not self._group.wait(config.ray.start_timeout):
             raise RoleFailed(
-                f"Ray has no room for {config.workers} workers with 1 CPU and {self.gpus} GPU each "
+                f"Ray has no room for {config.ranks} workers with 1 CPU and {self.gpus} GPU each "
                 f"({ray.cluster_resources()}); lower the number of workers, or raise ray.start_timeout"
             )
 
@@ -70,17 +71,17 @@ def start_ray(config: TrainerBase) -> None:
         # Ranks and servers share the cores; a spinning thread would block a core.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with stop_signals_blocked():  # inherited by Ray's processes, and by workers until they train
-        _start_local(config.workers)
+        _start_local(config.ranks, len(names_in(config.gpus or "0") or ()))
 
 
-def _start_local(cpus: int) -> None:
-    """Start a cluster with `cpus` CPUs and this machine's GPUs; it ends with this process.
+def _start_local(cpus: int, gpus: int) -> None:
+    """Start a cluster with `cpus` CPUs and the first `gpus` visible GPUs; it ends with this process.
 
     Raises:
         RayFailed: it did not start. A busy machine is a common cause, so a restart may well succeed.
     """
     try:
-        local_ray.start(cpus)
+        local_ray.start(cpus, gpus)
     except Exception as error:  # Ray raises plain exceptions
         message = " ".join(str(error).split())
         raise RayFailed(f"Ray did not start on this machine: {message}") from error

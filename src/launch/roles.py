@@ -13,6 +13,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
 from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
+from cairn.launch.placing import use_gpus
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
@@ -60,6 +61,7 @@ class Turn:
 
 def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
     """Train on Ray workers; returns the exit code."""
+    use_gpus(config.gpus)
     turn.load("cairn.launch.ranks")
     with importing():
         from cairn.launch.ranks import Ranks
@@ -68,7 +70,7 @@ def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: 
     try:
         with Ranks(config, run) as ranks:
             if turn.standby:
-                ranks.standbys.start(config.workers)
+                ranks.standbys.start(config.ranks)
                 ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
             with stop_on_signals(run):  # after Ray has started and set its own handler
@@ -142,6 +144,7 @@ def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
     """
     from cairn.inference.server import run as serve
 
+    use_gpus(config.gpus)
     try:
         with stop_on_signals(run):
             return serve(config, config.model.name, run.logs / "vllm.log", end_signal=END_SERVER)

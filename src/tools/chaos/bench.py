@@ -86,7 +86,7 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
     if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
         raise UsageError("the command must save all state, in its own folder: no --ckpt.dir, no weights only")
     rl = command[0] == "rl"
-    ranks = (config["trainer"] if rl else config)["workers"]
+    ranks = (config["trainer"] if rl else config)["workers"] or 1
     setting = Setting(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
     task = Task(command, setting, token, server=server)
     if not rl:
