@@ -11,4 +11,5 @@ class BaseConfig(CheckedConfig):
 
     model_config = ConfigDict(frozen=True)
     unlisted: ClassVar[frozenset[str]] = frozenset()
-    """Fields that --help and hints leave out: they allow a single value, or have a newer name."""
+    """Fields that --help and hints leave out: they allow a single value, have a newer name, or are set by
+    another setting."""

@@ -30,6 +30,7 @@ parameters."""
 class InferenceConfig(CommandConfig):
     """The vLLM inference server."""
 
+    unlisted = frozenset({"colocated"})
     model: ModelConfig = ModelConfig()
     """Initial weights and tokenizer; a run replaces the weights."""
     host: str = "127.0.0.1"
@@ -56,6 +57,8 @@ class InferenceConfig(CommandConfig):
     """Let vLLM compile the model, and use CUDA graphs on GPUs: starts more slowly (default: on GPUs only)."""
     startup_timeout: float | None = Field(default=None, gt=0)
     """Seconds within which the server must become healthy (default: 300 on CPUs, 1800 on GPUs)."""
+    colocated: bool = False
+    """Be able to sleep, and don't start while a step is trained; rl --colocate sets it."""
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
 

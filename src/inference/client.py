@@ -18,7 +18,13 @@ import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
 from cairn.inference.backoff import Backoff
-from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
+from cairn.policy.errors import (
+    ServerAsleep,
+    ServerUnavailable,
+    WeightsAltered,
+    WeightsGone,
+    WeightsRefused,
+)
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.run.errors import CairnError
 
@@ -27,6 +33,10 @@ EPOCH_VARIABLE = "CAIRN_INFERENCE_EPOCH"
 """The id that a server reports as its epoch, so that the process that started it recognises it."""
 BUSY = (409, 429, 503)
 """Status codes after which a request is sent again; 409: another update of the weights is open."""
+
+
+ASLEEP = "the server is asleep"
+"""How the reason begins that a sleeping server gives for its refusals, all with code 503."""
 
 
 NOT_LOADED = {422: WeightsRefused, 412: WeightsAltered, 410: WeightsGone, 501: WeightsRefused}
@@ -57,6 +67,8 @@ class ServerStatus:
     """Of the weights and the computation."""
     updating: dict[str, Any] | None = None
     """The `version` of an update that is under way, and for how many `seconds`."""
+    asleep: bool = False
+    """Whether it has freed its GPU memory, and refuses to generate until it is woken."""
 
 
 def token_file(url: str) -> Path:
@@ -185,6 +197,26 @@ class InferenceClient:
             )
         return status
 
+    async def sleep(self) -> ServerStatus:
+        """Have the server free its GPU memory; it keeps its weights and their version, and answers `status`.
+
+        Returns when it sleeps. A server that sleeps goes on sleeping.
+
+        Raises:
+            ServerUnavailable: the server does not answer, or can't sleep.
+            Unauthorized: the token is missing or wrong.
+        """
+        return self._status(await self._request("POST", "/cairn/sleep", protected=True))
+
+    async def wake(self) -> ServerStatus:
+        """Have a sleeping server go on, from the weights that it had; one that is awake stays so.
+
+        Raises:
+            ServerUnavailable: the server does not answer, or can't wake up.
+            Unauthorized: the token is missing or wrong.
+        """
+        return self._status(await self._request("POST", "/cairn/wake", protected=True))
+
     async def weight_checksums(self) -> dict[str, str]:
         """SHA-256 of every weight that the server computes with, by vLLM's name for it.
 
@@ -302,6 +334,8 @@ class InferenceClient:
         if response.status_code == 404 and response.url.path.startswith("/cairn/"):
             message = f"not a server that `inference` started: {message}"
             raise ServerUnavailable(f"{response.url} answered 404: {message}")
+        if response.status_code == 503 and message.startswith(ASLEEP):
+            raise ServerAsleep(f"{response.url}: {message}")
         bad_request = response.status_code < 500 and response.status_code not in BUSY
         kind = ValueError if bad_request else ServerUnavailable
         raise kind(f"{response.url} answered {response.status_code}: {message}")

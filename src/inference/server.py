@@ -101,6 +101,8 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
             env["TORCHDYNAMO_DISABLE"] = "1"
     else:
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        if config.colocated:  # puts weights and KV cache where they can be freed; on a CPU nothing is
+            argv += ["--enable-sleep-mode"]
     changes: dict[str, int | str] = {**overrides(model)}
     if config.head == "float32":
         changes["head_dtype"] = "float32"  # vLLM's name for logits in float32 of a model in 16 bits

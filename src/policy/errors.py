@@ -10,6 +10,10 @@ class ServerUnavailable(CairnError):
     """The server does not answer, or failed to do what it was asked to."""
 
 
+class ServerAsleep(ServerUnavailable):
+    """The server sleeps: it is alive, has its weights, and generates again once it is woken."""
+
+
 class ServerDisagrees(ServerUnavailable):
     """The server computes other logprobs than the trainer from the same weights."""
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from cairn.inference.client import InferenceClient, StaleServer
+from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.pool.settings import PoolSettings
@@ -45,11 +45,14 @@ class FakeServer:
         self.port = 0
         self.disagrees = self.scores = 0
         self.more_status: dict[str, Any] = {}
+        self.asleep = False
+        self.did: list[str] = []
+        """Pushes, sleeps and wakes, in order."""
         self._connections: set[asyncio.StreamWriter] = set()
 
     async def start(self) -> None:
         """Begin to listen, as a new server that has lost its weights."""
-        self.version = "default"
+        self.version, self.asleep = "default", False
         self.lives += 1
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
@@ -82,7 +85,13 @@ class FakeServer:
     async def _answer(self, path: str, body: dict) -> Answer:
         if self.fault and (answer := await self.fault(path, body)):
             return answer
-        if path == "/cairn/update_weights":
+        if path in ("/cairn/sleep", "/cairn/wake"):
+            self.asleep = path == "/cairn/sleep"
+            self.did.append(path.removeprefix("/cairn/"))
+        elif self.asleep and path != "/cairn/status" and path != "/health":
+            return 503, {"error": {"message": f"{ASLEEP}; wake it"}}
+        elif path == "/cairn/update_weights":
+            self.did.append(body["version"])
             self.version = body["version"]
             self.pushed.append(self.version)
             self.kept_cache.append(body["keep_cache"])
@@ -99,6 +108,7 @@ class FakeServer:
             "model": "model",
             "paused": False,
             "max_num_seqs": 8,
+            "asleep": self.asleep,
             **self.more_status,
             "vllm_version": "0",
         }

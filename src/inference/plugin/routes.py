@@ -23,8 +23,9 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 from vllm.logger import init_logger
 
-from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE
+from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.guard import Guard, failure
+from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import Refused
 from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unchanged, Unfit
@@ -65,7 +66,8 @@ class Update:
 
 
 class CairnRoutes:
-    """Endpoint plugin: vLLM's RL routes, `/cairn/update_weights`, `/cairn/status`, and a guard before all."""
+    """Endpoint plugin: vLLM's RL routes, `/cairn/update_weights`, `/cairn/sleep`, `/cairn/wake`,
+    `/cairn/status`, and a guard before all."""
 
     name = "cairn"
     required_tasks = ("generate",)
@@ -75,11 +77,15 @@ class CairnRoutes:
         self._epoch = os.environ.get(EPOCH_VARIABLE) or uuid.uuid4().hex
         self._one_at_a_time = asyncio.Lock()
         self._update: Update | None = None
+        self._sleep = Sleep()
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(rl_router)
         app.add_api_route("/cairn/update_weights", self.update_weights, methods=["POST"])
+        app.add_api_route("/cairn/sleep", self.sleep, methods=["POST"])
+        app.add_api_route("/cairn/wake", self.wake, methods=["POST"])
         app.add_api_route("/cairn/status", self.status, methods=["GET"])
+        app.add_middleware(AsleepGuard, sleep=self._sleep)  # behind the guard, which is added last
         app.add_middleware(Guard, token=self._token, how_to_get_it=HOW_TO_GET_THE_TOKEN)
 
     async def init_state(self, engine_client: EngineClient | None, state: State, args: Namespace) -> None:
@@ -123,11 +129,30 @@ class CairnRoutes:
             "epoch": self._epoch,
             "model": self._model,
             "paused": paused,
+            "asleep": self._sleep.asleep,
             "max_num_seqs": self._max_num_seqs,
             "max_model_len": self._engine.model_config.max_model_len,
             "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
             "vllm_version": vllm.__version__,
         }
+
+    async def sleep(self) -> JSONResponse:
+        """Free the GPU's memory until `wake`; requests in flight wait. 200: done, answered as by `status`."""
+        async with self._one_at_a_time:
+            try:
+                await self._sleep.begin(self._engine)
+            except Exception as error:
+                return failure(500, f"cannot fall asleep; generation is refused: {error}")
+            return JSONResponse(await self.status())
+
+    async def wake(self) -> JSONResponse:
+        """Go on with the weights that the server had. 200: done, answered as by `status`."""
+        async with self._one_at_a_time:
+            try:
+                await self._sleep.end(self._engine)
+            except Exception as error:
+                return failure(500, f"cannot wake up; generation is refused: {error}")
+            return JSONResponse(await self.status())
 
     async def update_weights(self, update: WeightUpdate) -> JSONResponse:
         """Load weights between two steps of generation; requests in flight go on under the new ones.
@@ -142,6 +167,8 @@ class CairnRoutes:
         may be a mixture, until an update succeeds. 501: likewise, and no update can succeed.
         """
         async with self._one_at_a_time:
+            if self._sleep.asleep:  # since this request came in
+                return failure(503, ASLEEP)
             with self._noted(Update(update.version, await self._engine.get_weight_version())) as noted:
                 try:
                     staged = await asyncio.to_thread(self._staging.prepare, update.path)

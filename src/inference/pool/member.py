@@ -67,6 +67,8 @@ class Member:
         self.dtype = ""
         self.sequences = 0
         self.requests: set[asyncio.Task[list[Generation]]] = set()
+        self.asleep = False
+        """Whether it sleeps, as it said last."""
         self.silent_since: float | None = None
         self.backoff = Backoff()
         """Before the next look at it while it is not ready."""
@@ -94,6 +96,7 @@ class Member:
                 self.disproofs = 0
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
         self.silent_since = None
+        self.asleep = status.asleep
         self.capacity = max(1, status.max_num_seqs)
         self.max_model_len, self.dtype = status.max_model_len, status.dtype
 
@@ -125,6 +128,26 @@ class Member:
         if not weights.probe_follows:
             self._settle(True)
         self.weights = weights
+
+    async def fall_asleep(self) -> None:
+        """Have it free its GPU memory; answers in flight wait in it.
+
+        Raises:
+            ServerUnavailable: it does not answer, or can't.
+        """
+        self.asleep = True  # from now on it may
+        self.note(await self.client.sleep())
+        logger.info("%s is asleep with weights %s", self.url, self.version)
+
+    async def wake_up(self) -> None:
+        """Have it go on from the weights that it has, if it sleeps.
+
+        Raises:
+            ServerUnavailable: it does not answer, or can't.
+        """
+        if self.asleep:
+            self.note(await self.client.wake())
+            logger.info("%s is awake", self.url)
 
     async def prove(self, weights: Weights) -> None:
         """Have the server score the probe of the weights that it was given.

@@ -43,6 +43,8 @@ class Membership:
         """The servers that belong to the pool now, healthy or not, by URL."""
         self.weights: Weights | None = None
         """What every server is to have."""
+        self.resting = False
+        """Whether every server is to sleep; otherwise those that are given weights are woken."""
         self._servers = servers
         self._counts = counts
         self._connect = connect
@@ -139,7 +141,10 @@ class Membership:
         except TimeoutError:
             raise ServerUnavailable(f"{member.url} has not answered for {LOOK_TIMEOUT:g} s") from None
         member.note(status)
-        await self._push(member)
+        resting = None
+        while resting is not self.resting:  # which may change meanwhile
+            resting = self.resting
+            await (self._rest(member) if resting else self._push(member))
         member.ready = True
         logger.info("%s is ready with weights %s", member.url, member.version)
         self._notify()
@@ -167,6 +172,25 @@ class Membership:
     def problems(self) -> str:
         """What is wrong with each server."""
         return "; ".join(member.problem for member in self.members.values())
+
+    # Sleep
+
+    async def rest(self, members: list[Member]) -> None:
+        """Put `members` to sleep at once; those that fail are put to sleep when they answer again."""
+
+        async def rest_or_lose(member: Member) -> None:
+            try:
+                await self._rest(member)
+            except (ServerUnavailable, Unauthorized, ValueError) as error:
+                self.lose(member, str(error))
+
+        await asyncio.gather(*map(rest_or_lose, members))
+
+    async def _rest(self, member: Member) -> None:
+        async with member.pushing:
+            if self.resting:
+                await member.fall_asleep()
+                self._notify()
 
     # Weights
 
@@ -204,6 +228,8 @@ class Membership:
     async def _push(self, member: Member) -> None:
         """Put the current weights into a server that does not have them."""
         async with member.pushing:
+            if self.weights is not None and not self.resting:
+                await member.wake_up()
             while (weights := self.weights) is not None and member.weights is not weights:
                 # Keys and values that another run's weights made are never kept.
                 keep_cache = self._settings.keep_cache and member.weights is not None

@@ -102,11 +102,11 @@ class ServerPool:
     ) -> None:
         """Give the weights in `folder` to all servers, as `version`, and to every one that joins from now on.
 
-        Requests in flight go on under the new weights. Returns when all healthy servers have confirmed the
-        version; one that takes much longer than the others gets no requests for this version until it has.
-        A server that gives the `probe` other logprobs than the trainer gets no requests either, and is given
-        the weights again. Answers under the version are held back until their server has scored the probe;
-        with `probe_follows` that begins when `prove` is called.
+        Servers that sleep are woken for it. Requests in flight go on under the new weights. Returns when all
+        healthy servers have confirmed the version; one that takes much longer than the others gets no
+        requests for this version until it has. A server that gives the `probe` other logprobs than the
+        trainer gets no requests either, and is given the weights again. Answers under the version are held
+        back until their server has scored the probe; with `probe_follows` that begins when `prove` is called.
 
         Raises:
             WeightsRefused: a server refused the weights. (One that does so when it joins is only reported.)
@@ -119,6 +119,7 @@ class ServerPool:
         self._membership.begin()
         started = time.monotonic()
         size = tensor_bytes(Path(folder))
+        self._membership.resting = False
         self._membership.weights = Weights(str(folder), version, size, probe, probe_follows)
         members = [member for member in self._membership.members.values() if member.ready]
         for member in self._membership.members.values():
@@ -152,6 +153,27 @@ class ServerPool:
         given = [member for member in self._membership.members.values() if member.weights is weights]
         await asyncio.gather(*(self._membership.prove_or_lose(member, weights) for member in given))
         await self._until_served()
+
+    async def sleep(self) -> None:
+        """Put all servers to sleep until the next `serve`, also those that join meanwhile.
+
+        Returns when every server has confirmed it; one that is being restarted is waited for.
+
+        Raises:
+            ServerUnavailable: one does not sleep after `retry_for` seconds.
+        """
+        self._membership.begin()
+        self._membership.resting = True
+        members = self._membership.members
+        await self._membership.rest([member for member in members.values() if member.ready])
+        if not await self._membership.until(
+            lambda: bool(members) and all(member.ready and member.asleep for member in members.values()),
+            self._retry_for,
+        ):
+            raise ServerUnavailable(
+                f"an inference server does not sleep after {self._retry_for:g} s "
+                f"(--orchestrator.request-timeout allows more); {self._membership.problems()}"
+            )
 
     async def _until_served(self, or_until: Callable[[], bool] = lambda: False) -> None:
         """Wait for one server that has the current weights, and has proven it if it can.
@@ -261,7 +283,8 @@ class ServerPool:
         end = min(end, time.monotonic() + self._retry_for)
 
         def usable() -> list[Member]:
-            return [m for m in self._membership.members.values() if m.ready and m.version in versions]
+            members = self._membership.members.values()
+            return [m for m in members if m.ready and not m.asleep and m.version in versions]
 
         if not await self._membership.until(lambda: bool(usable()), end - time.monotonic()):
             raise ServerUnavailable(
