@@ -67,7 +67,7 @@ class AdvantageConfig(BaseConfig):
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
-    unlisted = frozenset({"normalize_advantages"})
+    unlisted = frozenset({"normalize_advantages", "colocated"})
     inference_url: list[str] = []
     """Addresses of running servers; if none is given, rl starts one with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -95,6 +95,8 @@ class OrchestratorConfig(SharedConfig):
     """Seconds to wait for an answer, including retries of failed requests."""
     version_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the trainer's next policy."""
+    colocated: bool = False
+    """Have the servers sleep while a step is trained; rl --colocate sets it."""
 
     def settled(self, *, gpu: bool = False, gpu_servers: bool) -> Self:
         if gpu_servers:

@@ -199,11 +199,14 @@ class TrainerConfig(TrainerBase):
 
     task = "rl"
     beside_servers = True
+    unlisted = frozenset({"colocated"})
     loss: PolicyLossConfig = ClipConfig()
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: files, or network (from the trainer's memory, over NCCL or gloo)."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
+    colocated: bool = False
+    """Train only while the servers sleep; rl --colocate sets it."""
 
     @property
     def own_loss(self) -> LossConfig | None:

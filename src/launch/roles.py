@@ -4,6 +4,7 @@ import asyncio
 import importlib
 import os
 import sys
+import time
 from collections.abc import Callable
 from functools import partial
 
@@ -20,6 +21,10 @@ from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.imports import importing
 from cairn.run.processes import in_background
+from cairn.run.signals import on_stop_signals
+
+TURN_SECONDS = 0.05
+"""Between two looks at whose turn it is."""
 
 
 class Turn:
@@ -120,7 +125,8 @@ def run_orchestrator(
                 servers_file=run.servers,
             ) as servers:
                 assert config.server_timeout is not None, "the configuration is settled"
-                await servers.wait_ready(config.server_timeout)
+                if run.versions.trainers_turn(attempt) is None:  # else a server may wait for its end
+                    await servers.wait_ready(config.server_timeout)
                 return await Orchestrator(config, attempt, servers).run()
         finally:
             progress.cancel()
@@ -147,6 +153,28 @@ def run_inference(config: InferenceConfig, run: RunDirectory) -> int:
     use_gpus(config.gpus)
     try:
         with stop_on_signals(run):
+            if config.colocated and not servers_turn(run):
+                return 0
             return serve(config, config.model.name, run.logs / "vllm.log", end_signal=END_SERVER)
     finally:
         run.set_role("inference", "stopped")
+
+
+def servers_turn(run: RunDirectory) -> bool:
+    """Wait until servers may use the GPU that they share with the trainer; False if the launcher ends them.
+
+    A server that died while a step is trained would find too little memory.
+    """
+
+    def interrupt(_name: str) -> None:
+        raise KeyboardInterrupt
+
+    attempt = run.attempt()
+    try:
+        with on_stop_signals(interrupt, signals=[END_SERVER]):
+            while attempt is not None and run.versions.trainers_turn(attempt) is not None:
+                heartbeat.doing("waiting until the trainer has published a policy", waiting=True)
+                time.sleep(TURN_SECONDS)
+    except KeyboardInterrupt:
+        return False
+    return True

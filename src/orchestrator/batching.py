@@ -9,6 +9,7 @@ from cairn.orchestrator.metrics import batch_metrics
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sampling import Sampler
+from cairn.orchestrator.sharing import Sharing
 from cairn.orchestrator.state import OrchestratorState
 from cairn.run.batches import Batch, RLBatch, Sampling, batch_path, write_batch
 from cairn.run.faults import fault_point
@@ -20,11 +21,12 @@ logger = logging.getLogger(__name__)
 class BatchMaker:
     """Keeps the servers busy, and ships a batch as soon as enough groups are complete."""
 
-    def __init__(self, state: OrchestratorState, sampler: Sampler, advantage: Advantage):
+    def __init__(self, state: OrchestratorState, sampler: Sampler, advantage: Advantage, sharing: Sharing):
         """Take over the ledger's waiting prompts; answers sampled at another temperature are dropped."""
         self.state = state
         self.sampler = sampler
         self.advantage = advantage
+        self.sharing = sharing
         temperature = state.config.sampling.temperature
         self._dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
         if self._dropped:
@@ -46,6 +48,7 @@ class BatchMaker:
             self.prompts.collect()
             while (groups := self._next_batch()) is not None:
                 await self._ship(self.state.shipped.newest.step + 1, groups)
+            await self.sharing.hand_over()
             self._issue()
             await self.state.policy.changed.wait()
 

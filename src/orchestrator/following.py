@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 from cairn.orchestrator.disagreement import explained
 from cairn.orchestrator.saving import save_part
+from cairn.orchestrator.sharing import Sharing
 from cairn.orchestrator.state import OrchestratorState
 from cairn.policy.errors import WeightsGone
 from cairn.run.attempt import Attempt
@@ -33,7 +34,7 @@ class AttemptOver(Exception):
 class TrainerFollower:
     """Saves and serves each policy that the trainer announces."""
 
-    def __init__(self, state: OrchestratorState, first_policy: Path):
+    def __init__(self, state: OrchestratorState, first_policy: Path, sharing: Sharing):
         """Prepare to follow.
 
         Args:
@@ -41,6 +42,7 @@ class TrainerFollower:
         """
         self.state = state
         self.first_policy = first_policy
+        self.sharing = sharing
         self._first_push = True
         """No policy that this attempt's trainer has published is known to be served yet."""
 
@@ -55,7 +57,7 @@ class TrainerFollower:
         announced = state.run.versions.all_announced(state.attempt)
         step = announced[0] - 1 if announced else state.attempt.start_step
         self._first_push = step <= state.attempt.start_step  # announcements before one that is served go
-        if not announced:
+        if not announced and self.sharing.wants(step):
             await self._unless_ended(self._serve_first(step), step)
         while True:
             newest = following = await self._announcement(step + 1)
@@ -68,11 +70,15 @@ class TrainerFollower:
             state.shipped.forget_before(step)
             state.ledger.fold(state.store.latest() or 0)
             if newest.last:  # nothing is sampled from it, so a server may fail
-                if is_new:
+                if is_new and self.sharing.wants(step, last=True):
                     with contextlib.suppress(Exception):
                         await asyncio.wait_for(self._serve_announced(step), LAST_PUSH)
+                self.sharing.end()
                 return step
-            await self._unless_ended(self._serve_announced(step), step)
+            if self.sharing.wants(step):
+                await self._unless_ended(self._serve_announced(step), step)
+            else:
+                state.run.versions.forget_before(step)
 
     async def _unless_ended(self, serve: Coroutine[Any, Any, None], step: int) -> None:
         """Serve the policy after `step` steps, until the trainer ends the run there."""
@@ -180,6 +186,7 @@ class TrainerFollower:
         fault_point("orchestrator.before_push")
         state = self.state
         version = state.attempt.version(step)
+        self.sharing.before_serving()
         if state.config.max_off_policy_steps == 0:
             state.policy.versions.clear()
         state.policy.versions.add(version)

@@ -19,6 +19,7 @@ from cairn.orchestrator.ledger import LedgerFailed
 from cairn.orchestrator.resume import first_policy, take_up
 from cairn.orchestrator.sampling import Sampler
 from cairn.orchestrator.servers import PolicyServers
+from cairn.orchestrator.sharing import make_sharing
 from cairn.run.attempt import Attempt
 from cairn.run.recipe import template_arguments
 
@@ -45,8 +46,9 @@ class Orchestrator:
         self.state = take_up(config, attempt, environment, servers)
         chat = ChatFormat(policy, template_arguments(self.state.recipe))
         sampler = Sampler(config, environment, chat, servers, self.state.ledger, self.state.policy.versions)
-        self.batches = BatchMaker(self.state, sampler, advantage)
-        self.follower = TrainerFollower(self.state, policy)
+        sharing = make_sharing(self.state)
+        self.batches = BatchMaker(self.state, sampler, advantage, sharing)
+        self.follower = TrainerFollower(self.state, policy, sharing)
 
     async def run(self) -> int:
         """Ship batches until the trainer announces the last policy. Returns the last step.

@@ -28,6 +28,10 @@ class PolicyServers(Protocol):
         """Have the servers reproduce `probe` with the weights they serve; until then no answer counts."""
         ...
 
+    async def sleep(self) -> None:
+        """Have all servers free their GPU memory until the next `serve`; returns when they sleep."""
+        ...
+
     async def generate(
         self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
     ) -> list[Generation]:

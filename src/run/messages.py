@@ -97,6 +97,17 @@ class BatchHeader(Message):
     ledger: ShippedBatch
 
 
+@dataclass(frozen=True)
+class HandOver(Message):
+    """That the servers sleep, so that the GPU which they share with the trainer is the trainer's.
+
+    It holds until the trainer announces the policy of step `until`; with None, until the attempt ends.
+    """
+
+    attempt: str
+    until: int | None
+
+
 # From the trainer to the orchestrator
 
 

@@ -1,4 +1,7 @@
-"""Policy versions in transit: published by the trainer, announced to the orchestrator, loaded by servers."""
+"""Policy versions in transit: published by the trainer, announced to the orchestrator, loaded by servers.
+
+Where trainer and servers share a GPU, also whose turn it is.
+"""
 
 import contextlib
 import os
@@ -9,10 +12,10 @@ from pathlib import Path
 
 from cairn.run.attempt import Attempt
 from cairn.run.files import entries, read_note, write_json
-from cairn.run.messages import Announcement
+from cairn.run.messages import Announcement, HandOver
 
 NOTE = re.compile(r"v([0-9]+)\.json")
-OURS = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*")
+OURS = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*|hand_over\.json")
 
 WEIGHT_SOURCE = "source.json"
 """In a policy version's folder, in place of its tensors: where servers get them."""
@@ -23,6 +26,7 @@ class PolicyVersions:
 
     def __init__(self, path: Path):
         self.path = path
+        self._hand_over = path / "hand_over.json"
         self.spare = path / ".spare"
         """A version's folder that nobody needs any more, if it is there."""
 
@@ -57,6 +61,36 @@ class PolicyVersions:
                     os.rename(folder, self.spare)
                 shutil.rmtree(folder, ignore_errors=True)
                 self._note(older).unlink(missing_ok=True)
+
+    # Whose turn it is on a GPU that servers share with the trainer. The orchestrator writes the note when all
+    # servers sleep, and removes it before it wakes them. As a process may die before it removes the note, the
+    # announcement of the policy that the trainer was to make ends the trainer's turn as well.
+
+    def hand_over(self, attempt: Attempt, until: int | None) -> None:
+        """Say that the servers sleep until the policy of step `until` is announced; see `HandOver`."""
+        self.path.mkdir(parents=True, exist_ok=True)
+        write_json(self._hand_over, HandOver(attempt.id, until).to_json())
+
+    def take_back(self) -> None:
+        """End the trainer's turn: the servers are about to be woken."""
+        self._hand_over.unlink(missing_ok=True)
+
+    def handed_over(self, attempt: Attempt) -> HandOver | None:
+        """The newest hand-over of this attempt, if it was not taken back; the turn may have ended."""
+        message = read_note(self._hand_over, HandOver)
+        return message if message and message.attempt == attempt.id else None
+
+    def trainers_turn(self, attempt: Attempt) -> HandOver | None:
+        """The hand-over that holds now: no server is awake, or is started."""
+        message = self.handed_over(attempt)
+        if message is None or message.until is None:
+            return message
+        return message if message.until > max(self.all_announced(attempt), default=-1) else None
+
+    def may_train(self, attempt: Attempt, step: int) -> bool:
+        """Whether it is the trainer's turn, to take step `step` among others."""
+        turn = self.trainers_turn(attempt)
+        return turn is not None and (turn.until is None or step <= turn.until)
 
     def clear(self) -> None:
         """Remove the versions of an earlier attempt, which nobody waits for any more."""

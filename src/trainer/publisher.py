@@ -20,6 +20,7 @@ class VersionPublisher:
         transport: how servers get the weights.
         step: the number of optimiser steps that the weights have seen so far.
         make_probe: scores the probe that servers are checked by, on all ranks; None: they are not checked.
+        before_announcing: called on all ranks before the orchestrator may have servers load the policy.
     """
 
     def __init__(
@@ -30,17 +31,20 @@ class VersionPublisher:
         transport: Transport,
         step: int,
         make_probe: Callable[[], Probe] | None = None,
+        before_announcing: Callable[[], None] = lambda: None,
     ):
         self.run = run
         self.attempt = attempt
         self.group = group
         self._transport = transport
         self._make_probe = make_probe
+        self._before_announcing = before_announcing
         if make_probe and step == attempt.start_step:  # servers take this policy from elsewhere
             probe = make_probe()
             if group.rank == 0:
                 run.versions.folder(step).mkdir(parents=True, exist_ok=True)
                 write_probe(run.versions.folder(step), probe)
+        before_announcing()
         self.publish_again(step)
 
     def before_update(self) -> None:
@@ -73,6 +77,7 @@ class VersionPublisher:
             remove_checksums(unfinished)  # of what was here before
         self.group.barrier()
         self._transport.fill(unfinished, step, last=last)
+        self._before_announcing()
         if self.group.rank == 0:
             if probe:
                 write_probe(unfinished, probe)

@@ -12,6 +12,7 @@ from cairn.run.waiting import wait_for
 from cairn.trainer.losses import make_loss
 from cairn.trainer.probe import make_probe
 from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.sharing import Apart, Sharing, make_sharing
 from cairn.trainer.task import Context, Decision, Earlier, Task
 from cairn.trainer.transports import TRANSPORTS
 
@@ -27,7 +28,8 @@ class RL(Task):
         self.loss = make_loss(config.loss)
         self._group = state.group
         self._training_state = config.ckpt is not None and config.ckpt.training_state
-        self._batches = ShippedBatches(run, attempt, config.batch_timeout)
+        sharing = make_sharing(config, run, attempt)
+        self._batches = ShippedBatches(run, attempt, config.batch_timeout, sharing)
         self._replay = Replay(run, attempt)
         make_transport = TRANSPORTS[config.weight_transport]
         self._publisher = VersionPublisher(
@@ -37,6 +39,7 @@ class RL(Task):
             make_transport(state.group, state.policy.served, checked=config.self_check),
             state.progress.step,
             partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
+            before_announcing=sharing.make_room,
         )
 
     def next_batch(self, step: int) -> Batch | None:
@@ -93,21 +96,25 @@ class Replay:
 class ShippedBatches:
     """The orchestrator's batch files, in the order of steps."""
 
-    def __init__(self, run: RunDirectory, attempt: Attempt, timeout: float):
+    def __init__(self, run: RunDirectory, attempt: Attempt, timeout: float, sharing: Sharing | None = None):
         """Wait `timeout` seconds for each batch."""
         self.run = run
         self.attempt = attempt
         self.timeout = timeout
+        self.sharing = sharing or Apart(run, attempt)
 
     def next_batch(self, step: int) -> Batch | None:
-        """Wait for the batch of optimiser step `step`; None if the run is asked to stop first.
+        """Wait until the batch of optimiser step `step` is there and may be trained on.
+
+        None if the run is asked to stop first.
 
         Raises:
             DeadlinePassed: the orchestrator did not ship it in time.
         """
 
         def look() -> Batch | Literal["stop"] | None:
-            batch = self.run.batch(self.attempt, step)
+            may_train = self.sharing.may_train(step)
+            batch = self.run.batch(self.attempt, step) if may_train else None
             return "stop" if batch is None and self.run.stop_requested() else batch
 
         batch = wait_for(

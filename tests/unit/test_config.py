@@ -584,7 +584,9 @@ def test_help_begins_with_what_people_set_first(capsys: pytest.CaptureFixture[st
 
 def test_help_leaves_out_what_has_one_value_or_a_newer_name():
     hidden = hidden_settings(settings_of(RLConfig)) - shared_settings(settings_of(RLConfig))
-    assert hidden == {("orchestrator", "sampling", "top_p"), ("orchestrator", "normalize_advantages")}
+    by_colocate = {(role, "colocated") for role in ("trainer", "orchestrator", "inference")}
+    one_value = {("orchestrator", "sampling", "top_p"), ("orchestrator", "normalize_advantages")}
+    assert hidden == one_value | by_colocate
     assert load(RLConfig, ["--orchestrator.sampling.top-p", "1"]).orchestrator.sampling.top_p == 1
 
 

@@ -131,8 +131,7 @@ class Trainer:
         newest = max(self.run.versions.all_announced(self.attempt), default=self.attempt.start_step)
         self._write_probe(self.attempt.start_step)
         for step in range(newest + 1, self.last + 1):
-            while (batch := self.run.batch(self.attempt, step)) is None:
-                await asyncio.sleep(0.001)
+            batch = await self.batch(step)
             await asyncio.sleep(self.draw.choice((0, 0, 0.003, 0.01)))
             self.trained.append(batch)
             save = step % self.save_every == 0 or step == self.last
@@ -140,6 +139,12 @@ class Trainer:
             self.run.versions.announce(self.attempt, step, save=save, last=step == self.last)
             if save:
                 await self._commit(store, step)
+
+    async def batch(self, step: int) -> RLBatch:
+        """The batch of `step`, once it is there."""
+        while (batch := self.run.batch(self.attempt, step)) is None:
+            await asyncio.sleep(0.001)
+        return batch
 
     def _write_probe(self, step: int) -> None:
         folder = self.run.versions.folder(step)

@@ -1,0 +1,90 @@
+"""Whose turn it is, where servers share a GPU with the trainer; nobody takes turns where they do not.
+
+The turn is the trainer's from the moment that a batch is shipped and all servers sleep, until it announces
+the policy of the newest batch. The note that says so (`PolicyVersions.hand_over`) is written when all servers
+sleep and removed before they are woken, so that a role that is started anew finds out by reading it.
+"""
+
+from typing import Protocol
+
+from cairn.orchestrator.state import OrchestratorState
+
+
+class Sharing(Protocol):
+    """When servers work and when they sleep."""
+
+    def wants(self, step: int, *, last: bool = False) -> bool:
+        """Whether the servers are given the policy of `step`; `last`: the run ends there."""
+        ...
+
+    def before_serving(self) -> None:
+        """Servers are about to be given a policy."""
+        ...
+
+    async def hand_over(self) -> None:
+        """Called when a batch may have been shipped, and in the beginning."""
+        ...
+
+    def end(self) -> None:
+        """No policy will be served any more."""
+        ...
+
+
+class Apart:
+    """The trainer computes elsewhere: servers serve every policy, and never sleep."""
+
+    def __init__(self, state: OrchestratorState):
+        pass
+
+    def wants(self, step: int, *, last: bool = False) -> bool:
+        """Always: clients may ask the servers after the run, too."""
+        return True
+
+    def before_serving(self) -> None:
+        """Nothing to do."""
+
+    async def hand_over(self) -> None:
+        """Nothing to do."""
+
+    def end(self) -> None:
+        """Nothing to do."""
+
+
+class TakingTurns:
+    """The servers sleep while the trainer has a batch, and are woken for the policy of the newest batch."""
+
+    def __init__(self, state: OrchestratorState):
+        self.state = state
+        self._versions = state.run.versions
+
+    def wants(self, step: int, *, last: bool = False) -> bool:
+        """Whether prompts will be sampled from the policy of `step`: no later batch is shipped."""
+        return not last and step >= self.state.shipped.newest.step
+
+    def before_serving(self) -> None:
+        """The trainer's turn is over: it has announced what it was to make, or has nothing to train on."""
+        self._versions.take_back()
+
+    async def hand_over(self) -> None:
+        """If the trainer has not announced the policy of the newest batch, have all servers sleep and say so.
+
+        Raises:
+            ServerUnavailable: a server does not sleep.
+        """
+        newest, attempt = self.state.shipped.newest.step, self.state.attempt
+        if newest <= max(self._versions.all_announced(attempt), default=attempt.start_step):
+            return
+        turn = self._versions.handed_over(attempt)
+        if turn is None or (turn.until is not None and turn.until < newest):
+            await self.state.servers.sleep()
+            self._versions.hand_over(attempt, newest)
+
+    def end(self) -> None:
+        """Sleeping servers sleep on: a trainer that dies in its last save takes its last steps again."""
+        if self._versions.handed_over(self.state.attempt):
+            self._versions.hand_over(self.state.attempt, until=None)
+
+
+def make_sharing(state: OrchestratorState) -> Sharing:
+    """As the configuration says."""
+    return (TakingTurns if state.config.colocated else Apart)(state)

@@ -1,0 +1,271 @@
+"""Taking turns on one GPU: servers sleep while a step is trained, whoever dies in between."""
+
+import asyncio
+import random
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from test_pipeline import (
+    ATTEMPT,
+    PROMPTS,
+    Servers,
+    Trainer,
+    assert_promises_kept,
+    begin,
+    configuration,
+    for_a_while,
+    go_on,
+    in_folder,
+    places,
+    see_through,
+)
+from test_server_pool import ask, in_loop, servers, until
+
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.inference.client import InferenceClient
+from cairn.policy.errors import ServerAsleep, ServerUnavailable
+from cairn.policy.generation import SamplingParams
+from cairn.run.batches import RLBatch
+from cairn.run.directory import RunDirectory
+from cairn.run.versions import PolicyVersions
+
+__all__ = ["configuration"]  # a fixture
+
+# Whose turn it is
+
+
+def test_the_trainers_turn_is_from_the_note_to_the_announcement(tmp_path: Path):
+    versions = PolicyVersions(tmp_path / "weights")
+    assert not versions.may_train(ATTEMPT, 1)
+    versions.hand_over(ATTEMPT, until=3)
+    assert [versions.may_train(ATTEMPT, step) for step in (1, 2, 3, 4)] == [True, True, True, False]
+    assert not versions.may_train(replace(ATTEMPT, number=2), 1), "of another attempt"
+    versions.announce(ATTEMPT, 2, save=False, last=False)
+    assert versions.may_train(ATTEMPT, 3)
+    versions.announce(ATTEMPT, 3, save=False, last=False)
+    assert not versions.may_train(ATTEMPT, 3), "the servers may be awake by now"
+    versions.take_back()
+    versions.forget_before(4)
+    assert versions.trainers_turn(ATTEMPT) is None
+    versions.hand_over(ATTEMPT, until=None)
+    assert versions.may_train(ATTEMPT, 3), "the run has ended, but for a trainer that died in its last save"
+
+
+def test_a_new_attempt_removes_the_note_also_from_linked_memory(tmp_path: Path):
+    (tmp_path / "memory").mkdir()
+    (tmp_path / "memory" / "of others").touch()
+    (tmp_path / "weights").symlink_to(tmp_path / "memory")
+    versions = PolicyVersions(tmp_path / "weights")
+    versions.hand_over(ATTEMPT, until=1)
+    versions.clear()
+    assert versions.handed_over(ATTEMPT) is None
+    assert (tmp_path / "memory" / "of others").exists()
+
+
+# The pool
+
+
+def did(fake: Any) -> list[str]:
+    """What a server was told since the last look; sleeping twice is sleeping."""
+    told, fake.did = fake.did, []
+    return [what for place, what in enumerate(told) if place == 0 or what != told[place - 1]]
+
+
+@in_loop
+async def test_servers_sleep_and_are_woken_before_they_get_the_next_weights():
+    async with servers(2) as (pool, fakes):
+        await pool.serve("/w", "v1")
+        await pool.sleep()
+        assert all(fake.asleep for fake in fakes)
+        assert pool.take_metrics()["servers/healthy"] == 2, "asleep is not dead"
+        await asyncio.sleep(0.1)
+        assert all(fake.asleep for fake in fakes), "whoever watches over them lets them sleep"
+        await pool.serve("/w", "v2")
+        assert [did(fake) for fake in fakes] == [["v1", "sleep", "wake", "v2"]] * 2
+        assert (await ask(pool, 0, ("v2",)))[0].weight_versions[0].version == "v2"
+
+
+@in_loop
+async def test_a_server_that_restarts_is_put_to_sleep_before_the_turn_is_handed_over():
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        await fake.die()
+        sleeping = asyncio.create_task(pool.sleep())
+        await asyncio.sleep(0.1)
+        assert not sleeping.done()
+        await fake.start()
+        await sleeping
+        assert fake.asleep
+        await pool.serve("/w", "v2")
+        assert did(fake) == ["v1", "sleep", "wake", "v2"]
+
+
+@in_loop
+async def test_a_server_that_cannot_sleep_is_an_error_with_its_reason():
+    async with servers(1, retry_for=0.3) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+
+        async def fail(path: str, body: dict) -> tuple[int, Any] | None:
+            return (500, {"error": {"message": "no host memory"}}) if path == "/cairn/sleep" else None
+
+        fake.fault = fail
+        with pytest.raises(ServerUnavailable, match="no host memory"):
+            await pool.sleep()
+
+
+@in_loop
+async def test_a_new_pool_lets_a_server_sleep_until_it_has_something_to_serve():
+    """As when the orchestrator dies while a step is trained."""
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        fake.asleep = True
+        await pool.close()
+        async with type(pool)([fake.url], token="t") as second:
+            await second.wait_ready(10)
+            await asyncio.sleep(0.1)
+            assert fake.asleep
+            await second.serve("/w", "v2")
+            assert did(fake) == ["v1", "wake", "v2"]
+
+
+@in_loop
+async def test_a_server_that_somebody_put_to_sleep_is_woken_and_asked_again(caplog: pytest.LogCaptureFixture):
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        async with InferenceClient(fake.url, "t", retry_for=0) as client:
+            assert (await client.sleep()).asleep
+            with pytest.raises(ServerAsleep):
+                await client.generate([1], SamplingParams(max_tokens=1, seed=1))
+            assert (await client.status()).weight_version == "v1"
+        assert (await ask(pool, 0))[0].weight_versions[0].version == "v1"
+        assert "asleep" in caplog.text
+        assert did(fake) == ["v1", "sleep", "wake"], "it has its weights"
+
+
+@in_loop
+async def test_weights_that_come_while_a_server_joins_asleep_wake_it():
+    """`serve` begins while a restarted server is being put to sleep."""
+    async with servers(1) as (pool, (fake,)):
+        await pool.serve("/w", "v1")
+        await fake.die()
+        held = asyncio.Event()
+
+        async def hold(path: str, body: dict) -> None:
+            if path == "/cairn/sleep":
+                held.set()
+                await asyncio.sleep(0.1)
+
+        sleeping = asyncio.create_task(pool.sleep())
+        fake.fault = hold
+        await fake.start()
+        await held.wait()
+        await pool.serve("/w", "v2")
+        await until(lambda: not fake.asleep and fake.version == "v2")
+        sleeping.cancel()
+
+
+# The orchestrator
+
+
+@dataclass
+class Sleepers(Servers):
+    """Servers that can sleep, and outlive orchestrators."""
+
+    asleep: bool = False
+    naps: int = 0
+
+    async def sleep(self) -> None:
+        await self._while()
+        self.naps += not self.asleep
+        self.asleep = True
+
+    async def serve(self, folder: str, version: str, **options: Any) -> None:
+        await self._while()
+        self.asleep = False
+        await super().serve(folder, version, **options)
+
+    async def generate(self, *arguments: Any, **options: Any) -> Any:
+        assert not self.asleep
+        return await super().generate(*arguments, **options)
+
+
+@dataclass
+class Turned(Trainer):
+    """A trainer that waits for its turn, and may die with what it has done since its checkpoint."""
+
+    servers: Sleepers | None = None
+
+    async def batch(self, step: int) -> RLBatch:
+        while not self.run.versions.may_train(self.attempt, step):
+            await asyncio.sleep(0.001)
+        batch = await super().batch(step)
+        await self.asleep_for_a_while()
+        return batch
+
+    async def asleep_for_a_while(self) -> None:
+        """The step itself."""
+        for _ in range(3):
+            assert self.servers is not None
+            assert self.servers.asleep, "trained beside a server that is awake"
+            await asyncio.sleep(0.001)
+
+
+def of_turns(configuration: OrchestratorConfig, folder: Path, steps: int) -> OrchestratorConfig:
+    return in_folder(configuration, folder, steps, 0).model_copy(update={"colocated": True})
+
+
+@pytest.mark.parametrize("seed", range(10))
+def test_no_step_is_trained_beside_a_server_that_is_awake(
+    configuration: OrchestratorConfig, tmp_path: Path, seed: int
+):
+    """The orchestrator is killed at random times, half of them with the server asleep."""
+    draw = random.Random(seed)
+    config = of_turns(configuration, tmp_path / "run", 7)
+    run = begin(config, ATTEMPT)
+    sleepers = Sleepers(draw)
+    trainer = Turned(run, ATTEMPT, 7, draw, servers=sleepers)
+    deaths = [draw.uniform(0.001, 0.05) for _ in range(draw.randrange(4))]
+    asyncio.run(see_through(config, ATTEMPT, trainer, sleepers, deaths))
+    assert_promises_kept(trainer.trained, 0, config.seed)
+    assert sorted(places(trainer.trained)) == list(range(7 * PROMPTS))
+    assert sleepers.naps == 7
+    assert sleepers.asleep, "nothing is sampled from the last policy"
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_steps_whose_batches_are_there_are_taken_again_in_one_turn(
+    configuration: OrchestratorConfig, tmp_path: Path, seed: int
+):
+    """Everything dies; the next attempt goes on from a checkpoint some steps before the newest batch."""
+    draw = random.Random(seed)
+    config = of_turns(configuration, tmp_path / "run", 8)
+    run = begin(config, ATTEMPT)
+    sleepers = Sleepers(draw)
+    first = Turned(run, ATTEMPT, 8, draw, save_every=4, servers=sleepers)
+    asyncio.run(for_a_while(config, ATTEMPT, first, sleepers, draw.uniform(0.1, 0.3)))
+    start = max(CheckpointStore(run.checkpoints).steps(), default=0)
+    attempt = go_on(config, start, branch="branch_1")
+    run.set_batches_aside(tmp_path / "aside", attempt)
+    begin(config, attempt)
+    sleepers = Sleepers(draw)
+    second = Turned(run, attempt, 8, draw, save_every=4, servers=sleepers)
+    if start < 8:
+        there = sum(step > start for step in run.batch_steps())
+        asyncio.run(see_through(config, attempt, second, sleepers, []))
+        assert sleepers.naps == 8 - start - max(there - 1, 0)
+    whole = first.trained[:start] + second.trained
+    assert_promises_kept(whole, 0, config.seed)
+
+
+def test_a_trainer_that_takes_steps_again_waits_for_the_next_batch(tmp_path: Path):
+    """It died after it had announced the policy of step 3, so the server generates batch 4 meanwhile."""
+    run = RunDirectory(tmp_path)
+    run.versions.hand_over(ATTEMPT, until=3)
+    for step in (1, 2, 3):
+        run.versions.announce(ATTEMPT, step, save=False, last=False)
+    assert not run.versions.may_train(ATTEMPT, 2)
+    run.versions.hand_over(ATTEMPT, until=4)
+    assert [run.versions.may_train(ATTEMPT, step) for step in (2, 3, 4)] == [True] * 3
