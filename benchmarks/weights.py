@@ -95,10 +95,6 @@ async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, fo
     model = make_model(size, getattr(torch, arguments.dtype), folder / "model").to(group.device)
     run = RunDirectory(folder / "run")
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
-    if group.device.type == "cuda" and arguments.transport == "network":
-        os.environ["CUDA_VISIBLE_DEVICES"] = (
-            "1"  # for the servers: NCCL can't connect two processes on one GPU
-        )
     # With the self-check, publishing includes checksums; scoring the probe is not measured here.
     transport = TRANSPORTS[arguments.transport](group, partial(weights, model), checked=True)
     publisher = VersionPublisher(

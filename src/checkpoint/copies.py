@@ -37,6 +37,14 @@ class HostCopies:
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo `pin`."""
 
+    def bring(self, values: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
+        """Flat `values` as `dtype` on the host, where they are once `wait` returns.
+
+        Args:
+            memory: uint8, on the host, large enough for them; the result may lie there, or be `values`.
+        """
+        return values.to(dtype)
+
 
 class GpuCopies(HostCopies):
     """Copies from one GPU, on a stream of their own, so that they overlap the forward and backward passes."""
@@ -74,6 +82,11 @@ class GpuCopies(HostCopies):
         if self._pinned:
             _cudart().cudaHostUnregister(memory.data_ptr())
             self._pinned = False
+
+    def bring(self, values: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
+        """As in the base class; converted on the GPU, so that no more than the result crosses the bus."""
+        there = memory[: len(values) * dtype.itemsize].view(dtype)
+        return there.copy_(values.to(dtype), non_blocking=True)
 
 
 def copies_from(devices: Iterable[torch.device]) -> HostCopies:

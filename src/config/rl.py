@@ -2,7 +2,9 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of a complete RL run: those of each role, and those that they share."""
 
+from ipaddress import ip_address
 from typing import Any, ClassVar, Self
+from urllib.parse import urlsplit
 
 from pydantic import model_validator
 
@@ -59,6 +61,13 @@ class RLConfig(SharedConfig, SupervisionConfig):
         roles = {role: getattr(self, role).settled(gpu=gpu, gpu_servers=gpu_servers) for role in ROLES}
         return self.model_copy(update=roles)
 
+    def towards_servers(self) -> Self:
+        """With ranks that listen on the network of the first server which is not on this machine."""
+        hosts = (urlsplit(url).hostname for url in self.orchestrator.inference_url)
+        elsewhere = next((host for host in hosts if host and not _is_loopback(host)), None)
+        host = self.trainer.weight_host or elsewhere
+        return self.model_copy(update={"trainer": self.trainer.model_copy(update={"weight_host": host})})
+
     def sharing(self, **values: Any) -> Self:
         roles = {
             role: getattr(self, role).model_copy(
@@ -67,6 +76,13 @@ class RLConfig(SharedConfig, SupervisionConfig):
             for role, keys in SHARED.items()
         }
         return super().sharing(**values, **roles)
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
 
 
 def _merge(low: Any, high: Any) -> Any:

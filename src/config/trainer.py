@@ -202,11 +202,22 @@ class TrainerConfig(TrainerBase):
     unlisted = frozenset({"colocated"})
     loss: PolicyLossConfig = ClipConfig()
     weight_transport: Literal["files", "network"] = "files"
-    """How servers get policies: files, or network (from the trainer's memory, over NCCL or gloo)."""
+    """How servers get policies: files, or network (from the trainer's memory, over TCP)."""
+    weight_host: str | None = None
+    """With network: the trainer's address for servers; for ranks on several machines, a server's address."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
     colocated: bool = False
     """Train only while the servers sleep; rl --colocate sets it."""
+
+    @field_validator("weight_host")
+    @classmethod
+    def _names_one_address(cls, value: str | None) -> str | None:
+        if value in ("0.0.0.0", "::", ""):
+            raise ValueError(
+                f"{value!r} is no address that servers can connect to: give this machine's, or a server's"
+            )
+        return value
 
     @property
     def own_loss(self) -> LossConfig | None:

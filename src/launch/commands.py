@@ -94,7 +94,7 @@ def start(command: str, config: RunConfig) -> int:
 
 
 def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str]]:
-    """The configuration with the servers' addresses, and the roles to start.
+    """The configuration with the servers' addresses and the trainer's towards them, and the roles to start.
 
     Raises:
         ServerUnavailable: no server answers at a given address.
@@ -108,7 +108,7 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
     patience = (config.orchestrator.server_timeout or 0.0) if resumes else 0.0
     for url in urls:
         run_async(_check_server(url, patience))
-    return config, [role for role in roles if role != "inference"]
+    return config.towards_servers(), [role for role in roles if role != "inference"]
 
 
 def _see_through(

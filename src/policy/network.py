@@ -1,21 +1,30 @@
 # torch.distributed exports neither stores nor the types of process groups.
 # pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false, reportUnknownMemberType=false
-"""Transfers policies from the trainer's memory into the servers': over NCCL between GPUs, else over gloo.
+"""Transfers policies from the trainer's memory into the servers', through host memory and over gloo.
 
 Every trainer rank hosts a store, at which a server may ask at any time for the policy that the rank holds.
 The rank sends its shards while training continues: weights change only in `optimizer.step()`, which waits
-until no server is reading them. So policies are neither copied nor written to disk for servers, and a server
-that joins late gets the current policy too.
+until no server is reading them. So policies are not written to disk for servers, and a server that joins late
+gets the current policy too.
+
+Devices take no part in a transfer: a rank copies values from its GPU into a small piece of host memory as it
+sends them, and a server copies what it has received to its own. So a rank and a server may share a GPU, or
+have devices of different kinds; and a peer that dies or stops is an error of this transfer alone. (NCCL is no
+substitute: its watchdog ends the process of the survivor, and it can't run beside the training's own NCCL
+operations on another communicator of the same GPU.)
 
 Each pair of a server and a rank is a process group. The two communicate through the store, with these keys
-after the pair's number: `hello` (the server's order of tensors and data type), then for each policy i `ask/i`
-(its step), `answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` if all ranks said yes, else `no`). Then
-the tensors are sent, and `sums/i` holds the checksums of what the rank has sent. The rank's half is in
-`sender.py`, the server's in `receiver.py`.
+after the pair's number: `hello` (the server's order of tensors), then for each policy i `ask/i` (its step),
+`answer/i` (`yes`, `gone` or `early`) and `go/i` (`yes` if all ranks said yes, else `no`). Then the tensors
+are sent, in messages of at most MESSAGE_BYTES, and `sums/i` holds the checksums of what the rank has sent.
+The rank's half is in `sender.py`, the server's in `receiver.py`.
+
+Every wait for the other side has a limit, within which something must arrive: ANSWER seconds for an answer,
+PATIENCE seconds for a message.
 """
 
+from collections.abc import Iterator
 from datetime import timedelta
-from typing import Union
 
 import torch
 import torch.distributed as dist
@@ -23,22 +32,26 @@ import torch.distributed as dist
 from cairn.policy.rendezvous import address_towards
 
 PATIENCE = timedelta(seconds=60)
-"""Timeout of each transfer operation between rank and server."""
+"""Timeout of each message between rank and server, and of making their connection."""
 ANSWER = timedelta(seconds=10)
 """Timeout of a server's wait for a rank's answer; the server generates nothing while it waits."""
+MESSAGE_BYTES = 32 << 20
+"""Largest message; it takes a tenth of a second over a slow network."""
 
-PairGroup = Union["dist.ProcessGroupGloo", "dist.ProcessGroupNCCL"]
-"""The process group of one rank and one server."""
 
+def join_pair(
+    store: dist.Store, pair: int, rank: int, host: str, patience: timedelta = PATIENCE
+) -> "dist.ProcessGroupGloo":
+    """The process group of a rank (rank 0 in the group) and a server; `host` is the rank's address.
 
-def join_pair(store: dist.Store, pair: int, rank: int, host: str, device: torch.device) -> PairGroup:
-    """The process group of a rank (rank 0 in the group) and a server; `host` is the rank's address."""
-    prefixed = dist.PrefixStore(f"{pair}/group", store)
-    if device.type == "cuda":
-        options = dist.ProcessGroupNCCL.Options()
-        options._timeout = PATIENCE
-        return dist.ProcessGroupNCCL(prefixed, rank, 2, options)
+    Its operations raise RuntimeError if nothing arrives for `patience`.
+    """
     options = dist.ProcessGroupGloo._Options()
-    options._timeout = PATIENCE
+    options._timeout = patience
     options._devices = [dist.ProcessGroupGloo.create_device(hostname=address_towards(host))]
-    return dist.ProcessGroupGloo(prefixed, rank, 2, options)
+    return dist.ProcessGroupGloo(dist.PrefixStore(f"{pair}/group", store), rank, 2, options)
+
+
+def messages(flat: torch.Tensor) -> Iterator[torch.Tensor]:
+    """Flat values, cut into messages; both sides must cut alike."""
+    return iter(flat.split(MESSAGE_BYTES // flat.element_size()))

@@ -4,33 +4,33 @@
 
 import json
 from collections.abc import Iterator
+from datetime import timedelta
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.policy.checksums import merged
-from cairn.policy.network import ANSWER, join_pair
+from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages
 from cairn.policy.refusals import Gone, NotThere
 from cairn.policy.source import Rank, Source
 
 
 class WeightReceiver:
-    """Receives policies from the memory of trainers.
+    """Receives policies from the memory of trainers, into the host's memory.
 
     Args:
-        device: device for the received tensors.
+        patience: timeout of each message.
     """
 
-    def __init__(self, device: torch.device):
-        self._device = device
+    def __init__(self, patience: timedelta = PATIENCE):
+        self._patience = patience
         self._pairs: dict[tuple[Any, ...], _Pair] = {}
         self.sent: dict[str, int] = {}
         """The checksums of the tensors as the ranks sent them; complete once all tensors are received."""
 
-    def receive(
-        self, source: Source, groups: list[list[str]], dtype: torch.dtype
-    ) -> Iterator[dict[str, torch.Tensor]]:
+    def receive(self, source: Source, groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
         """Agree with the ranks of `source`; the iterator then receives the tensors, one of `groups` at a
         time.
 
@@ -39,34 +39,41 @@ class WeightReceiver:
         """
         names = [name for group in groups for name in group]
         answers: list[str] = []
+        rank: Rank | None = None
         try:
             known, self._pairs = self._pairs, {}
             for rank in source.ranks:
-                key = (rank.host, rank.port, dtype, *names)
-                self._pairs[key] = known.get(key) or _Pair(rank, names, dtype, self._device)
+                key = (rank.host, rank.port, *names)
+                self._pairs[key] = known.get(key) or _Pair(rank, names, self._patience)
             pairs = list(self._pairs.values())
             try:
                 for pair in pairs:
+                    rank = pair.rank
                     answers.append(pair.ask(source.step))
             finally:  # a rank that said yes doesn't update its weights before this
                 for pair in pairs[: len(answers)]:
                     pair.go(answers == ["yes"] * len(pairs))
         except (RuntimeError, OSError) as error:
             self.forget()
-            raise NotThere(f"the trainer does not answer: {error}") from None
+            at = f" at {rank.host}:{rank.port}" if rank else ""
+            raise NotThere(
+                f"the trainer does not answer{at}: {_first_line(error)}. If it runs, this server can't reach "
+                "that address: --trainer.weight-host names one that it reaches"
+            ) from None
         if "gone" in answers:
             raise Gone(f"the trainer already has a newer policy than that of step {source.step}")
         if "early" in answers:
             raise NotThere(f"the trainer has not recomputed step {source.step} yet")
-        return self._tensors(source, groups, dtype, pairs)
+        return self._tensors(source, groups, pairs)
 
     def _tensors(
-        self, source: Source, groups: list[list[str]], dtype: torch.dtype, pairs: list["_Pair"]
+        self, source: Source, groups: list[list[str]], pairs: list["_Pair"]
     ) -> Iterator[dict[str, torch.Tensor]]:
         try:
             for names in groups:
                 tensors = {
-                    name: torch.empty(source.shapes[name], dtype=dtype, device=self._device) for name in names
+                    name: torch.empty(source.shapes[name], dtype=DTYPES_IN_SETTINGS[source.dtypes[name]])
+                    for name in names
                 }
                 for name, tensor in tensors.items():
                     for rank, pair in zip(source.ranks, pairs, strict=True):
@@ -85,13 +92,14 @@ class WeightReceiver:
 class _Pair:
     """A server's connection to one trainer rank."""
 
-    def __init__(self, rank: Rank, names: list[str], dtype: torch.dtype, device: torch.device):
+    def __init__(self, rank: Rank, names: list[str], patience: timedelta):
+        self.rank = rank
+        self._patience = patience
         self._store = dist.TCPStore(rank.host, rank.port, timeout=ANSWER)
         self._pair = self._store.add("pairs", 1)
         self._request = 0
-        hello = {"names": names, "dtype": str(dtype).removeprefix("torch.")}
-        self._store.set(f"{self._pair}/hello", json.dumps(hello))
-        self.group = join_pair(self._store, self._pair, 1, rank.host, device)
+        self._store.set(f"{self._pair}/hello", json.dumps(names))
+        self._group = join_pair(self._store, self._pair, 1, rank.host, patience)
 
     def ask(self, step: int) -> str:
         """Ask for the policy after `step` steps; returns the rank's answer."""
@@ -109,7 +117,8 @@ class _Pair:
             return
         places = [flat[first : first + count] for first, count in ranges]
         together = places[0] if len(places) == 1 else flat.new_empty(sum(map(len, places)))
-        self.group.recv([together], 0, 0).wait()
+        for message in messages(together):
+            self._group.recv([message], 0, 0).wait(self._patience)
         if len(places) > 1:
             for place, values in zip(places, together.split([len(place) for place in places]), strict=True):
                 place.copy_(values)
@@ -117,3 +126,8 @@ class _Pair:
     def sums(self) -> dict[str, int]:
         """The rank's contributions to the checksums of the tensors that it has sent."""
         return json.loads(self._store.get(f"{self._pair}/sums/{self._request}"))
+
+
+def _first_line(error: Exception) -> str:
+    """An error's message, without the stack that torch puts below it."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]

@@ -23,8 +23,17 @@ def host_store(host: str, port: int = 0, world_size: int | None = None) -> dist.
 
 
 def address_towards(host: str) -> str:
-    """This machine's address on the network towards `host`; sends nothing."""
+    """This machine's address on the network towards `host`, which is `host` itself if it is this machine's.
+
+    Sends nothing.
+
+    Raises:
+        OSError: the name is unknown, or there is no way towards it.
+    """
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family, socket.SOCK_DGRAM) as probe:
-        probe.connect((host, 9))
+        try:
+            probe.bind((host, 0))
+        except OSError:
+            probe.connect((host, 9))
         return probe.getsockname()[0]

@@ -8,15 +8,18 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from datetime import timedelta
+from types import MappingProxyType
 
 import torch
 import torch.distributed as dist
 
+from cairn.checkpoint.copies import HostCopies, copies_from
 from cairn.checkpoint.shares import Share, Stored, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
-from cairn.policy.network import ANSWER, PATIENCE, PairGroup, join_pair
+from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, join_pair, messages
 from cairn.policy.rendezvous import host_store
 from cairn.policy.source import Rank, Source
 
@@ -29,6 +32,8 @@ FOREVER = timedelta(days=365)
 END = "end"
 END_SECONDS = 1.0
 """Seconds that `close` waits for each thread."""
+WITHDRAW_SECONDS = 300.0
+"""Seconds that an update waits for transfers in progress, however well they go on."""
 
 
 class WeightSender:
@@ -38,18 +43,32 @@ class WeightSender:
         tensors: by Hugging Face name; changed in place, but only between `withdraw` and `offer`.
         rank: this rank's number.
         host: the address at which servers reach this rank.
-        device: device of the tensors.
+        dtypes: what tensors are sent as, by name; others are sent as they are.
+        patience: timeout of each message.
+        copies: makes what copies values from given devices.
     """
 
-    def __init__(self, tensors: Mapping[str, Stored], *, rank: int, host: str, device: torch.device):
+    def __init__(
+        self,
+        tensors: Mapping[str, Stored],
+        *,
+        rank: int,
+        host: str,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+        patience: timedelta = PATIENCE,
+        copies: Callable[[Iterable[torch.device]], HostCopies] = copies_from,
+    ):
+        self._dtypes = {name: dtypes.get(name, tensor.dtype) for name, tensor in tensors.items()}
         self._shapes = {name: list(tensor.shape) for name, tensor in tensors.items()}
-        self._bytes = sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+        self._bytes = sum(tensor.numel() * self._dtypes[name].itemsize for name, tensor in tensors.items())
+        self._patience = patience
+        self._devices = {tensor.device for tensor in tensors.values()}
+        self._make_copies = copies
         self._shares: dict[str, Share] = {}
         for name, tensor in tensors.items():
             share = share_of(name, tensor, rank)
             if share.owned and share.ranges:
                 self._shares[name] = share
-        self._device = device
         self._store: dist.TCPStore | None = host_store(host)
         ranges = {name: list(share.ranges) for name, share in self._shares.items()}
         self.here = Rank(host, self._store.port, ranges)
@@ -61,8 +80,7 @@ class WeightSender:
         Servers that ask meanwhile are told `gone` instead of waiting: a waiting reader would block the
         update.
         """
-        self._readers = 0
-        self._changed: torch.cuda.Event | None = None
+        self._readers: set[_Reading] = set()
         self._ended = False
         self._awaited: set[str] = set()
         self._threads = [threading.Thread(target=self._meet, daemon=True)]
@@ -70,21 +88,32 @@ class WeightSender:
 
     def source(self, step: int, ranks: list[Rank]) -> Source:
         """The source of the policy after `step` steps, which all of `ranks` offer."""
-        return Source(step, self._device.type, self._bytes, self._shapes, ranks)
+        dtypes = {name: str(dtype).removeprefix("torch.") for name, dtype in self._dtypes.items()}
+        return Source(step, self._bytes, self._shapes, dtypes, ranks)
 
     def offer(self, step: int) -> None:
-        """Offer the tensors as the policy after `step` steps; they must not change until `withdraw`."""
-        if self._device.type == "cuda":
-            self._changed = torch.cuda.Event()
-            self._changed.record()
+        """Offer the tensors as the policy after `step` steps; they must not change until `withdraw`.
+
+        Waits for the work that is queued on a GPU: whatever is sent from now on is that policy.
+        """
+        if any(device.type == "cuda" for device in self._devices):
+            torch.cuda.current_stream().synchronize()
         with self._state:
             self._newest = self._offered = step
 
-    def withdraw(self) -> None:
-        """Stop offering; returns when transfers in progress are finished or given up."""
+    def withdraw(self, seconds: float = WITHDRAW_SECONDS) -> None:
+        """Stop offering; returns when transfers in progress are finished or given up.
+
+        After `seconds` they are given up here: what they send from then on is never confirmed with checksums,
+        so no server takes it for the policy.
+        """
         with self._state:
             self._offered = None
-            self._state.wait_for(lambda: not self._readers)
+            if not self._state.wait_for(lambda: not self._readers, seconds):
+                logger.warning("giving up %d transfers after %g s", len(self._readers), seconds)
+                for reading in self._readers:
+                    reading.is_over = True
+                self._readers.clear()
 
     def close(self) -> None:
         """Stop answering servers, and end the threads."""
@@ -112,22 +141,22 @@ class WeightSender:
         """Answer one server's requests until one fails."""
         try:
             store = self._client()
-            hello = json.loads(store.get(f"{pair}/hello"))
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)
-            group = join_pair(store, pair, 0, self.here.host, self._device)
-            for request in itertools.count(1):
-                asked = self._next(store, f"{pair}/ask/{request}")
-                if asked == END:
-                    return
-                with self._reading(int(asked)) as answer:
-                    store.set(f"{pair}/answer/{request}", answer)
-                    store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
-                    if store.get(f"{pair}/go/{request}") == b"yes":
-                        sums = self._send(group, hello["names"], getattr(torch, hello["dtype"]))
-                        store.set(f"{pair}/sums/{request}", json.dumps(sums))
+            names = json.loads(store.get(f"{pair}/hello"))
+            group = join_pair(store, pair, 0, self.here.host, self._patience)
+            with self._outgoing() as bring:
+                for request in itertools.count(1):
+                    asked = self._next(store, f"{pair}/ask/{request}")
+                    if asked == END:
+                        return
+                    with self._reading(int(asked)) as reading:
+                        store.set(f"{pair}/answer/{request}", reading.answer)
+                        store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
+                        if store.get(f"{pair}/go/{request}") == b"yes":
+                            sums = self._send(group, names, reading, bring)
+                            store.set(f"{pair}/sums/{request}", json.dumps(sums))
         except RuntimeError as error:  # a living server connects again
-            logger.warning("closing the connection to a server: %s", error)
+            # Not the error itself: whoever kept it would keep the connection open.
+            logger.warning("closing the connection to a server: %s", str(error).partition("\n")[0])
 
     def _next(self, store: dist.TCPStore, key: str) -> str:
         """The server's next request, under `key`; END if `close` was called."""
@@ -140,38 +169,70 @@ class WeightSender:
         return store.get(key).decode()
 
     @contextlib.contextmanager
-    def _reading(self, asked: int) -> Iterator[str]:
-        """The answer to a request for policy `asked`; after a yes, the policy can't change in the context."""
+    def _reading(self, asked: int) -> Iterator["_Reading"]:
+        """A request for policy `asked`; after a yes, the policy stays as it is until `withdraw` gives up."""
         with self._state:
             past = "yes" if asked == self._offered else "gone"
-            answer = past if asked <= self._newest else "early"
-            self._readers += answer == "yes"
+            reading = _Reading(past if asked <= self._newest else "early")
+            if reading.answer == "yes":
+                self._readers.add(reading)
         try:
-            yield answer
+            yield reading
         finally:
             with self._state:
-                self._readers -= answer == "yes"
+                self._readers.discard(reading)
                 self._state.notify_all()
 
+    @contextlib.contextmanager
+    def _outgoing(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
+        """Within the context: what brings the values of a message into the host's memory, one at a time."""
+        copies = self._make_copies(self._devices)
+        memory = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
+        copies.pin(memory)
+
+        def bring(values: torch.Tensor) -> torch.Tensor:
+            message = copies.bring(values, values.dtype, memory)
+            copies.wait()
+            return message
+
+        try:
+            with copies.running():
+                yield bring
+        finally:
+            copies.unpin(memory)
+
     @torch.no_grad()
-    def _send(self, group: PairGroup, names: list[str], dtype: torch.dtype) -> dict[str, int]:
-        """Send this rank's share of each tensor, as `dtype`; returns their checksums."""
+    def _send(
+        self,
+        group: "dist.ProcessGroupGloo",
+        names: list[str],
+        reading: "_Reading",
+        bring: Callable[[torch.Tensor], torch.Tensor],
+    ) -> dict[str, int]:
+        """Send this rank's share of each tensor; returns their checksums.
+
+        Raises:
+            RuntimeError: the server does not take it, or `withdraw` has given the transfer up.
+        """
         sums: dict[str, torch.Tensor] = {}
-        stream = contextlib.nullcontext()
-        if self._changed is not None:
-            stream = torch.cuda.stream(torch.cuda.Stream(self._device))
-        with stream:
-            if self._changed is not None:
-                torch.cuda.current_stream().wait_event(self._changed)
-            for name in names:
-                if share := self._shares.get(name):
-                    values = share.local.reshape(-1).to(dtype)
-                    group.send([values], 1, 0).wait()
-                    sums[name] = share_contribution(share, values)
-            if self._changed is not None:
-                torch.cuda.current_stream().synchronize()
-            return as_numbers(sums)
+        for name in names:
+            if share := self._shares.get(name):
+                values = share.local.reshape(-1).to(self._dtypes[name])
+                for message in messages(values):
+                    group.send([bring(message)], 1, 0).wait(self._patience)
+                    if reading.is_over:
+                        raise RuntimeError("it took too long, and the policy changes now")
+                sums[name] = share_contribution(share, values)
+        return as_numbers(sums)
 
     def _client(self) -> dist.TCPStore:
         """A connection for the calling thread: on a shared one, a waiting thread would block the others."""
-        return dist.TCPStore(self.here.host, self.here.port, timeout=PATIENCE)
+        return dist.TCPStore(self.here.host, self.here.port, timeout=self._patience)
+
+
+@dataclass(eq=False)
+class _Reading:
+    """A server's request: the `answer` that it gets, and whether `withdraw` has given the transfer up."""
+
+    answer: str
+    is_over: bool = False

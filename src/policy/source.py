@@ -24,12 +24,15 @@ class Rank:
 
 @dataclass(frozen=True)
 class Source:
-    """A policy of `bytes` bytes in the memory of trainer ranks, whose devices are of type `device`."""
+    """A policy in the memory of trainer ranks: the tensors that they send, `bytes` bytes in all.
+
+    shapes, dtypes: by tensor name, as the tensors are sent; data types have torch's names.
+    """
 
     step: int
-    device: str
     bytes: int
     shapes: dict[str, list[int]]
+    dtypes: dict[str, str]
     ranks: list[Rank]
 
     def write(self, folder: Path) -> None:

@@ -36,7 +36,9 @@ class RL(Task):
             run,
             attempt,
             state.group,
-            make_transport(state.group, state.policy.served, checked=config.self_check),
+            make_transport(
+                state.group, state.policy.served, checked=config.self_check, host=config.weight_host
+            ),
             state.progress.step,
             partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
             before_announcing=sharing.make_room,

@@ -8,7 +8,9 @@ from pathlib import Path
 
 from cairn.checkpoint.tensors import Stored, write_tensors
 from cairn.policy.checksums import checksums, merged, write_checksums
+from cairn.policy.rendezvous import address_towards
 from cairn.policy.sender import WeightSender
+from cairn.run.errors import UsageError
 from cairn.run.versions import WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup
 
@@ -19,10 +21,19 @@ class Transport(ABC):
     Args:
         served: the tensors that servers get, as they are now.
         checked: whether servers are checked by the checksums of what is sent.
+        host: an address of this machine that servers reach, or one that is on their network; None: the
+            address at which the ranks meet.
     """
 
     @abstractmethod
-    def __init__(self, group: RankGroup, served: Callable[[], Mapping[str, Stored]], *, checked: bool): ...
+    def __init__(
+        self,
+        group: RankGroup,
+        served: Callable[[], Mapping[str, Stored]],
+        *,
+        checked: bool,
+        host: str | None = None,
+    ): ...
 
     def offer(self, step: int) -> None:  # noqa: B027
         """The weights are those of `step`, and stay so until `withdraw`."""
@@ -48,7 +59,14 @@ class Transport(ABC):
 class FileTransport(Transport):
     """Servers read safetensors files in the version's folder."""
 
-    def __init__(self, group: RankGroup, served: Callable[[], Mapping[str, Stored]], *, checked: bool):
+    def __init__(
+        self,
+        group: RankGroup,
+        served: Callable[[], Mapping[str, Stored]],
+        *,
+        checked: bool,
+        host: str | None = None,
+    ):
         self.group = group
         self._served = served
         self._checked = checked
@@ -70,10 +88,22 @@ class FileTransport(Transport):
 class NetworkTransport(Transport):
     """Servers ask the ranks, whose addresses are in the version's folder; the last version is in files."""
 
-    def __init__(self, group: RankGroup, served: Callable[[], Mapping[str, Stored]], *, checked: bool):
+    def __init__(
+        self,
+        group: RankGroup,
+        served: Callable[[], Mapping[str, Stored]],
+        *,
+        checked: bool,
+        host: str | None = None,
+    ):
+        """Listen.
+
+        Raises:
+            UsageError: there is no way from this machine towards `host`.
+        """
         self.group = group
         self._files = FileTransport(group, served, checked=checked)
-        self._sender = WeightSender(served(), rank=group.rank, host=group.address, device=group.device)
+        self._sender = WeightSender(served(), rank=group.rank, host=_address(group, host))
         self._ranks = group.gather_objects(self._sender.here)
 
     def offer(self, step: int) -> None:
@@ -102,6 +132,16 @@ class NetworkTransport(Transport):
     def close(self) -> None:
         """Stop answering servers."""
         self._sender.close()
+
+
+def _address(group: RankGroup, host: str | None) -> str:
+    """This rank's address that servers are told."""
+    if host is None:
+        return group.address
+    try:
+        return address_towards(host)
+    except OSError as error:
+        raise UsageError(f"--trainer.weight-host {host}: no way there from this machine: {error}") from None
 
 
 TRANSPORTS: dict[str, type[Transport]] = {"files": FileTransport, "network": NetworkTransport}

@@ -149,7 +149,7 @@ def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
     inference_server: Server, tiny_model: Model, tmp_path: Path
 ):
     tensors = load_file(tiny_model(seed=1) / "model.safetensors")
-    sender = WeightSender(tensors, rank=0, host="127.0.0.1", device=torch.device("cpu"))
+    sender = WeightSender(tensors, rank=0, host="127.0.0.1")
     sender.offer(3)
     source = sender.source(3, [sender.here])
 
@@ -171,7 +171,6 @@ def test_weights_come_from_a_trainers_memory_or_stay_as_they_are(
         for changed, error, message in (
             (replace(source, shapes=shapes), WeightsRefused, "model.norm.weight is missing"),
             (replace(source, shapes=wrong), WeightsRefused, "model.norm.weight has shape"),
-            (replace(source, device="cuda"), WeightsRefused, "--trainer.weight-transport to files"),
             (replace(source, step=2), WeightsGone, "a newer policy than that of step 2"),
             (replace(source, step=4), ServerUnavailable, "has not recomputed step 4 yet"),
         ):
@@ -486,7 +485,7 @@ def test_weights_that_change_on_the_network_are_sent_again(
     inference_server: Server, tiny_model: Model, tmp_path: Path
 ):
     tensors = load_file(tiny_model(seed=2) / "model.safetensors")
-    sender = Garbling(tensors, rank=0, host="127.0.0.1", device=torch.device("cpu"))
+    sender = Garbling(tensors, rank=0, host="127.0.0.1")
     sender.offer(7)
     sender.source(7, [sender.here]).write(tmp_path)
 

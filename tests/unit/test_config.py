@@ -27,7 +27,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import SHARED, RLConfig
 from cairn.config.settings import settings_of
-from cairn.config.trainer import SFTConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch import main
 from cairn.launch.model import resolve_model
 from cairn.run.errors import UsageError
@@ -233,6 +233,21 @@ def test_the_bare_flag_turns_checkpoints_on(command: str):
     """With their defaults; without it there are none."""
     assert load(COMMANDS[command], []).ckpt is None
     assert load(COMMANDS[command], ["--ckpt"]).ckpt == CkptConfig()
+
+
+def test_ranks_listen_towards_the_first_server_that_is_elsewhere():
+    """Unless they are told where to listen; with servers on this machine only they stay on loopback."""
+
+    def host(*urls: str, **trainer: str) -> str | None:
+        config = RLConfig(trainer=trainer, orchestrator={"inference_url": list(urls)})
+        return config.towards_servers().trainer.weight_host
+
+    assert host("http://127.0.0.1:8000", "http://localhost:8001", "http://[::1]:8002") is None
+    assert host("http://127.0.0.1:8000", "http://gpu7:8000", "http://10.0.0.9:8000") == "gpu7"
+    assert host("http://10.0.0.9:8000", weight_host="10.1.0.1") == "10.1.0.1"
+    for nowhere in ("0.0.0.0", "::"):
+        with pytest.raises(UsageError, match=r"--weight-host: .* no address that servers can connect to"):
+            load(TrainerConfig, ["--weight-host", nowhere])
 
 
 @pytest.mark.parametrize("at", [["@", "{}"], ["@{}"]])

@@ -1,22 +1,31 @@
 """Policies from the trainer's memory: who asks gets that of the step asked for, whole, or none of it."""
 
 import math
+import os
+import signal
+import subprocess
+import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
 from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
 from torch.distributed.tensor import DTensor, Shard
 
+from cairn.checkpoint.copies import HostCopies
 from cairn.checkpoint.shares import Section, share_of
 from cairn.policy.checksums import checksum
 from cairn.policy.receiver import WeightReceiver
 from cairn.policy.refusals import Gone, NotThere
+from cairn.policy.rendezvous import address_towards
 from cairn.policy.sender import WeightSender
+from cairn.policy.source import Source
 
-CPU = torch.device("cpu")
 GROUPS = [["embed"], ["first.w", "first.b"], ["scalar"]]
 
 
@@ -29,15 +38,13 @@ def policy() -> dict[str, torch.Tensor]:
 
 @pytest.fixture
 def sender(policy: dict[str, torch.Tensor]) -> Iterator[WeightSender]:
-    sender = WeightSender(policy, rank=0, host="127.0.0.1", device=CPU)
+    sender = WeightSender(policy, rank=0, host="127.0.0.1")
     yield sender
     sender.close()
 
 
-def get(
-    receiver: WeightReceiver, sender: WeightSender, step: int, dtype: torch.dtype = torch.float32
-) -> dict[str, torch.Tensor]:
-    parts = list(receiver.receive(sender.source(step, [sender.here]), GROUPS, dtype))
+def get(receiver: WeightReceiver, sender: WeightSender, step: int) -> dict[str, torch.Tensor]:
+    parts = list(receiver.receive(sender.source(step, [sender.here]), GROUPS))
     assert [list(part) for part in parts] == GROUPS
     return {name: tensor for part in parts for name, tensor in part.items()}
 
@@ -50,22 +57,25 @@ def step_on(policy: dict[str, torch.Tensor], sender: WeightSender, step: int) ->
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_every_version_arrives_in_the_type_that_is_asked_for(
-    policy: dict[str, torch.Tensor], sender: WeightSender, dtype: torch.dtype
+def test_every_version_arrives_in_the_type_that_it_is_published_in(
+    policy: dict[str, torch.Tensor], dtype: torch.dtype
 ):
-    receivers = [WeightReceiver(CPU), WeightReceiver(CPU)]
+    sender = WeightSender(policy, rank=0, host="127.0.0.1", dtypes={name: dtype for name in policy})
+    receivers = [WeightReceiver(), WeightReceiver()]
     for step in range(1, 4):
         step_on(policy, sender, step)
         for receiver in receivers:
-            for name, tensor in get(receiver, sender, step, dtype).items():
+            for name, tensor in get(receiver, sender, step).items():
                 assert tensor.dtype == dtype
                 assert torch.equal(tensor, policy[name].to(dtype))
+    assert sender.source(1, []).bytes == sum(t.numel() for t in policy.values()) * dtype.itemsize
+    sender.close()
 
 
 def test_other_versions_than_the_current_one_are_refused(
     policy: dict[str, torch.Tensor], sender: WeightSender
 ):
-    receiver = WeightReceiver(CPU)
+    receiver = WeightReceiver()
     step_on(policy, sender, 5)
     with pytest.raises(Gone):
         get(receiver, sender, 4)
@@ -84,7 +94,7 @@ def test_weights_do_not_change_while_somebody_reads_them(
 ):
     step_on(policy, sender, 1)
     before = {name: tensor.clone() for name, tensor in policy.items()}
-    parts = WeightReceiver(CPU).receive(sender.source(1, [sender.here]), GROUPS, torch.float32)
+    parts = WeightReceiver().receive(sender.source(1, [sender.here]), GROUPS)
     changing = threading.Thread(target=step_on, args=(policy, sender, 2))
     changing.start()
     time.sleep(0.2)
@@ -98,38 +108,38 @@ def test_weights_do_not_change_while_somebody_reads_them(
 
 @pytest.mark.timeout(15)  # less than a rank waits for a server that it has said yes to
 def test_if_one_rank_has_gone_on_nobody_sends(policy: dict[str, torch.Tensor], sender: WeightSender):
-    other = WeightSender(policy, rank=0, host="127.0.0.1", device=CPU)
+    other = WeightSender(policy, rank=0, host="127.0.0.1")
     sender.offer(1)
     other.offer(2)
-    receiver = WeightReceiver(CPU)
+    receiver = WeightReceiver()
     with pytest.raises(Gone):
-        receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS, torch.float32)
+        receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS)
     other.close()
     with pytest.raises(NotThere):
-        receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS, torch.float32)
+        receiver.receive(sender.source(1, [sender.here, other.here]), GROUPS)
     assert torch.equal(get(receiver, sender, 1)["embed"], policy["embed"])
     sender.withdraw()  # which would wait for whoever reads
 
 
 def test_a_trainer_that_ended_is_told_of(policy: dict[str, torch.Tensor], sender: WeightSender):
     step_on(policy, sender, 1)
-    receiver = WeightReceiver(CPU)
+    receiver = WeightReceiver()
     assert torch.equal(get(receiver, sender, 1)["embed"], policy["embed"])
     source = sender.source(1, [sender.here])
     sender.close()
     with pytest.raises(NotThere, match="does not answer"):
-        receiver.receive(source, GROUPS, torch.float32)
+        receiver.receive(source, GROUPS)
 
 
 def test_sections_of_a_tensor_are_sent_as_tensors_of_their_own():
     """As a layer's experts, which are one tensor in the trainer's memory."""
     experts = torch.arange(5 * 6 * 2.0).view(5, 6, 2)
     parts = {f"{i}.up": Section(experts, 12 * i + 6, (3, 2)) for i in range(5)}
-    sender = WeightSender(parts, rank=0, host="127.0.0.1", device=CPU)
+    sender = WeightSender(parts, rank=0, host="127.0.0.1")
     sender.offer(1)
     source = sender.source(1, [sender.here])
     assert source.shapes == {name: [3, 2] for name in parts}
-    (got,) = WeightReceiver(CPU).receive(source, [list(parts)], torch.float32)
+    (got,) = WeightReceiver().receive(source, [list(parts)])
     assert all(torch.equal(got[f"{i}.up"], experts[i, 3:]) for i in range(5))
     sender.close()
 
@@ -148,11 +158,12 @@ def test_a_policy_arrives_whole_however_the_ranks_share_it(placed: str, dtype: t
     for rank in range(math.prod(shape)):
         with FakeRank(rank, *shape) as mesh:
             tensors = tensors_of(mesh, placements)
-            senders.append(WeightSender(tensors, rank=rank, host="127.0.0.1", device=CPU))
+            dtypes = dict.fromkeys(tensors, dtype)
+            senders.append(WeightSender(tensors, rank=rank, host="127.0.0.1", dtypes=dtypes))
         senders[-1].offer(1)
     source = senders[0].source(1, [sender.here for sender in senders])
-    receiver = WeightReceiver(CPU)
-    (got,) = receiver.receive(source, [list(wholes)], dtype)
+    receiver = WeightReceiver()
+    (got,) = receiver.receive(source, [list(wholes)])
     assert got.keys() == wholes.keys()
     for name, whole in wholes.items():
         assert torch.equal(got[name], whole), name
@@ -167,12 +178,168 @@ def test_values_are_sent_as_they_are_when_they_are_asked_for():
     with FakeRank(0, 2) as mesh:
         local = whole[:, :2]
         columns = DTensor.from_local(local, mesh, [Shard(1)], run_check=False, shape=(6, 4), stride=(4, 1))
-        sender = WeightSender({"w": columns}, rank=0, host="127.0.0.1", device=CPU)
-    receiver = WeightReceiver(CPU)
+        sender = WeightSender({"w": columns}, rank=0, host="127.0.0.1")
+    receiver = WeightReceiver()
     for step in (1, 2):
         sender.withdraw()
         whole += step
         sender.offer(step)
-        (got,) = receiver.receive(sender.source(step, [sender.here]), [["w"]], torch.float32)
+        (got,) = receiver.receive(sender.source(step, [sender.here]), [["w"]])
         assert torch.equal(got["w"][:, :2], whole[:, :2])
+    sender.close()
+
+
+class Device(HostCopies):
+    """Stands for a GPU: what it brings arrives in host memory when it is waited for, and not before."""
+
+    def __init__(self) -> None:
+        self.queued: list[tuple[torch.Tensor, torch.Tensor]] = []
+        self.pinned: list[torch.Tensor] = []
+
+    def pin(self, memory: torch.Tensor) -> None:
+        self.pinned.append(memory)
+
+    def unpin(self, memory: torch.Tensor) -> None:
+        self.pinned.clear()
+
+    def bring(self, values: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
+        assert memory is self.pinned[0]
+        there = memory[: len(values) * dtype.itemsize].view(dtype)
+        self.queued.append((there, values.to(dtype)))
+        return there
+
+    def wait(self) -> None:
+        for there, values in self.queued:
+            there.copy_(values)
+        self.queued.clear()
+
+
+def test_values_of_a_gpu_come_through_one_piece_of_the_hosts_memory(monkeypatch: pytest.MonkeyPatch):
+    """However large a tensor is; and no message is on its way before the device's copy is complete."""
+    monkeypatch.setattr("cairn.policy.network.MESSAGE_BYTES", 64)
+    monkeypatch.setattr("cairn.policy.sender.MESSAGE_BYTES", 64)
+    device = Device()
+    values = {"a": torch.randn(100), "b": torch.randn(7, 5)}
+    dtypes = dict.fromkeys(values, torch.bfloat16)
+    sender = WeightSender(values, rank=0, host="127.0.0.1", dtypes=dtypes, copies=lambda devices: device)
+    sender.offer(1)
+    receiver = WeightReceiver()
+    (got,) = receiver.receive(sender.source(1, [sender.here]), [["a", "b"]])
+    assert all(torch.equal(got[name], tensor.bfloat16()) for name, tensor in values.items())
+    assert receiver.sent == {name: checksum(tensor.bfloat16()) for name, tensor in values.items()}
+    assert [len(memory) for memory in device.pinned] == [64]
+    sender.close()
+
+
+def receive_once(source: Source) -> None:
+    """In a process of its own: ask, say that a transfer begins, and take one tensor of it."""
+    parts = WeightReceiver().receive(source, [["a"], ["b"]])
+    next(parts)
+    print("receiving", flush=True)
+    time.sleep(60)
+
+
+@pytest.fixture
+def server_in_transfer(tmp_path: Path) -> Iterator[Callable[[WeightSender], subprocess.Popen[str]]]:
+    """Starts a process that is in the middle of a transfer when this returns."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(sender: WeightSender) -> subprocess.Popen[str]:
+        sender.source(1, [sender.here]).write(tmp_path)
+        code = (
+            "import pathlib; from test_transfer import receive_once; from cairn.policy.source import "
+            f"read_source; receive_once(read_source(pathlib.Path({str(tmp_path)!r})))"
+        )
+        started.append(
+            subprocess.Popen(
+                [sys.executable, "-c", code],
+                stdout=subprocess.PIPE,
+                text=True,
+                env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)},
+            )
+        )
+        assert started[0].stdout is not None
+        assert started[0].stdout.readline() == "receiving\n"
+        return started[0]
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+
+
+LARGE = 40 << 20
+"""Values that no buffer of the system takes whole, so that their sender has to wait for their reader."""
+
+
+@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_server_that_stops_or_dies_in_a_transfer_holds_training_up_for_a_bounded_time(
+    server_in_transfer: Callable[[WeightSender], "subprocess.Popen[str]"], end: signal.Signals
+):
+    values = {"a": torch.zeros(3), "b": torch.zeros(LARGE)}
+    sender = WeightSender(values, rank=0, host="127.0.0.1", patience=timedelta(seconds=3))
+    sender.offer(1)
+    process = server_in_transfer(sender)
+    process.send_signal(end)
+    started = time.monotonic()
+    sender.withdraw()
+    assert time.monotonic() - started < (8 if end == signal.SIGSTOP else 3)
+    values["a"] += 1
+    sender.offer(2)
+    (got,) = WeightReceiver().receive(sender.source(2, [sender.here]), [["a", "b"]])
+    assert torch.equal(got["a"], torch.ones(3))
+    sender.close()
+
+
+def test_an_update_does_not_wait_for_ever_for_a_server_that_is_slow():
+    """And what that server gets from then on is not confirmed, since it may be of both policies."""
+    values = {name: torch.zeros(LARGE // 4) for name in "abc"}
+    sender = WeightSender(values, rank=0, host="127.0.0.1")
+    sender.offer(1)
+    parts = WeightReceiver().receive(sender.source(1, [sender.here]), [["a"], ["b"], ["c"]])
+    next(parts)
+    started = time.monotonic()
+    sender.withdraw(0.5)
+    assert 0.4 < time.monotonic() - started < 5
+    for tensor in values.values():
+        tensor += 1
+    sender.offer(2)
+    with pytest.raises(RuntimeError):
+        list(parts)
+    (got,) = WeightReceiver().receive(sender.source(2, [sender.here]), [["c"]])
+    assert torch.equal(got["c"], values["c"])
+    sender.close()
+
+
+def test_a_trainer_that_dies_in_a_transfer_is_an_error_for_the_server():
+    values = {name: torch.zeros(LARGE // 4) for name in "abc"}
+    sender = WeightSender(values, rank=0, host="127.0.0.1", patience=timedelta(seconds=2))
+    sender.offer(1)
+    receiver = WeightReceiver(timedelta(seconds=2))
+    parts = receiver.receive(sender.source(1, [sender.here]), [["a"], ["b"], ["c"]])
+    next(parts)
+    sender.withdraw(0)
+    started = time.monotonic()
+    with pytest.raises(RuntimeError):
+        list(parts)
+    assert time.monotonic() - started < 8
+    sender.close()
+
+
+def test_ranks_listen_on_the_address_that_servers_reach(monkeypatch: pytest.MonkeyPatch):
+    """The one towards a server, or a given one of this machine; of another one the server says so."""
+    monkeypatch.setattr("cairn.policy.receiver.ANSWER", timedelta(seconds=1))
+    assert address_towards("127.0.0.1") == "127.0.0.1"
+    assert address_towards("127.0.0.2") == "127.0.0.2"
+    policy = {"embed": torch.randn(3, 2)}
+    sender = WeightSender(policy, rank=0, host=address_towards("127.0.0.2"))
+    sender.offer(1)
+    assert sender.here.host == "127.0.0.2"
+    source = sender.source(1, [sender.here])
+    (got,) = WeightReceiver().receive(source, [["embed"]])
+    assert torch.equal(got["embed"], policy["embed"])
+    elsewhere = replace(source, ranks=[replace(sender.here, host="127.0.0.1")])
+    port = sender.here.port
+    with pytest.raises(NotThere, match=f"answer at 127.0.0.1:{port}.*--trainer.weight-host"):
+        WeightReceiver().receive(elsewhere, [["embed"]])
     sender.close()

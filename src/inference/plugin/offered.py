@@ -49,12 +49,10 @@ class Offers:
 
     Args:
         config: vLLM's, of the model.
-        device: where tensors are received that a trainer sends.
     """
 
-    def __init__(self, config: ModelConfig, device: torch.device):
+    def __init__(self, config: ModelConfig):
         self._config = config
-        self._device = device
 
     def source(self, path: str) -> Source | None:
         """Which trainer has the tensors; None if the folder holds them.
@@ -95,11 +93,6 @@ class Offers:
 
     def _from_trainer(self, source: Source, sums: dict[str, int]) -> Iterator[Tensors]:
         """The trainer's tensors, a layer at a time; their checksums go into `sums`."""
-        if source.device != self._device.type:
-            raise Refused(
-                f"the trainer has them on {source.device} and this server computes on {self._device.type}: "
-                "set --trainer.weight-transport to files"
-            )
         layout = self._expected.layout_of(source.shapes)
         shapes, tied = layout.shapes, layout.tied
         for name in shapes.keys() ^ source.shapes.keys():
@@ -109,12 +102,12 @@ class Offers:
             if shape != shapes[name]:
                 raise Refused(f"tensor {name} has shape {shape}, not {shapes[name]}")
         names = [name for name in source.shapes if name not in tied]
-        parts = self._receiver.receive(source, layerwise_groups(names), self._config.dtype)
+        parts = self._receiver.receive(source, layerwise_groups(names))
 
         def checked() -> Iterator[Tensors]:
             for weights in parts:
                 for name, tensor in weights.items():
-                    look = look_at(tensor, tensor.dtype)
+                    look = look_at(tensor, self._config.dtype)
                     if not look.is_finite:
                         raise NotFinite(f"the trainer's tensor {name} holds NaN or infinity")
                     sums[name] = look.checksum
@@ -127,7 +120,7 @@ class Offers:
 
     @functools.cached_property
     def _receiver(self) -> WeightReceiver:
-        return WeightReceiver(self._device)
+        return WeightReceiver()
 
     def in_hub_layout(self, weights: Tensors) -> Tensors:
         """The tensors of whole layers as vLLM takes them; they share memory."""

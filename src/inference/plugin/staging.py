@@ -101,8 +101,9 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def place(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """Room for a tensor, and its offset. All tensors must be of the same data type."""
-        first, self._used = self._used, self._used + shape.numel() * dtype.itemsize
+        """Room for a tensor, and its offset."""
+        first = -(-self._used // dtype.itemsize) * dtype.itemsize
+        self._used = first + shape.numel() * dtype.itemsize
         return first, self._bytes[first : self._used].view(dtype).view(shape)
 
     def close(self) -> None:
@@ -120,7 +121,7 @@ class Staging:
     """
 
     def __init__(self, config: ModelConfig, available: Callable[[], int] = available_memory):
-        self._offers = Offers(config, torch.device("cpu"))
+        self._offers = Offers(config)
         self._dtype = config.dtype
         self._casts = config.head_dtype == config.dtype  # else one of the large matrices has a wider type
         self._available = available
@@ -135,10 +136,12 @@ class Staging:
         if source is None:
             folder = [list(file) for file in identities(path)]
             return self._from_files(path, self._offers.open(path), folder)
-        values = sum(map(math.prod, source.shapes.values()))
-        if source.device != "cpu" or not self._fits(values * self._dtype.itemsize):
+        kinds = {DTYPES_IN_SETTINGS[name] for name in source.dtypes.values()} | {self._dtype}
+        # However the data types alternate: padding a tensor takes less than the one before it leaves.
+        size = sum(map(math.prod, source.shapes.values())) * max(kind.itemsize for kind in kinds)
+        if not self._fits(size):
             return Staged(path)
-        return self._from_trainer(path, self._offers.open(path))
+        return self._from_trainer(path, self._offers.open(path), size)
 
     def _fits(self, size: int) -> bool:
         return size <= self._available() // 2
@@ -180,14 +183,17 @@ class Staging:
                 for name, tensor in tensors.items():
                     yield origin, name, tensor, tensor.data_ptr() - part[origin].data_ptr()
 
-    def _from_trainer(self, path: str, offer: Offer) -> Staged:
-        memory = SharedMemory(offer.count * self._dtype.itemsize)
+    def _from_trainer(self, path: str, offer: Offer, size: int) -> Staged:
+        memory = SharedMemory(size)
         tensors: dict[str, tuple[int, int, str, list[int]]] = {}
+        cast: set[str] = set()
         try:
             for _, name, tensor, _ in self._pieces(offer):
-                offset, place = memory.place(tensor.shape, self._dtype)
+                dtype = self._dtype if self._casts and tensor.numel() >= LARGE else tensor.dtype
+                offset, place = memory.place(tensor.shape, dtype)
                 place.copy_(tensor)
-                tensors[name] = 0, offset, _name(self._dtype), list(tensor.shape)
+                tensors[name] = 0, offset, _name(dtype), list(tensor.shape)
+                cast |= {name} if dtype != tensor.dtype else set()
         except BaseException as error:
             memory.close()
             if isinstance(error, NotFinite):
@@ -197,7 +203,8 @@ class Staging:
             if isinstance(error, Unchanged) or not isinstance(error, RuntimeError):
                 raise
             raise NotThere(f"the trainer broke off: {error}") from None
-        return Staged(path, Plan([memory.path], tensors, dict(offer.sums), []), memory)
+        sums = {name: checksum for name, checksum in offer.sums.items() if name not in cast}
+        return Staged(path, Plan([memory.path], tensors, sums, []), memory)
 
 
 def _name(dtype: torch.dtype) -> str:

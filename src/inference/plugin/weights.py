@@ -122,7 +122,7 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
 
     @functools.cached_property
     def _offers(self) -> Offers:
-        return Offers(self.model_config, self.device)
+        return Offers(self.model_config)
 
 
 def _prepared(path: str, plan: Plan) -> Tensors:
