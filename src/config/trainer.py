@@ -120,6 +120,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
+    router_aux_coef: float | None = Field(default=None, ge=0)
+    """Weight of a mixture of experts' load-balancing loss (default: as its config.json says; 0: without)."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     deterministic: bool = False

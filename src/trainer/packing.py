@@ -24,37 +24,41 @@ class MicroBatch:
     """Rows that go through the model together. R rows of T tokens, several samples in a row.
 
     input_ids, position_ids: int64 [R, T]; positions start at 0 with each sample, which is how the model
-    knows where one ends; padding is a sample of its own. loss_mask: bool [R, T]. columns: those that the
-    batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T].
+    knows where one ends; padding is a sample of its own. loss_mask, is_token (not padding): bool [R, T].
+    columns: those that the batch's samples have (`cairn.run.batches.COLUMNS`), by name, [R, T].
     learned: int64 [L], where `loss_mask` is True in the flattened rows. bounds: int32 [samples + 1], where
     each sample begins in the flattened rows, and at last R * T. Both are made on the host, since a GPU could
     tell how long they are only after all that it was asked to do before.
     samples: how many there are, the padding of each row counted as one. longest: tokens of the longest.
+    tokens: how many there are, without padding.
     index: its place among the step's micro-batches, on whichever rank it runs.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     loss_mask: torch.Tensor
+    is_token: torch.Tensor
     columns: dict[str, torch.Tensor]
     learned: torch.Tensor
     bounds: torch.Tensor
     samples: int
     longest: int
+    tokens: int
     index: int
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`, which one transfer brings there; a GPU's is not waited for."""
         if device.type == "cpu":
             return self
-        here = [self.input_ids, self.position_ids, self.loss_mask, self.learned, self.bounds]
+        here = [self.input_ids, self.position_ids, self.loss_mask, self.is_token, self.learned, self.bounds]
         there = transfer([*here, *self.columns.values()], device)
-        input_ids, position_ids, loss_mask, learned, bounds, *columns = there
+        input_ids, position_ids, loss_mask, is_token, learned, bounds, *columns = there
         return replace(
             self,
             input_ids=input_ids,
             position_ids=position_ids,
             loss_mask=loss_mask,
+            is_token=is_token,
             learned=learned,
             bounds=bounds,
             columns=dict(zip(self.columns, columns, strict=True)),
@@ -235,10 +239,12 @@ def fill_rows(rows: list[list[Sample]], index: int = 0, columns: Iterable[str] =
         torch.from_numpy(input_ids),
         torch.from_numpy(position_ids),
         torch.from_numpy(loss_mask),
+        torch.from_numpy(spread([np.ones(len(places), np.bool_)], np.bool_)),
         {name: torch.from_numpy(values) for name, values in of_tokens.items()},
         learned=torch.from_numpy(np.flatnonzero(loss_mask)),
         bounds=torch.from_numpy(bounds.astype(np.int32)),
         samples=len(bounds) - 1,
         longest=int(np.diff(bounds).max()),
+        tokens=len(places),
         index=index,
     )

@@ -1,5 +1,6 @@
 """What a trainer changes while it runs, and how it takes that up again from a checkpoint."""
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -10,11 +11,14 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
 from cairn.checkpoint.step import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.balancing import Balance, coefficient_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.head import Head
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import find_rows
 from cairn.trainer.trained import Trained
+
+logger = logging.getLogger(__name__)
 
 POLICY = "policy"
 """The name of the model that learns the task."""
@@ -58,12 +62,23 @@ class TrainerState:
         in_float32 = self.config.precision.settled(gpu=device.type == "cuda").head == "float32"
         return Scorer(module, device, Head.on(device, vocabulary, in_float32=in_float32))
 
+    @cached_property
+    def balance(self) -> Balance:
+        """What keeps the experts of a mixture equally busy.
+
+        Raises:
+            UsageError: the run asks for that, and the model has no routers.
+        """
+        return Balance(self.policy.module, coefficient_of(self.policy.module, self.config))
+
     def check_model(self) -> None:
         """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.
 
         Raises:
             UsageError: the model can't be trained rightly.
         """
+        if self.balance.coefficient:
+            logger.info("the experts' load is balanced: router_aux_coef = %g", self.balance.coefficient)
         self.scorer.rows = find_rows(
             self.scorer,
             self.group,

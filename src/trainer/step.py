@@ -51,11 +51,14 @@ def train_step(
         heartbeat.doing(f"step {step}, micro-batch {micro.index}")
         group.seed(derive(config.seed, "dropout", step, micro.index))
         micro = micro.to(group.device)
-        sums = loss(LossInputs.of(state.scorer.logprobs(micro, batch.temperature), micro))
+        with state.balance.watching():
+            logprobs = state.scorer.logprobs(micro, batch.temperature)
+        sums = loss(LossInputs.of(logprobs, micro))
         if micro.index == batch.micros[-1].index:
             meanwhile()
         # FSDP2 averages gradients over ranks; the sum is wanted.
-        (sums.loss * (group.world_size / normaliser)).backward()
+        scaled = sums.loss * (group.world_size / normaliser)
+        state.balance.added_to(scaled, sums, micro, counts, group.world_size).backward()
         all_sums.append(sums)
 
     norm = torch.nn.utils.clip_grad_norm_(policy.trained().values(), config.optimizer.max_grad_norm)

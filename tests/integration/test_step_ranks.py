@@ -117,7 +117,11 @@ def join(rank: int, world_size: int, port: int, **how: bool) -> RankGroup:
 
 def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
     """Metrics, and the weights after the step."""
-    config = TrainerConfig(optimizer={"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9}, seq_len=24)
+    config = TrainerConfig(
+        optimizer={"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9},
+        seq_len=24,
+        router_aux_coef=0.1 if model_folder.name == "experts" else None,
+    )
     model = build_model(model_folder, config, group.mesh)
     assert isinstance(model, FSDPModule) == (group.world_size > 1)
     read_tensors(model_folder, weights(model), "model")
