@@ -27,6 +27,7 @@ from cairn.checkpoint.manifest import (
 from cairn.checkpoint.receipts import make_receipt, read_receipt
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
+from cairn.run.file_system import appears, file_system_of, flock, open_lock
 from cairn.run.files import check_written, make_folders, naming, read_note, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
 
@@ -54,7 +55,7 @@ class CheckpointStore:
     def exists(self, step: int) -> bool:
         """Whether a step exists: if and only if its manifest does."""
         folder = self.folder(step)
-        return (folder / FILE_NAME).exists() and not folder.is_symlink()
+        return appears(folder / FILE_NAME) and not folder.is_symlink()
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step.
@@ -306,9 +307,11 @@ class CheckpointStore:
     @contextlib.contextmanager
     def alone(self) -> Generator[None]:
         """Hold the lock that `ckpt` commands take before they change anything; saving does not take it."""
-        fd = os.open(self.root, os.O_RDONLY)
+        shared = file_system_of(self.root).is_network
+        path = self.root / ".lock" if shared else self.root
+        fd = open_lock(path) if shared else os.open(path, os.O_RDONLY)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX)
+            flock(fd, fcntl.LOCK_EX, path)
             yield
         finally:
             os.close(fd)

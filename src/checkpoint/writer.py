@@ -27,6 +27,7 @@ from cairn.checkpoint.checksums import FileChecksum, crc64
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent, ring_pieces
 from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
+from cairn.run.file_system import file_system_of
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise
 from cairn.run.processes import die_with
 from cairn.run.signals import ignore_stop_signals
@@ -152,8 +153,13 @@ def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
 
 @contextlib.contextmanager
 def _open(path: Path, size: int):
-    """Descriptors for buffered and, if O_DIRECT works, direct writes; sets the file's final size."""
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o644)
+    """Descriptors for buffered and, if O_DIRECT works, direct writes; sets the file's final size.
+
+    Ranks on several machines may write parts of one page. With O_DSYNC an NFS client sends the bytes that
+    were written, and never the rest of the page as it remembers it.
+    """
+    shared = os.O_DSYNC if file_system_of(path).is_network else 0
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | shared, 0o644)
     direct = None
     try:
         os.ftruncate(fd, size)

@@ -38,6 +38,7 @@ from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.file_system import remarks
 from cairn.run.machine import this_machine
 from cairn.run.output import start_logging
 from cairn.run.waiting import run_async, wait_for
@@ -121,6 +122,8 @@ def _see_through(
 ) -> int:
     """Run the roles to the end; if they find a checkpoint damaged, begin another attempt."""
     run = config.run_directory()
+    for remark in remarks([run.path, run.checkpoints]):
+        print(remark, flush=True)
     model = config.model
     try:
         while True:

@@ -8,7 +8,6 @@ import contextlib
 import hashlib
 import json
 import math
-import os
 from collections.abc import Generator, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -19,6 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from cairn.run.errors import UsageError
+from cairn.run.file_system import appears
 from cairn.run.files import DamagedFile, write_atomic
 from cairn.run.messages import BatchHeader
 
@@ -179,7 +179,7 @@ def read_origin(path: Path) -> tuple[Any, Any]:
         FileNotFoundError: there is no such batch yet.
         DamagedFile: it is not as it was written.
     """
-    if not os.path.exists(path):
+    if not appears(path):
         raise FileNotFoundError(path)
     with _damage_named(path):
         info = _object(_read(path, tensors=False)[0].get("info", "{}"))
@@ -194,7 +194,7 @@ def read_batch(path: Path) -> RLBatch:
         BadBatch: it doesn't say how its answers were sampled, or in a way that the loss doesn't know.
         DamagedFile: it is not as it was written.
     """
-    if not os.path.exists(path):
+    if not appears(path):
         raise FileNotFoundError(path)
     with _damage_named(path):
         metadata, tensors = _read(path)

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.run.attempt import Attempt, RoleEntry
 from cairn.run.batches import BadBatch, RLBatch, batch_path, read_batch, read_origin
+from cairn.run.file_system import flock, look_anew, open_lock
 from cairn.run.files import DamagedFile, entries, read_json, read_note, set_aside, write_json
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History
@@ -31,6 +32,8 @@ Config = TypeVar("Config", bound="BaseModel")
 
 BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
 
+JOURNALS = ("-wal", "-shm", "-journal")
+"""Ends of the names of SQLite's journals, which belong to the file that is named like them without it."""
 LOCK_TRIES, LOCK_SECONDS = 5, 0.02
 """How often a launcher tries to lock a run directory before it says that another one is at work, and how long
 it waits in between."""
@@ -173,9 +176,10 @@ class RunDirectory:
             self._warned = True
 
     def _set_role(self, role: str, state: str, pid: int, host: str) -> None:
-        folder = os.open(self.path, os.O_RDONLY)
+        path = self.path / ".roles.lock"
+        fd = open_lock(path)
         try:
-            fcntl.flock(folder, fcntl.LOCK_EX)  # roles that were started one by one write it themselves
+            flock(fd, fcntl.LOCK_EX, path)  # roles that were started one by one write it themselves
             content = self._read_roles()
             attempt = content.attempt if content else self._known
             if attempt is None:
@@ -186,7 +190,7 @@ class RunDirectory:
             entries = {name: asdict(entry) for name, entry in roles.items()}
             write_json(self.roles, {**asdict(attempt), "roles": entries}, durable=True)
         finally:
-            os.close(folder)
+            os.close(fd)
 
     def end_roles(self, state: str, *prefixes: str) -> None:
         """Set those that roles.json says are running or waiting to `state`: the names that begin so."""
@@ -201,13 +205,18 @@ class RunDirectory:
         return content.roles if content else None
 
     def lock(self) -> bool:
-        """Keep other launchers out until `unlock`, or this process's end; False if one is at work already."""
+        """Keep other launchers out until `unlock`, or this process's end; False if one is at work already.
+
+        Raises:
+            UsageError: the file system has no locks.
+        """
         if self._lock is not None:
             return True
-        fd = os.open(self.path / ".lock", os.O_RDWR | os.O_CREAT, 0o644)  # closes with the process
+        path = self.path / ".lock"
+        fd = open_lock(path)  # closes with the process
         for _ in range(LOCK_TRIES):  # whoever only looks, as `is_locked` does, holds it for an instant
             try:
-                fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
             except BlockingIOError:
                 time.sleep(LOCK_SECONDS)
             else:
@@ -224,12 +233,14 @@ class RunDirectory:
 
     def is_locked(self) -> bool:
         """Whether a launcher, this process or another, is at work here."""
+        path = self.path / ".lock"
         try:
-            fd = os.open(self.path / ".lock", os.O_RDONLY)
+            look_anew(self.path)
+            fd = os.open(path, os.O_RDONLY)
         except OSError:
             return False
         try:
-            fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
+            flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
             return False
         except BlockingIOError:
             return True
@@ -249,7 +260,7 @@ class RunDirectory:
         earlier = self.attempt()
         # If there is no saying, the ledger itself says whose it is to whoever opens it.
         same = earlier is None or (earlier.run_id, earlier.branch) == (attempt.run_id, attempt.branch)
-        ledger = [Path(f"{self.ledger}{suffix}") for suffix in ("", "-wal", "-shm")]
+        ledger = [Path(f"{self.ledger}{suffix}") for suffix in ("", *JOURNALS)]
         doomed = [] if same else ledger
         if self.batch(attempt, attempt.start_step + 1) is None:
             doomed.append(self.batches)

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from cairn.run.errors import CairnError
+from cairn.run.file_system import look_anew
 
 if TYPE_CHECKING:
     from pydantic import TypeAdapter
@@ -66,12 +67,11 @@ def read_json(path: Path, shape: type[T] = object) -> T | None:
     Raises:
         DamagedFile: the file is empty, torn, garbage, of another shape, or can't be read.
     """
-    try:
-        content = path.read_bytes()
-    except (FileNotFoundError, NotADirectoryError):
+    content = _content(path)
+    if content is None and look_anew(path.parent):
+        content = _content(path)
+    if content is None:
         return None
-    except OSError as error:
-        raise DamagedFile(f"{path}: can't be read: {error.strerror}") from None
     if not content:
         raise DamagedFile(f"{path}: is empty")
     try:
@@ -80,6 +80,15 @@ def read_json(path: Path, shape: type[T] = object) -> T | None:
         raise DamagedFile(f"{path}: is damaged: it is nested too deeply") from None
     except ValueError as error:  # no UTF-8, no JSON, or of another shape
         raise DamagedFile(f"{path}: is damaged: {_first_problem(error)}") from None
+
+
+def _content(path: Path) -> bytes | None:
+    try:
+        return path.read_bytes()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except OSError as error:
+        raise DamagedFile(f"{path}: can't be read: {error.strerror}") from None
 
 
 def read_note(path: Path, shape: type[T] = object) -> T | None:
@@ -137,6 +146,7 @@ def free_name(path: Path) -> Path:
 
 def entries(folder: Path, suffix: str) -> list[Path]:
     """What lies in a folder under names that end so, hidden files left out; nothing if it is no folder."""
+    look_anew(folder)
     try:
         names = os.listdir(folder)
     except (FileNotFoundError, NotADirectoryError):

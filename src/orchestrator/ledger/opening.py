@@ -7,6 +7,8 @@ from pathlib import Path
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger.checks import check_format, oddity, wrong_with
 from cairn.orchestrator.ledger.schema import FORMAT, SCHEMA, UNSHIP, LedgerRun, write_owner
+from cairn.run.directory import JOURNALS
+from cairn.run.file_system import file_system_of
 from cairn.run.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -46,7 +48,9 @@ def begin(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlit
 def connect(path: Path) -> sqlite3.Connection:
     """Open the ledger at `path`; only this process may write to it."""
     database = sqlite3.connect(path)
-    database.execute("PRAGMA journal_mode = WAL")
+    # WAL needs memory that all machines share; the other mode works wherever locks do.
+    mode = "TRUNCATE" if file_system_of(path).is_network else "WAL"
+    database.execute(f"PRAGMA journal_mode = {mode}")
     # synchronous = NORMAL survives a kill. Rows lost in a power cut are restored from the batches' files.
     database.execute("PRAGMA synchronous = NORMAL")
     return database
@@ -65,7 +69,7 @@ def _rewind(database: sqlite3.Connection, step: int) -> None:
 
 def remove_journal(path: Path) -> None:
     """Remove SQLite's journal files of a ledger; SQLite would apply them to a new file of the same name."""
-    for suffix in ("-wal", "-shm"):
+    for suffix in JOURNALS:
         Path(f"{path}{suffix}").unlink(missing_ok=True)
 
 
@@ -74,7 +78,7 @@ def set_aside(path: Path) -> Path:
     n = 1
     while (target := path.with_name(f"{path.stem}_aside_{n}{path.suffix}")).exists():
         n += 1
-    for suffix in ("-wal", "-shm", ""):
+    for suffix in (*JOURNALS, ""):
         if (part := Path(f"{path}{suffix}")).exists():
             part.rename(f"{target}{suffix}")
     return target

@@ -2,7 +2,9 @@
 
 import contextlib
 import json
+import shutil
 import sqlite3
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,7 +49,10 @@ def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Conn
         raise CheckpointError(f"{path}: there is no ledger, so what was trained can't be proved")
     mode = "immutable=1" if immutable else "mode=ro"
     try:
-        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?{mode}", uri=True)) as database:
+        with (
+            contextlib.nullcontext(path) if immutable else _rolled_back(path) as file,
+            contextlib.closing(sqlite3.connect(f"file:{quote(str(file))}?{mode}", uri=True)) as database,
+        ):
             database.row_factory = sqlite3.Row
             database.execute("BEGIN")
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
@@ -59,6 +64,34 @@ def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Conn
             yield database
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
+
+
+@contextlib.contextmanager
+def _rolled_back(path: Path) -> Iterator[Path]:
+    """The ledger, or, if its writer died in the middle of a transaction, a copy without that transaction.
+
+    SQLite would write to the ledger to roll it back; so it is with a rollback journal (`connect`), not with a
+    WAL.
+    """
+    journal = Path(f"{path}-journal")
+    if not journal.exists():
+        yield path
+        return
+    try:
+        with contextlib.closing(sqlite3.connect(f"file:{quote(str(path))}?mode=ro", uri=True)) as database:
+            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        yield path
+        return
+    except sqlite3.OperationalError as error:
+        if error.sqlite_errorcode != sqlite3.SQLITE_READONLY_ROLLBACK:
+            raise
+    with tempfile.TemporaryDirectory() as folder:
+        for part in (path, journal):
+            shutil.copy(part, folder)
+        copy = Path(folder) / path.name
+        with contextlib.closing(sqlite3.connect(copy)) as database:
+            database.execute("SELECT count(*) FROM sqlite_master").fetchone()
+        yield copy
 
 
 def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:

@@ -1,0 +1,177 @@
+"""What kind of file system a folder is on, and what network file systems need done otherwise.
+
+Machines that share a folder over NFS or the like have caches: a name that was looked for in vain may stay
+unknown for a minute. Locks may be refused, or hold on one machine only. SQLite's WAL needs shared memory.
+"""
+
+import ctypes
+import errno
+import fcntl
+import functools
+import os
+import re
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+from cairn.run.errors import UsageError
+
+MOUNTS = Path("/proc/self/mountinfo")
+NETWORK = frozenset(
+    (
+        *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "pvfs2", "wekafs"),
+        *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.beegfs"),
+    )
+)
+"""The kernel's names of file systems whose files other machines change too."""
+ONE_MACHINES_LOCKS = frozenset(("nolock", "local_lock=all", "local_lock=flock", "localflock"))
+"""Mount options with which locks are kept on this machine, where others don't see them."""
+NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
+
+LOOK_SECONDS = 0.1
+"""The server is asked at most so often what is new in a folder; whoever waits for a file looks more often."""
+
+AT_FDCWD, AT_STATX_FORCE_SYNC, STATX_BASIC_STATS = -100, 0x2000, 0x7FF
+STATX_BYTES = 256
+
+LIBC = ctypes.CDLL(None, use_errno=True)
+
+
+@dataclass(frozen=True)
+class FileSystem:
+    """A mounted file system: the kernel's name of its kind, where it is mounted, and with which options."""
+
+    kind: str
+    mount: str
+    options: frozenset[str]
+
+    @property
+    def is_network(self) -> bool:
+        """Whether other machines may change its files."""
+        return self.kind in NETWORK
+
+    @property
+    def locks_here_only(self) -> bool:
+        """Whether a lock keeps out processes of this machine only."""
+        return self.is_network and not self.options.isdisjoint(ONE_MACHINES_LOCKS)
+
+    def __str__(self) -> str:
+        return f"{self.kind}, mounted at {self.mount}"
+
+
+@functools.lru_cache(4096)
+def file_system_of(path: Path) -> FileSystem:
+    """The file system that `path` is on, or will be once it exists."""
+    place = os.path.realpath(path)
+    found = FileSystem("unknown", "/", frozenset())
+    try:
+        lines = MOUNTS.read_text(errors="surrogateescape").splitlines()
+    except OSError:
+        return found
+    for line in lines:
+        fields, _, rest = line.partition(" - ")
+        mount, options = (_unescaped(field) for field in fields.split()[4:6])
+        kind, _, *of_kind = rest.split()
+        inside = place == mount or place.startswith(mount.rstrip("/") + "/")
+        if inside and len(mount) >= len(
+            found.mount
+        ):  # of mounts at one place, the last one covers the others
+            found = FileSystem(kind, mount, frozenset(",".join([options, *of_kind]).split(",")))
+    return found
+
+
+def _unescaped(field: str) -> str:
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), field)
+
+
+# Files that another machine makes
+
+
+def appears(path: Path) -> bool:
+    """Whether a file exists, also one that another machine has just made."""
+    return path.exists() or (look_anew(path.parent) and path.exists())
+
+
+_looked: dict[Path, float] = {}
+
+
+def look_anew(folder: Path) -> bool:
+    """On a network file system, ask the server what is in a folder; returns whether another look is worth it.
+
+    Does nothing for local file systems, nor within LOOK_SECONDS of the last time.
+    """
+    if not file_system_of(folder).is_network:
+        return False
+    now = time.monotonic()
+    if now - _looked.get(folder, -LOOK_SECONDS) < LOOK_SECONDS:
+        return False
+    _looked[folder] = now
+    if not _synchronise(folder) and folder != folder.parent:  # it may itself be new
+        look_anew(folder.parent)
+        _synchronise(folder)
+    return True
+
+
+def _synchronise(path: Path) -> bool:
+    """Have the attributes of `path` come from the server; whether it exists.
+
+    If a folder has changed, the kernel forgets which names are not in it.
+    """
+    buffer = ctypes.create_string_buffer(STATX_BYTES)
+    return not LIBC.statx(AT_FDCWD, os.fsencode(path), AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, buffer)
+
+
+# Locks
+
+
+def flock(fd: int, operation: int, path: Path) -> None:
+    """`fcntl.flock`, for the file `path`; NFS takes exclusive locks of files open for writing only.
+
+    Raises:
+        BlockingIOError: somebody else holds it, and `operation` does not wait.
+        UsageError: the file system has no locks; the message says what to do.
+    """
+    try:
+        fcntl.flock(fd, operation)
+    except OSError as error:
+        if error.errno not in NO_LOCKS:
+            raise
+        found = file_system_of(path)
+        remedy = "choose a folder elsewhere"
+        if found.kind == "lustre":
+            remedy = f"mount it with -o flock, or {remedy}"
+        elif found.kind.startswith("nfs"):
+            remedy = f"mount it with NFS 4, or run rpc.statd for NFS 3, or {remedy}"
+        raise UsageError(
+            f"{path}: its file system ({found}) has no locks ({error.strerror}), by which a folder is kept "
+            f"for one command at a time: {remedy}"
+        ) from None
+
+
+def open_lock(path: Path) -> int:
+    """A descriptor of the file `path`, made if need be, to be locked: NFS and Lustre can't lock a folder."""
+    return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+
+
+# What a user is told
+
+
+def remarks(folders: Iterable[Path]) -> list[str]:
+    """What is done otherwise for those of the folders that are on network file systems, in words."""
+    said: list[str] = []
+    for folder in folders:
+        found = file_system_of(folder)
+        if not found.is_network:
+            continue
+        said.append(
+            f"{folder} is on a network file system ({found}): the server is asked for new files of other "
+            "machines, SQLite keeps a rollback journal instead of WAL, and parts of pages are written through"
+        )
+        if found.locks_here_only:
+            options = ", ".join(sorted(found.options & ONE_MACHINES_LOCKS))
+            said.append(
+                f"warning: {found.mount} is mounted with {options}: locks hold on this machine only, so that "
+                f"nothing keeps a command on another machine out of {folder}"
+            )
+    return list(dict.fromkeys(said))

@@ -1,0 +1,285 @@
+"""What is done otherwise on network file systems, whose kind is made up here: there is no server."""
+
+import errno
+import fcntl
+import os
+import signal
+import stat
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.writer import _open
+from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
+from cairn.orchestrator.ledger.reading import open_ledger
+from cairn.run import file_system
+from cairn.run.attempt import Attempt
+from cairn.run.batches import read_origin
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.file_system import appears, file_system_of, look_anew, remarks
+from cairn.run.files import entries, read_json, read_note
+
+RUN = LedgerRun("run", "branch_1", FORMAT, 0, 100, 2, 2, 1)
+ATTEMPT = Attempt("run", 1, "sft", 0, None, "branch_1")
+
+Mount = Callable[..., None]
+
+
+@pytest.fixture
+def mount(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Mount]:
+    """`mount(kind, options)`: have the kernel say that the test's folder is on such a file system."""
+
+    def mount(kind: str, options: str = "rw,relatime") -> None:
+        table = tmp_path.parent / f"{tmp_path.name}.mountinfo"
+        place = str(tmp_path).replace(" ", "\\040")
+        table.write_text(
+            "22 1 8:1 / / rw,relatime - ext4 /dev/sda1 rw\n"
+            f"23 22 0:5 / {place} {options} shared:7 - {kind} server:/export rw,vers=4.2,{options}\n"
+            f"24 22 0:6 / {place}2 rw - tmpfs tmpfs rw\n"
+        )
+        monkeypatch.setattr(file_system, "MOUNTS", table)
+        file_system_of.cache_clear()
+        monkeypatch.setattr(file_system, "_looked", {})
+
+    yield mount
+    file_system_of.cache_clear()
+
+
+def test_the_innermost_mount_counts(tmp_path: Path, mount: Mount):
+    mount("nfs4")
+    assert file_system_of(tmp_path / "not" / "there yet").kind == "nfs4"
+    assert file_system_of(tmp_path).mount == str(tmp_path)
+    assert file_system_of(Path(f"{tmp_path}2")).kind == "tmpfs"
+    assert file_system_of(Path(f"{tmp_path}3")).kind == "ext4"
+    (tmp_path / "link").symlink_to("/")
+    assert file_system_of(tmp_path / "link" / "etc").kind == "ext4"
+
+
+def test_this_machines_file_system_is_known(tmp_path: Path):
+    file_system_of.cache_clear()
+    found = file_system_of(tmp_path)
+    assert found.kind != "unknown"
+    assert str(tmp_path.resolve()).startswith(found.mount)
+    assert file_system_of(Path("/proc/self")).kind == "proc"
+
+
+def test_only_network_file_systems_are_remarked_on(tmp_path: Path, mount: Mount):
+    mount("xfs")
+    assert remarks([tmp_path]) == []
+    mount("nfs4")
+    (remark,) = remarks([tmp_path, tmp_path])
+    assert f"{tmp_path} is on a network file system (nfs4, mounted at {tmp_path})" in remark
+    mount("nfs", "rw,local_lock=all")
+    assert "local_lock=all: locks hold on this machine only" in remarks([tmp_path])[1]
+
+
+# New files of other machines
+
+
+@pytest.fixture
+def server(monkeypatch: pytest.MonkeyPatch) -> dict[Path, bytes]:
+    """Files that another machine has made: seen here once the server was asked about their folder."""
+    waiting: dict[Path, bytes] = {}
+
+    def synchronise(folder: Path) -> bool:
+        for path in [path for path in waiting if path.parent == folder]:
+            if not folder.exists():
+                return False
+            path.write_bytes(waiting.pop(path)) if path.suffix else path.mkdir()
+            waiting.pop(path, None)
+        return folder.exists()
+
+    monkeypatch.setattr(file_system, "_synchronise", synchronise)
+    return waiting
+
+
+LOOKS: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "note": ("note.json", read_note),
+    "json": ("note.json", read_json),
+    "batch": ("step_1.safetensors", lambda path: appears(path) and path.read_bytes()),
+    "manifest": ("step_3/manifest.json", lambda path: CheckpointStore(path.parents[1]).exists(3)),
+    "listing": ("1.json", lambda path: entries(path.parent, ".json")),
+}
+
+
+@pytest.mark.parametrize("kind", ["nfs4", "ext4"])
+@pytest.mark.parametrize("what", LOOKS)
+def test_whoever_polls_sees_what_another_machine_has_made(
+    tmp_path: Path, mount: Mount, server: dict[Path, bytes], what: str, kind: str
+):
+    """The kernel remembers for up to a minute that a name was not there, unless the server is asked."""
+    mount(kind)
+    name, look = LOOKS[what]
+    path = tmp_path / name
+    path.parent.mkdir(exist_ok=True)
+    server[path] = b"[1]"
+    assert bool(look(path)) == (kind == "nfs4")
+
+
+def test_a_batch_of_another_machine(tmp_path: Path, mount: Mount, server: dict[Path, bytes]):
+    mount("nfs4")
+    server[tmp_path / "step_1.safetensors"] = b"no batch"
+    with pytest.raises(Exception, match="is no batch"):
+        read_origin(tmp_path / "step_1.safetensors")
+
+
+def test_a_file_in_a_folder_that_is_new_as_well(tmp_path: Path, mount: Mount, server: dict[Path, bytes]):
+    mount("nfs4")
+    server[tmp_path / "step_3"] = b""
+    server[tmp_path / "step_3" / "note.json"] = b"[1]"
+    assert read_json(tmp_path / "step_3" / "note.json") == [1]
+
+
+def test_the_server_is_not_asked_at_every_poll(tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch):
+    mount("nfs4")
+    asked = []
+    monkeypatch.setattr(file_system, "_synchronise", lambda folder: asked.append(folder) or True)
+    assert [look_anew(tmp_path) for _ in range(3)] == [True, False, False]
+    monkeypatch.setattr(file_system, "LOOK_SECONDS", 0)
+    assert look_anew(tmp_path)
+    assert len(asked) == 2
+
+
+def test_asking_is_a_call_that_this_kernel_has(tmp_path: Path):
+    assert file_system._synchronise(tmp_path)
+    assert not file_system._synchronise(tmp_path / "missing")
+
+
+# Locks
+
+
+@pytest.fixture
+def locks_as_on_nfs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFS locks files only, and for an exclusive lock they must be open for writing."""
+    real = fcntl.flock
+
+    def flock(fd: int, operation: int) -> None:
+        if stat.S_ISDIR(os.fstat(fd).st_mode):
+            raise OSError(errno.EBADF, "a folder")
+        if operation & fcntl.LOCK_EX and fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_ACCMODE == os.O_RDONLY:
+            raise OSError(errno.EBADF, "not open for writing")
+        real(fd, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+
+
+@pytest.mark.usefixtures("locks_as_on_nfs")
+def test_every_lock_is_one_that_nfs_has(tmp_path: Path, mount: Mount):
+    mount("nfs4")
+    run = RunDirectory(tmp_path)
+    assert run.lock()
+    assert run.is_locked()
+    run.begin(ATTEMPT)
+    run.set_role("trainer", "running")
+    roles = run.current_roles()
+    assert roles
+    assert list(roles) == ["trainer"]
+    run.checkpoints.mkdir()
+    with CheckpointStore(run.checkpoints).alone():
+        pass
+
+
+@pytest.mark.parametrize(
+    ("kind", "number", "remedy"),
+    [
+        ("lustre", errno.ENOSYS, "mount it with -o flock"),
+        ("nfs", errno.ENOLCK, "rpc.statd"),
+        ("beegfs", errno.EOPNOTSUPP, "choose a folder elsewhere"),
+    ],
+)
+def test_a_file_system_without_locks_is_refused(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, kind: str, number: int, remedy: str
+):
+    """Else nothing would keep two launchers apart."""
+    mount(kind)
+
+    def flock(fd: int, operation: int) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    with pytest.raises(UsageError, match=rf"\.lock: its file system \({kind}, .*{remedy}"):
+        RunDirectory(tmp_path).lock()
+
+
+# SQLite
+
+
+def journal_mode(path: Path) -> str:
+    """As the ledger's file says; a rollback journal is in no file."""
+    return "wal" if path.read_bytes()[18] == 2 else "rollback"
+
+
+def test_the_ledger_needs_no_shared_memory(tmp_path: Path, mount: Mount):
+    """Also one that was begun elsewhere, or by an earlier version, goes on."""
+    path = tmp_path / "ledger.sqlite"
+    mount("ext4")
+    ledger = Ledger(path, RUN, None, 0)
+    ledger.close()
+    assert journal_mode(path) == "wal"
+    mount("nfs4")
+    ledger = Ledger(path, RUN, None, 0)
+    assert not ledger.begun
+    assert journal_mode(path) == "rollback"
+    assert not Path(f"{path}-shm").exists()
+    ledger.close()
+
+
+KILLED = """
+import os, signal, sqlite3, sys
+database = sqlite3.connect(sys.argv[1])
+database.execute("PRAGMA journal_mode = TRUNCATE")
+database.execute("PRAGMA cache_size = 1")
+database.execute("CREATE TABLE filler (text)")
+database.execute("BEGIN")
+for _ in range(500):
+    database.execute("INSERT INTO filler VALUES (?)", ("x" * 900,))
+os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_ledger_is_read_whose_writer_was_killed_in_a_transaction(tmp_path: Path, mount: Mount):
+    """By an audit, which must not write to it; the next writer rolls it back."""
+    mount("nfs4")
+    path = tmp_path / "ledger.sqlite"
+    Ledger(path, RUN, None, 0).close()
+    killed = subprocess.run([sys.executable, "-c", KILLED, str(path)])
+    assert killed.returncode == -signal.SIGKILL
+    before = {file.name: file.read_bytes() for file in tmp_path.iterdir()}
+    assert len(before["ledger.sqlite-journal"]) > 0
+    with open_ledger(path) as database:
+        assert database.execute("SELECT count(*) FROM filler").fetchone()[0] == 0
+    assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
+    ledger = Ledger(path, RUN, None, 0)
+    assert not ledger.begun
+    ledger.close()
+
+
+def test_a_journal_goes_where_its_ledger_goes(tmp_path: Path):
+    """SQLite would roll a later ledger of the same name back with it."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.begin(ATTEMPT)
+    for end in ("", "-journal"):
+        Path(f"{run.ledger}{end}").write_bytes(b"x")
+    run.set_batches_aside(tmp_path / "aside", Attempt("other", 2, "sft", 0, None, "branch_2"))
+    assert {path.name for path in (tmp_path / "aside").iterdir()} == {
+        "ledger.sqlite",
+        "ledger.sqlite-journal",
+    }
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize(("kind", "through"), [("nfs4", True), ("ext4", False)])
+def test_parts_of_pages_are_written_through(tmp_path: Path, mount: Mount, kind: str, through: bool):
+    """Else a client may send a whole page, with its own idea of the bytes that another machine wrote."""
+    mount(kind)
+    with _open(tmp_path / "shard", 8192) as (fd, direct):
+        assert bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DSYNC) == through
+        assert direct is None or not fcntl.fcntl(direct, fcntl.F_GETFL) & os.O_DSYNC
