@@ -30,6 +30,7 @@ from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
 from cairn.run.processes import die_with
+from cairn.trainer.group import RankGroup
 
 T = TypeVar("T")
 
@@ -244,6 +245,13 @@ def start_ranks(
     return torch.multiprocessing.start_processes(
         function, arguments, nprocs=world_size, join=False, start_method="forkserver"
     )
+
+
+def join(rank: int, world_size: int, port: int, **how: bool) -> RankGroup:
+    """The group, in a process that `start_ranks` has started."""
+    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
+    return RankGroup.join(threads=1, **{"deterministic": False, **how})
 
 
 def environment_of(pid: int) -> list[bytes]:

@@ -9,7 +9,8 @@ from pathlib import Path
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
@@ -25,16 +26,14 @@ logger = logging.getLogger(__name__)
 def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
     """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
-    Master weights are float32, whatever the data type of the files. No weight is written before the model is
-    sharded, so that a rank never holds the whole model in memory. A single rank that computes in float32 has
-    nothing to shard or to convert: it gets the plain model, which is faster and computes the same bits.
+    Master weights are float32, whatever the data type of the files. Weights get memory once the model is
+    sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU. A single rank
+    that computes in float32 has nothing to shard or to convert: it gets the plain model, which is faster and
+    computes the same bits.
     """
-    with no_init_weights():
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
-    model.tie_weights()
+    model = _outline(AutoConfig.from_pretrained(folder))
     if _caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
-    model.train()
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = config.precision.settled(gpu=mesh.device_type == "cuda")
@@ -43,10 +42,52 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     if config.compile:
         for layer in layers:
             layer.compile()
-    if mesh.size() == 1 and compute == reduce == torch.float32:
-        return model.to(mesh.device_type)
-    _shard(model, layers, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
+    if mesh.size() > 1 or not compute == reduce == torch.float32:
+        _shard(model, layers, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
+    _allocate(model, mesh.device_type)
     return model
+
+
+def _outline(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model in training mode, its weights on the meta device, its buffers with their values.
+
+    Buffers such as rotary frequencies are in no file. They are computed as in any model that is built on the
+    CPU, since only parameters are replaced while it is built.
+    """
+    # The hook's type is declared as if it could only refuse.
+    hook = register_module_parameter_registration_hook(_without_memory)  # pyright: ignore[reportArgumentType]
+    try:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.tie_weights()
+    finally:
+        hook.remove()
+    return model.train()
+
+
+def _without_memory(
+    module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+) -> torch.nn.Parameter | None:
+    """What a module gets instead of a new parameter; None leaves it as it is, such as one that is tied."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+@torch.no_grad()
+def _allocate(model: PreTrainedModel, device: str) -> None:
+    """Give the weights, or this rank's shards of them, memory on `device`; their values are undefined."""
+
+    def allocated(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    if isinstance(model, FSDPModule):  # which has moved the buffers, and takes note of new shards here
+        model._apply(allocated)  # pyright: ignore[reportPrivateUsage] # `to_empty` would clear the buffers
+        return
+    for parameter in model.parameters():
+        blank = torch.nn.Parameter(allocated(parameter), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, blank)  # in place, so that what is tied stays tied
+    model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
 
 
 def _shard(

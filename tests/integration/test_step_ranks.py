@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from runs import free_port, start_ranks
+from runs import free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import random_model
 from torch.distributed.fsdp import FSDPModule
@@ -108,13 +107,6 @@ def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
     group.leave()
 
 
-def join(rank: int, world_size: int, port: int, **how: bool) -> RankGroup:
-    """This process's place among the ranks."""
-    place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})
-    return RankGroup.join(threads=1, **{"deterministic": False, **how})
-
-
 def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
     """Metrics, and the weights after the step."""
     config = TrainerConfig(
@@ -161,29 +153,6 @@ def result(folder: Path, name: str, way: str, world: int) -> tuple[dict, dict[st
     """Metrics and weights as the ranks wrote them down."""
     stem = folder / f"{name} {way} {world}"
     return json.loads(stem.with_suffix(".json").read_text()), load_file(stem.with_suffix(".safetensors"))
-
-
-def test_a_deterministic_rank_leaves_new_memory_as_it_is(tmp_path: Path):
-    """Building a model on it takes no more memory than its shards do."""
-    ranks = start_ranks(allocate, free_port(), tmp_path / "grown", world_size=1)
-    while not ranks.join():
-        pass
-    assert int((tmp_path / "grown").read_text()) < 20 << 20
-
-
-def allocate(rank: int, port: int, result: Path) -> None:
-    """Writes down by how much a tensor of 256 MB that nobody writes to makes the process grow."""
-    join(rank, 1, port, deterministic=True)
-    assert torch.are_deterministic_algorithms_enabled()
-    before = resident()
-    tensor = torch.empty(64 << 20)
-    result.write_text(str(resident() - before))
-    assert tensor.numel()
-
-
-def resident() -> int:
-    """Bytes of memory that this process has in use."""
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
 
 @pytest.mark.parametrize("name", MODELS)

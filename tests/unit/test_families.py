@@ -14,12 +14,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from families import FAMILIES, SERVED, make
+from families import FAMILIES, SERVED, make, make_config
 from one_rank import joined, one_rank
 from runs import ABOUT
 from safetensors.torch import load_file
 from tiny import VOCABULARY
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.store import CheckpointStore
@@ -155,6 +155,31 @@ def disk_of(state: TrainerState) -> str:
         return "cut apart"
     renamed = any(name != place.name for name, place in layout.places.items())
     return "other names" if renamed else "as in memory"
+
+
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])  # the plain model, and FSDP2's
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_model_is_built_as_transformers_builds_it(
+    family: str, compute: str, group: RankGroup, tmp_path: Path
+):
+    """Buffers have their values, bit by bit; parameters are there, and tied where they are."""
+    make_config(family).save_pretrained(tmp_path)
+    model = build_model(tmp_path, SFTConfig(**CONFIG, precision={"compute": compute}), group.mesh)
+    whole = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path), dtype=torch.float32)
+    found, expected = (dict(m.named_buffers(remove_duplicate=False)) for m in (model, whole))
+    assert found.keys() == expected.keys()
+    for name, buffer in expected.items():
+        assert found[name].dtype == buffer.dtype
+        assert torch.equal(found[name], buffer), name
+    for duplicates in (True, False):
+        parameters, originals = (
+            dict(m.named_parameters(remove_duplicate=duplicates)) for m in (model, whole)
+        )
+        assert parameters.keys() == originals.keys()
+        for name, parameter in originals.items():
+            mine = parameters[name]
+            assert (mine.shape, mine.dtype) == (parameter.shape, parameter.dtype)
+            assert (mine.device, mine.requires_grad) == (parameter.device, parameter.requires_grad)
 
 
 def examine(family: str, folder: Path, group: RankGroup) -> Verdict:
