@@ -4,12 +4,15 @@ Everything that can be wrong is checked before anything is started or written.
 """
 
 import asyncio
+import dataclasses
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from cairn.checkpoint.step import StepFolder
 from cairn.config.ckpt import CkptConfig
+from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
@@ -25,6 +28,7 @@ from cairn.launch.attempt import (
     is_complete,
 )
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
+from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.model import resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
@@ -91,7 +95,17 @@ def start(command: str, config: RunConfig) -> int:
     roles = list(kind.roles)
     if "inference" in roles:
         config, roles = _with_servers(cast(RLConfig, config), roles)
-    return _see_through(kind, config, chosen, recipe, roles, orchestrator)
+
+    def check_memory(config: RunConfig, model: str) -> None:
+        if not kind.trainer(config).ray.address:
+            ranks = placing.of_ranks(machine)
+            refuse_what_does_not_fit(model, kind.trainer(config), ranks, kind.flags("trainer"))
+        if "inference" in roles:
+            server: InferenceConfig = kind.of("inference", config)
+            serving = dataclasses.replace(machine, gpus=placing.server)
+            refuse_what_can_not_be_served(model, server, serving, kind.flags("inference"))
+
+    return _see_through(kind, config, chosen, recipe, roles, orchestrator, check_memory)
 
 
 def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str]]:
@@ -119,8 +133,13 @@ def _see_through(
     recipe: dict[str, Any],
     roles: list[str],
     orchestrator: dict[str, Any] | None,
+    check_memory: Callable[[RunConfig, str], None],
 ) -> int:
-    """Run the roles to the end; if they find a checkpoint damaged, begin another attempt."""
+    """Run the roles to the end; if they find a checkpoint damaged, begin another attempt.
+
+    Args:
+        check_memory: called with the model's folder before anything is started; refuses what does not fit.
+    """
     run = config.run_directory()
     for remark in remarks([run.path, run.checkpoints]):
         print(remark, flush=True)
@@ -130,6 +149,7 @@ def _see_through(
             name = str(StepFolder(chosen.folder).model) if chosen.folder else resolve_model(model)
             config = config.sharing(model=ModelConfig(name=name))
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
+            check_memory(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             try:

@@ -70,14 +70,19 @@ def inference() -> int:
         require(config, "model.name")
         from cairn.inference.build import installed_build
         from cairn.inference.server import run as serve
+        from cairn.launch.fitting import refuse_what_can_not_be_served
         from cairn.launch.model import resolve_model
         from cairn.launch.placing import placed_server, use_gpus
         from cairn.run.machine import this_machine
 
         build = installed_build()  # before a model is fetched
-        config = placed_server(config, this_machine(), build)
+        machine = this_machine()
+        config = placed_server(config, machine, build)
         use_gpus(config.gpus)
-        return serve(config, resolve_model(config.model))
+        model = resolve_model(config.model)
+        if build == "gpu":
+            refuse_what_can_not_be_served(model, config, machine, "--")
+        return serve(config, model)
 
     return answer(run, stopped=0)
 

@@ -1,19 +1,29 @@
 """What --dry-run prints: the configuration, and what it means on the machine."""
 
 import sys
-from typing import cast
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any, cast
 
+from cairn.checkpoint.step import StepFolder
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig
 from cairn.config.shared import CommandConfig
+from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
+from cairn.launch.estimate import check_serving, check_training
+from cairn.launch.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.placing import placed, placed_server
 from cairn.launch.settling import settle
+from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, machine_of, this_machine
 
 
 def show(command: str, config: CommandConfig) -> None:
-    """Print the resolved configuration as JSON, and for people, on standard error, what was chosen and why.
+    """Print the resolved configuration as JSON, and for people, on standard error, what it means.
+
+    That is what was chosen for the machine and why, and an estimate of the memory that is needed.
 
     Raises:
         UsageError: `--machine` is no description of a machine.
@@ -22,11 +32,11 @@ def show(command: str, config: CommandConfig) -> None:
     gpu_servers = machine.has_gpus if config.machine else serves_on_gpus()
     vllm = "gpu" if gpu_servers else "cpu"
     lines = [f"planned for {in_words(machine)}"]
-    ranks = machine
+    ranks = serving = machine
     if command in KINDS:
         kind = KINDS[command]
         config, placing = placed(kind, cast(RunConfig, config), machine, vllm)
-        ranks = placing.of_ranks(machine)
+        ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
         lines += [f"  {words}" for words in [placing.in_words()] if words]
     elif command == "inference":
         config = placed_server(cast(InferenceConfig, config), machine, vllm)
@@ -35,11 +45,68 @@ def show(command: str, config: CommandConfig) -> None:
     for choice in choices:
         value = "vLLM's choice" if choice.value is None else choice.value
         lines.append(f"  {choice.setting} = {value}: {choice.why}")
+    lines += _memory(command, settled, ranks, serving if gpu_servers else Machine())
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
 def in_words(machine: Machine) -> str:
     """A machine for people: its GPUs and its memory."""
     kinds = [f"{gpu.memory / 2**30:.0f} GiB ({gpu.name})" for gpu in machine.gpus]
-    gpus = ", ".join(f"{kinds.count(kind)} GPUs with {kind}" for kind in dict.fromkeys(kinds))
+    gpus = ", ".join(
+        f"{kinds.count(kind)} GPU{'s' * (kinds.count(kind) > 1)} with {kind}" for kind in dict.fromkeys(kinds)
+    )
     return f"{gpus or 'no GPU'}, {machine.memory / 2**30:.0f} GiB of memory"
+
+
+def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iterator[str]:
+    """Lines about the memory that the command's roles need.
+
+    Args:
+        ranks: with the GPUs that train.
+        serving: with the GPUs of a server that the command starts.
+    """
+    name = config.model.name
+    if not name:
+        yield "no estimate of memory without --model.name"
+        return
+    folder = StepFolder(Path(name)).model
+    folder = str(folder) if folder.is_dir() else name
+    kind = KINDS.get(command)
+    try:
+        if kind:
+            yield from _training(folder, kind.trainer(config), ranks, kind.flags("trainer"))
+        if serving.has_gpus and kind and kind.sections:
+            yield from _serving(folder, config.inference, serving, kind.flags("inference"))
+        elif serving.has_gpus and command == "inference":
+            yield from _serving(folder, config, serving, "--")
+    except Uncountable as error:
+        yield f"no estimate of memory: {error}"
+
+
+def _training(folder: str, config: TrainerBase, machine: Machine, flags: str) -> Iterator[str]:
+    needs = training_needs(folder, config, machine)
+    if machine.has_gpus:
+        yield from _indented("training", needs.rank.lines(min(gpu.memory for gpu in machine.gpus)))
+    yield from _indented("training", needs.host.lines(machine.memory))
+    yield from _verdict(lambda: check_training(needs.rank, needs.host, config, machine, flags))
+
+
+def _serving(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> Iterator[str]:
+    need = serving_needs(folder, config)
+    has = min(gpu.memory for gpu in machine.gpus)
+    yield from _indented("the server", need.lines(has))
+    yield f"  keys and values get {config.kv_cache_memory or 'most of what vLLM leaves of the rest'}"
+    yield from _verdict(lambda: check_serving(need, machine, flags))
+
+
+def _indented(who: str, lines: list[str]) -> Iterator[str]:
+    yield f"{who} {lines[0]}"
+    yield from (f"  {line.strip()}" for line in lines[1:])
+
+
+def _verdict(check: Callable[[], list[str]]) -> Iterator[str]:
+    """What the command would say of it at its start."""
+    try:
+        yield from (f"warning: {warning}" for warning in check())
+    except UsageError as error:
+        yield f"error: {error}"

@@ -38,7 +38,7 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
         model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = config.precision.settled(gpu=mesh.device_type == "cuda")
     compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
-    layers = _layers(model)
+    layers = layers_of(model)
     if config.compile:
         for layer in layers:
             layer.compile()
@@ -125,7 +125,7 @@ def _caps_attention(model: PreTrainedModel) -> bool:
     return any(cap is not None for cap in caps)
 
 
-def _layers(model: PreTrainedModel) -> list[torch.nn.Module]:
+def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The decoder layers, which transformers lists as modules not to be split; none is inside another."""
     names = set(model._no_split_modules or ())
     layers: dict[str, torch.nn.Module] = {}

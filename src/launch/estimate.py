@@ -1,0 +1,200 @@
+"""How much memory training and serving take, from a model's shapes and the settings alone.
+
+What follows from shapes is counted and decides whether a run is refused; the rest is estimated. GiB are 2^30
+bytes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cairn.config.trainer import TrainerBase
+from cairn.run.errors import UsageError
+from cairn.run.machine import Machine
+
+if TYPE_CHECKING:
+    from cairn.trainer.footprint import Footprint  # which imports torch
+
+GIB = 1 << 30
+WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+CONTEXT = 3 * GIB // 2
+"""On a GPU: CUDA's context, kernels, and NCCL's buffers."""
+SLACK = 0.05
+"""Share that PyTorch's allocator loses in blocks which fit nothing."""
+PROCESS = GIB
+"""Host memory of a rank's process: Python, torch, the data."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """Something that takes memory. counted: whether its size follows from shapes."""
+
+    what: str
+    bytes: int
+    counted: bool = True
+
+
+@dataclass(frozen=True)
+class Need:
+    """What something needs. share: what it needs it of, such as `a GPU`."""
+
+    share: str
+    parts: tuple[Part, ...]
+
+    @property
+    def counted(self) -> int:
+        """Bytes that it needs for certain."""
+        return sum(part.bytes for part in self.parts if part.counted)
+
+    @property
+    def total(self) -> int:
+        """Bytes that it probably needs."""
+        return sum(part.bytes for part in self.parts)
+
+    def lines(self, has: int) -> list[str]:
+        """For people, one line for all and one for each part."""
+        return [
+            f"needs about {gib(self.total)} {self.share}, has {gib(has)}:",
+            *(
+                f"  {gib(part.bytes):>10}  {part.what}{'' if part.counted else ' (estimated)'}"
+                for part in self.parts
+            ),
+        ]
+
+
+def rank_need(
+    footprint: "Footprint", config: TrainerBase, *, ranks: int, gpu: bool, chunk_logits: int
+) -> Need:
+    """What one rank of the trainer needs of its device, at the end of a backward pass.
+
+    Args:
+        config: settled.
+        gpu: whether it trains on a GPU.
+        chunk_logits: largest number of logits at a time.
+    """
+    elements, compute, reduce = footprint.shard(ranks), footprint.width, WIDTHS[config.precision.reduce]
+    parts = [
+        Part("weights, float32", 4 * elements),
+        Part("gradients, float32", 4 * elements),
+        Part("AdamW's two moments, float32", 8 * elements),
+    ]
+    rows, tokens = config.micro_batch_size, config.seq_len
+    ahead = 0
+    if not (ranks == 1 and compute == reduce == 4):  # one rank in float32 has the plain model
+        layer = max(footprint.layers)
+        # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
+        staying = footprint.head or footprint.elements - sum(footprint.layers)
+        parts += [
+            Part(f"weights gathered for a layer and the head, {config.precision.compute}",
+                 compute * (layer + staying)),
+            Part("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
+        ]  # fmt: skip
+        ahead = 2 * compute * layer
+    kept = footprint.kept.bytes(rows, tokens)
+    again = footprint.layer.bytes(rows, tokens)
+    logits = min(rows * tokens * footprint.vocabulary, chunk_logits)
+    head = footprint.head or footprint.embeddings
+    parts += [
+        Part(f"activations of {rows} x {tokens} tokens", kept, counted=False),
+        Part("one layer's backward pass", again // 2 + again * config.activation_checkpointing, False),
+        Part("a chunk of logits, and the head's gradient", logits * (8 + compute) + head * (4 + compute),
+             counted=False),
+        Part("a layer gathered ahead", ahead, counted=False),
+    ]  # fmt: skip
+    if gpu:
+        so_far = sum(part.bytes for part in parts)
+        parts.append(Part("CUDA, NCCL and fragments", CONTEXT + int(SLACK * so_far), counted=False))
+    return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
+
+
+def host_need(footprint: "Footprint", rank: Need, config: TrainerBase, *, ranks: int, gpu: bool) -> Need:
+    """What all ranks of one machine need of its memory.
+
+    The copy of the state that a save takes is estimated, as a save goes in pieces where it does not fit.
+    """
+    parts = [Part(f"processes of {_ranks(ranks)}", PROCESS * ranks, counted=False)]
+    if not gpu:
+        counted = rank.counted * ranks
+        parts = [
+            Part(f"state of {_ranks(ranks)}", counted),
+            Part("their activations", rank.total * ranks - counted, counted=False),
+            *parts,
+        ]
+    if config.ckpt:
+        copied = 12 if config.ckpt.training_state else 4
+        parts.append(Part("a copy of the state while it is saved", copied * footprint.elements, False))
+    return Need("of the machine's memory", tuple(parts))
+
+
+def server_need(parameters: int, dtype: str, *, tensor_parallel: int) -> Need:
+    """What one GPU of a server needs beside the cache of keys and values.
+
+    Args:
+        dtype: that the server computes in; auto: that of the files, as which 16 bits count.
+    """
+    weights = parameters * WIDTHS.get(dtype, 2) // tensor_parallel
+    return Need("a GPU", (
+        Part(f"weights, {'16 bits' if dtype == 'auto' else dtype}", weights),
+        Part("CUDA, graphs and activations", 3 * GIB, counted=False),
+    ))  # fmt: skip
+
+
+def check_training(
+    rank: Need, host: Need, config: TrainerBase, machine: Machine, flags: str = "--"
+) -> list[str]:
+    """Compare what training needs with what the machine has; returns warnings.
+
+    Args:
+        config: its settings, of which those are named that would change something.
+        machine: with the GPUs that train.
+        flags: what the trainer's flags begin with.
+
+    Raises:
+        UsageError: what can be counted does not fit.
+    """
+    fewer = [f"a lower {flags}micro-batch-size"] if config.micro_batch_size > 1 else []
+    fewer += [f"a lower {flags}seq-len"]
+    fewer += [] if config.activation_checkpointing else [f"{flags}activation-checkpointing"]
+    warnings: list[str] = []
+    if machine.has_gpus:
+        has = min(gpu.memory for gpu in machine.gpus)
+        warnings += _check("training", rank, has, [f"more {flags}workers", "larger GPUs"], fewer)
+    smaller = ["a smaller model", "a machine with more memory"]
+    return warnings + _check("training", host, machine.memory, smaller, [] if machine.has_gpus else fewer)
+
+
+def check_serving(need: Need, machine: Machine, flags: str = "--") -> list[str]:
+    """Compare what a server's weights need with what a GPU has; returns warnings.
+
+    Raises:
+        UsageError: the weights alone do not fit.
+    """
+    if not machine.has_gpus:
+        return []
+    has = min(gpu.memory for gpu in machine.gpus)
+    helps = [f"more {flags}tensor-parallel", "larger GPUs"]
+    return _check("the server", need, has, helps, [])
+
+
+def _check(who: str, need: Need, has: int, helps: Sequence[str], fewer: Sequence[str]) -> list[str]:
+    if need.counted > has:
+        counted = ", ".join(f"{gib(part.bytes)} for {part.what}" for part in need.parts if part.counted)
+        raise UsageError(
+            f"{who} needs {gib(need.counted)} {need.share}, has {gib(has)}: {counted}, and more. "
+            f"What helps: {', '.join(helps)}. --dry-run prints the whole estimate"
+        )
+    if need.total > has:
+        return [
+            f"{who} needs about {gib(need.total)} {need.share}, has {gib(has)}, as estimated "
+            f"(--dry-run prints of what). What helps if it fails: {', '.join([*fewer, *helps])}"
+        ]
+    return []
+
+
+def _ranks(number: int) -> str:
+    return f"{number} rank{'s' * (number > 1)}"
+
+
+def gib(number: int) -> str:
+    """Bytes for people."""
+    return f"{number / GIB:.1f} GiB" if number >= GIB // 10 else f"{number / (1 << 20):.1f} MiB"

@@ -1,0 +1,115 @@
+"""Whether a run fits into a machine's memory: counts its model, which needs torch, and compares."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cairn.config.inference import InferenceConfig
+from cairn.config.trainer import TrainerBase
+from cairn.inference.server import served_dtype
+from cairn.launch.estimate import Need, check_serving, check_training, host_need, rank_need, server_need
+from cairn.run.imports import importing
+from cairn.run.machine import Machine
+
+if TYPE_CHECKING:
+    from cairn.trainer.footprint import Footprint
+
+logger = logging.getLogger(__name__)
+
+
+class Uncountable(Exception):
+    """The model's code does not run without values, or there is no such model."""
+
+
+@dataclass(frozen=True)
+class TrainingNeeds:
+    """What a rank needs of its device, and all ranks of a machine of its memory."""
+
+    rank: Need
+    host: Need
+
+
+def training_needs(folder: str, config: TrainerBase, machine: Machine) -> TrainingNeeds:
+    """What training the model in `folder` needs.
+
+    Args:
+        folder: Hugging Face directory; its weights are not read.
+        config: settled, with the number of workers.
+        machine: with the GPUs that train.
+
+    Raises:
+        Uncountable: the model can't be counted.
+    """
+    footprint = _count(folder, config.precision.compute, config.activation_checkpointing)
+    from cairn.trainer.head import CHUNK_LOGITS
+
+    gpu, ranks = machine.has_gpus, config.ranks
+    chunk = CHUNK_LOGITS["cuda" if gpu else "cpu"]
+    rank = rank_need(footprint, config, ranks=ranks, gpu=gpu, chunk_logits=chunk)
+    return TrainingNeeds(rank, host_need(footprint, rank, config, ranks=ranks, gpu=gpu))
+
+
+def serving_needs(folder: str, config: InferenceConfig) -> Need:
+    """What a server on GPUs needs of each for the model in `folder`.
+
+    Raises:
+        Uncountable: the model can't be counted.
+    """
+    dtype = served_dtype(config, folder, on_gpu=True)
+    elements = _count(folder, "bfloat16", False).elements
+    return server_need(elements, dtype, tensor_parallel=config.tensor_parallel)
+
+
+def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine, flags: str) -> None:
+    """Check before a run starts that its trainer fits; prints a warning where that is not certain.
+
+    On CPUs a model is counted only if it might not fit, since counting takes seconds.
+
+    Raises:
+        UsageError: it does not fit.
+    """
+    ranks = config.ranks
+    if not machine.has_gpus and _at_most(folder, ranks) < machine.memory:
+        return
+    try:
+        needs = training_needs(folder, config, machine)
+    except Uncountable as error:
+        logger.warning("memory is not estimated: %s", error)
+        return
+    for warning in check_training(needs.rank, needs.host, config, machine, flags):
+        print(f"warning: {warning}", flush=True)
+
+
+def refuse_what_can_not_be_served(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> None:
+    """Check before a server starts that its weights fit into the machine's GPUs.
+
+    Raises:
+        UsageError: they do not.
+    """
+    if not machine.has_gpus:
+        return
+    try:
+        need = serving_needs(folder, config)
+    except Uncountable as error:
+        logger.warning("memory is not estimated: %s", error)
+        return
+    for warning in check_serving(need, machine, flags):
+        print(f"warning: {warning}", flush=True)
+
+
+def _at_most(folder: str, ranks: int) -> int:
+    """More than all ranks on a CPU need of what can be counted, going by the files' sizes."""
+    parameters = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) // 2
+    return parameters * (16 + 10 * ranks)
+
+
+def _count(folder: str, compute: str, activation_checkpointing: bool) -> "Footprint":
+    with importing():
+        from cairn.trainer.footprint import footprint_of
+
+    try:
+        return footprint_of(folder, compute=compute, activation_checkpointing=activation_checkpointing)
+    except Exception as error:  # the model's own code, of any family
+        reason = str(error).strip().partition("\n")[0]
+        raise Uncountable(f"{folder}: {type(error).__name__}: {reason}") from None

@@ -1,0 +1,355 @@
+"""The estimate of memory: what it counts is there in a real model, and what does not fit is refused."""
+
+import itertools
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from one_rank import joined
+from test_recipe import write_records
+from tiny import random_model, write
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    LlamaConfig,
+    PreTrainedModel,
+    Qwen3Config,
+    Qwen3MoeConfig,
+)
+
+from cairn.checkpoint.arena import Arena
+from cairn.config.ckpt import CkptConfig
+from cairn.config.inference import InferenceConfig
+from cairn.config.trainer import SFTConfig
+from cairn.launch import commands, fitting, main
+from cairn.launch.estimate import (
+    GIB,
+    Need,
+    Part,
+    check_serving,
+    check_training,
+    host_need,
+    rank_need,
+    server_need,
+)
+from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit, training_needs
+from cairn.run.errors import UsageError
+from cairn.run.machine import machine_of
+from cairn.trainer.footprint import Footprint, Growth, footprint_of
+from cairn.trainer.model import build_model
+from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.trained import Trained
+
+SMALL: dict[str, Any] = {
+    "vocab_size": 320,
+    "hidden_size": 96,
+    "intermediate_size": 256,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 24,
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`folder("qwen3", ...)`: a model's folder."""
+    kinds = {
+        "qwen3": Qwen3Config,
+        "llama": LlamaConfig,
+        "gemma2": Gemma2Config,
+        "moe": lambda **all_: Qwen3MoeConfig(
+            **all_, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64
+        ),
+    }
+
+    def make(kind: str, **changed: Any) -> Path:
+        target = tmp_path_factory.mktemp(kind)
+        return write(random_model(kinds[kind](**{**SMALL, "tie_word_embeddings": False, **changed})), target)
+
+    return make
+
+
+def config_of(**settings: Any) -> SFTConfig:
+    return SFTConfig.model_validate(settings).settled(gpu=False)
+
+
+def settled_for_gpus(**settings: Any) -> SFTConfig:
+    return SFTConfig.model_validate(settings).settled(gpu=True)
+
+
+def part(need: Need, words: str) -> int:
+    """The bytes of the parts whose description has these words."""
+    return sum(each.bytes for each in need.parts if words in each.what)
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "gemma2", "moe"])
+@pytest.mark.parametrize("compute", ["float32", "bfloat16"])
+def test_what_is_counted_is_what_a_sharded_model_holds(kind: str, compute: str, folder: Callable[..., Path]):
+    """Weights, gradients, both moments, and the arena's bytes, after a step of a really built model."""
+    config = config_of(precision={"compute": compute}, ckpt=CkptConfig())
+    path = folder(kind)
+    footprint = footprint_of(str(path), compute=compute, activation_checkpointing=False)
+    need = rank_need(footprint, config, ranks=1, gpu=False, chunk_logits=1 << 26)
+    with joined() as group:
+        model = build_model(path, config, group.mesh)
+        for parameter in model.parameters():
+            torch.nn.init.normal_(local(parameter.detach()), std=0.02)
+        trained = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+        places = torch.arange(16)[None]
+        model(input_ids=places, position_ids=places, use_cache=False).logits.float().sum().backward()
+        for parameter in model.parameters():  # experts that no token was routed to
+            parameter.grad = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+        trained.optimizer.step()
+        weights = sum(local(p).nbytes for p in model.parameters())
+        gradients = sum(local(p.grad).nbytes for p in model.parameters() if p.grad is not None)
+        moments = sum(
+            local(value).nbytes
+            for state in trained.optimizer.state.values()
+            for name, value in state.items()
+            if name != "step"
+        )
+        assert part(need, "weights, float32") == weights
+        assert part(need, "gradients, float32") == gradients
+        assert part(need, "moments") == moments
+        arena = Arena(trained.tensors(), 0, 1 << 30)
+        try:
+            host = host_need(footprint, need, config, ranks=1, gpu=False)
+            assert part(host, "copy of the state") == pytest.approx(arena.plan.arena_bytes, rel=0.1)
+        finally:
+            arena.close()
+
+
+def test_shards_are_counted_as_fsdp_cuts_them():
+    """Along the first dimension, so that the first rank has the most: three rows of seven on three ranks."""
+    footprint = Footprint(
+        shapes=((7, 10), (3,), ()),
+        layers=(70,),
+        embeddings=0,
+        head=0,
+        vocabulary=1,
+        kept=Growth(0, 0),
+        layer=Growth(0, 0),
+        width=2,
+    )
+    assert footprint.shard(1) == footprint.elements == 74
+    assert footprint.shard(3) == 3 * 10 + 1 + 1
+    assert footprint.shard(100) == 10 + 1 + 1
+
+
+def kept_by(model: PreTrainedModel, rows: int, tokens: int) -> int:
+    """Bytes that torch really keeps for the backward pass, on the CPU, of all but weights and the head."""
+    known = {tensor.data_ptr() for tensor in [*model.parameters(), *model.buffers()]}
+    kept: dict[int, torch.Tensor] = {}
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        if tensor.untyped_storage().data_ptr() not in known:
+            kept[tensor.untyped_storage().data_ptr()] = tensor
+        return tensor
+
+    ids = torch.arange(rows * tokens).view(rows, tokens) % 300
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        model.base_model(
+            input_ids=ids, position_ids=torch.arange(tokens)[None].expand(rows, -1), use_cache=False
+        )
+    return sum(tensor.untyped_storage().nbytes() for tensor in kept.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "checkpointing", "compute"),
+    [
+        *itertools.product(["qwen3", "llama"], [False, True], ["float32", "bfloat16"]),
+        ("moe", False, "bfloat16"),
+    ],
+)
+def test_activations_are_those_that_torch_keeps(
+    kind: str, checkpointing: bool, compute: str, folder: Callable[..., Path]
+):
+    """A single sample in each row, so without a mask: the CPU's fused attention keeps what a GPU's does."""
+    path = folder(kind)
+    footprint = footprint_of(str(path), compute=compute, activation_checkpointing=checkpointing)
+    model = AutoModelForCausalLM.from_pretrained(path, dtype=getattr(torch, compute)).train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    for rows, tokens in ((1, 200), (2, 96)):
+        assert footprint.kept.bytes(rows, tokens) == pytest.approx(kept_by(model, rows, tokens), rel=0.1)
+
+
+def test_attention_that_is_not_fused_grows_with_pairs_of_tokens(folder: Callable[..., Path]):
+    """Gemma 2 caps its scores, which only the plain implementation does."""
+    capped = footprint_of(str(folder("gemma2")), compute="float32", activation_checkpointing=False).kept
+    fused = footprint_of(str(folder("qwen3")), compute="float32", activation_checkpointing=False).kept
+    assert fused.pair == 0
+    assert capped.pair >= SMALL["num_hidden_layers"] * SMALL["num_attention_heads"] * 4
+    assert capped.bytes(1, 2000) > 3 * capped.bytes(1, 1000)
+
+
+# What fits
+
+
+def test_eight_billion_parameters_on_eight_gpus_and_not_on_one(tmp_path: Path):
+    """16 bytes a parameter: 131 GB on one GPU, 16 GB on each of eight."""
+    shape = Qwen3Config(
+        vocab_size=151936, hidden_size=4096, intermediate_size=12288, num_hidden_layers=4,
+        num_attention_heads=32, num_key_value_heads=8, head_dim=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    shape.save_pretrained(tmp_path)
+    few = footprint_of(str(tmp_path), compute="bfloat16", activation_checkpointing=False)
+    # Its 36 layers, of which four were counted, are all alike.
+    layer = few.shapes[1 : 1 + (len(few.shapes) - 3) // 4]
+    footprint = Footprint(
+        shapes=few.shapes[:1] + layer * 36 + few.shapes[-2:],
+        layers=few.layers[:1] * 36,
+        embeddings=few.embeddings,
+        head=few.head,
+        vocabulary=few.vocabulary,
+        kept=Growth(few.kept.each * 9, 0),
+        layer=few.layer,
+        width=2,
+    )
+    assert footprint.elements == pytest.approx(8.19e9, rel=0.001)
+    config = settled_for_gpus()
+
+    def needs(ranks: int) -> tuple[Need, Need]:
+        rank = rank_need(footprint, config, ranks=ranks, gpu=True, chunk_logits=1 << 29)
+        return rank, host_need(footprint, rank, config, ranks=ranks, gpu=True)
+
+    with pytest.raises(UsageError, match=r"^training needs 12\d.\d GiB a GPU, has 80.0 GiB: 30.5 GiB for w"):
+        check_training(*needs(1), config, machine_of("1x80G,1T"))
+    assert check_training(*needs(8), config, machine_of("8x80G,1T")) == []
+
+
+ROOMY = machine_of("2x80G,1T")
+
+
+def need_of(counted: float, estimated: float, share: str = "a GPU") -> Need:
+    return Need(share, (Part("x", int(counted * GIB)), Part("y", int(estimated * GIB), counted=False)))
+
+
+def test_only_what_can_be_counted_is_refused():
+    config = settled_for_gpus(micro_batch_size=2)
+    host = need_of(0, 1, "of the machine's memory")
+    assert check_training(need_of(70, 5), host, config, ROOMY) == []
+    (warning,) = check_training(need_of(70, 20), host, config, ROOMY, "--trainer.")
+    assert warning.startswith("training needs about 90.0 GiB a GPU, has 80.0 GiB, as estimated")
+    for setting in (
+        "a lower --trainer.micro-batch-size",
+        "--trainer.activation-checkpointing",
+        "--trainer.wo",
+    ):
+        assert setting in warning
+    with pytest.raises(
+        UsageError, match=r"^training needs 90.0 GiB a GPU, has 80.0 GiB: 90.0 GiB for x, and"
+    ):
+        check_training(need_of(90, 0), host, config, ROOMY)
+    with pytest.raises(UsageError, match=r"needs 2000.0 GiB of the machine's memory, has 1024.0 GiB"):
+        check_training(need_of(1, 0), need_of(2000, 0, "of the machine's memory"), config, ROOMY)
+
+
+def test_the_smallest_gpu_decides():
+    machine = machine_of("2x80G,1T")
+    small = machine_of("1x24G,1T").gpus
+    mixed = type(machine)(machine.gpus + small, machine.memory)
+    with pytest.raises(UsageError, match=r"has 24.0 GiB"):
+        check_serving(need_of(50, 0), mixed)
+
+
+def test_a_save_that_does_not_fit_is_no_reason_to_refuse(folder: Callable[..., Path]):
+    """It goes in pieces."""
+    config = config_of(ckpt=CkptConfig())
+    footprint = footprint_of(str(folder("qwen3")), compute="float32", activation_checkpointing=False)
+    rank = rank_need(footprint, config, ranks=2, gpu=True, chunk_logits=1)
+    assert host_need(footprint, rank, config, ranks=2, gpu=True).counted == 0
+    saved = host_need(footprint, rank, config, ranks=2, gpu=True)
+    assert part(saved, "copy of the state") == 12 * footprint.elements
+    weights = config_of(ckpt=CkptConfig(training_state=False))
+    assert part(host_need(footprint, rank, weights, ranks=2, gpu=True), "copy") == 4 * footprint.elements
+
+
+def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+):
+    path = str(folder("qwen3"))
+    config = config_of(workers=2)
+    needs = training_needs(path, config, machine_of("64G"))
+    tight = type(ROOMY)((), needs.rank.counted * 2 - 1)
+    with pytest.raises(UsageError, match=r"^training needs .* MiB of the machine's memory, has .* MiB: "):
+        refuse_what_does_not_fit(path, config, tight, "--")
+    with monkeypatch.context() as patch:
+        patch.setattr(fitting, "_count", lambda *_: pytest.fail("counting imports torch"))
+        refuse_what_does_not_fit(path, config, machine_of("64G"), "--")
+
+
+def test_a_run_that_does_not_fit_ends_before_it_begins(
+    folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    data = write_records(tmp_path / "a.jsonl", 50)
+    settings: dict[str, Any] = {
+        "model": {"name": str(folder("qwen3"))},
+        "data": {"name": str(data)},
+        "output_dir": str(tmp_path / "run"),
+    }
+    monkeypatch.setattr(commands, "this_machine", lambda: machine_of("2x0.001G,1T"))
+    monkeypatch.setattr(commands, "torch_without_cuda", lambda: None)
+    monkeypatch.setattr(commands, "begin", lambda *_, **__: pytest.fail("it began"))
+    with pytest.raises(UsageError, match=r"^training needs .* MiB a GPU, has 1.0 MiB: .* more --workers"):
+        commands.start("sft", SFTConfig.model_validate(settings))
+    assert not (tmp_path / "run" / "roles.json").exists()
+
+
+def test_a_server_whose_weights_do_not_fit_is_refused(folder: Callable[..., Path]):
+    assert server_need(8 * 10**9, "bfloat16", tensor_parallel=2).counted == 8 * 10**9
+    path = str(folder("qwen3"))
+    config = InferenceConfig()
+    refuse_what_can_not_be_served(path, config, machine_of("64G"), "--")
+    refuse_what_can_not_be_served(path, config, ROOMY, "--")
+    tiny = type(ROOMY)((type(ROOMY.gpus[0])(0, "GPU-0", "tiny", 1000),), 1 << 40)
+    with pytest.raises(UsageError, match=r"^the server needs .* a GPU, has .*: .* for weights, .*tensor-par"):
+        refuse_what_can_not_be_served(path, config, tiny, "--")
+
+
+def test_a_model_whose_code_can_not_be_counted_starts_anyway(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+):
+    def fail(*_: Any, **__: Any) -> None:
+        raise NotImplementedError("no values on the meta device")
+
+    monkeypatch.setattr("cairn.trainer.footprint.footprint_of", fail)
+    refuse_what_does_not_fit(str(folder("qwen3")), settled_for_gpus(), ROOMY, "--")
+    assert "memory is not estimated" in caplog.text
+
+
+def test_a_dry_run_prints_the_estimate(
+    folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """Of the machine that is asked about, with the words that the command would refuse it with."""
+
+    def printed(command: str, *argv: str) -> str:
+        arguments = [command, "--dry-run", "--model.name", str(folder("qwen3")), *argv]
+        monkeypatch.setattr("sys.argv", arguments)
+        assert getattr(main, command)() == 0
+        return capsys.readouterr().err
+
+    text = printed("rl", "--machine", "4x80G,1T")
+    for line in (
+        "training needs about .* a GPU, has 80.0 GiB:",
+        "of the machine's memory, has 1024.0 GiB:",
+        r"[GM]iB +activations of 1 x 2048 tokens \(estimated\)",
+        "the server needs about .* a GPU, has 80.0 GiB:",
+        "weights, bfloat16",
+    ):
+        assert re.search(line, text), (line, text)
+    assert "error" not in text
+    text = printed("sft", "--machine", "1x0.001G,1T")
+    assert "error: training needs " in text
+    text = printed("inference", "--machine", "1x0.0001G,1T")
+    assert "error: the server needs " in text
+    assert "the server" not in printed("sft", "--machine", "64G")
+    assert "no estimate of memory: /nowhere" in printed("sft", "--machine", "64G", "--model.name", "/nowhere")
