@@ -10,6 +10,7 @@ from collections.abc import Callable
 
 from cairn.config.kinds import KINDS
 from cairn.launch.exits import answer
+from cairn.launch.placing import gpus_of_server
 from cairn.launch.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
 from cairn.run.directory import RunDirectory
@@ -32,7 +33,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     turn = Turn(role, run, standby=standby)
     of_role = kind.of(role, config)
     runs: dict[str, Callable[[], int]] = {
-        "trainer": lambda: run_trainer(of_role, attempt, run, turn),
+        "trainer": lambda: run_trainer(of_role, attempt, run, turn, gpus_of_server(kind, config)),
         "orchestrator": lambda: run_orchestrator(of_role, attempt, run, turn),
         "inference": lambda: run_inference(of_role, run),
     }

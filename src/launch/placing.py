@@ -147,6 +147,11 @@ def torch_without_cuda() -> str | None:
     return None if built.get("cuda") else str(built.get("__version__"))
 
 
+def gpus_of_server(kind: RunKind, config: RunConfig) -> tuple[str, ...]:
+    """The names of the GPUs that `placed` has given to the run's own server."""
+    return names_in(cast(RLConfig, config).inference.gpus or "0") or () if kind.sections else ()
+
+
 def use_gpus(gpus: str | None) -> None:
     """Let this process, and those that it starts, see these GPUs only; None changes nothing.
 

@@ -5,6 +5,7 @@ ranks form a new group, load the newest good checkpoint and continue from there.
 """
 
 import logging
+import socket
 import time
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
@@ -22,13 +23,13 @@ from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.process import log_end
 from cairn.launch.rank_place import RankPlace
 from cairn.launch.rank_process import RankProcess
-from cairn.launch.ray_cluster import Placement, end_ray, start_ray
+from cairn.launch.ray_cluster import Placement, cluster_ranks, end_ray, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import CairnError, UsageError
+from cairn.run.errors import CairnError, OutOfMemory, UsageError
 from cairn.run.metrics import MetricsLog
 from cairn.run.waiting import Patience
 
@@ -48,13 +49,15 @@ class _Ended:
     outcomes: dict[int, Outcome]
     dead: dict[int, str]
     errors: list[CairnError]
+    final: CairnError | None = None
+    """An error of a rank's own, which would recur, whatever became of the other ranks."""
     damaged: Damaged | None = None
     """The error of a rank that could not load the checkpoint."""
 
     @property
     def broken(self) -> bool:
         """Whether the ranks can't finish any more."""
-        return bool(self.dead or self.errors)
+        return bool(self.dead or self.errors or self.final)
 
 
 class _RanksDied(Exception):
@@ -72,15 +75,17 @@ class Ranks:
     Args:
         config: the trainer's configuration, with a resolved model.
         run: the run directory.
+        taken: names of this machine's GPUs that a server of the run uses.
     """
 
-    def __init__(self, config: TrainerBase, run: RunDirectory):
+    def __init__(self, config: TrainerBase, run: RunDirectory, taken: Collection[str] = ()):
         self.config = config
         self.run = run
         self.spares = Spares(config, run)
         self.standbys = Spares(config, run, "trainer_standby")
         """Spares started ahead of the ranks, by a driver that is itself a standby."""
-        self._ranks = [RankPlace(number, run) for number in range(config.ranks)]
+        self._taken = taken
+        self._ranks: list[RankPlace] = []
         self._reserved: Placement | None = None
         self._rule = RestartRule(config.max_restarts)
         self._metrics = MetricsLog(run.metrics.path)
@@ -91,6 +96,9 @@ class Ranks:
     def __enter__(self) -> Self:
         heartbeat.doing("starting Ray")
         start_ray(self.config)
+        count = cluster_ranks(self.config)
+        self.config = self.config.model_copy(update={"workers": count})
+        self._ranks = [RankPlace(number, self.run) for number in range(count)]
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,6 +115,8 @@ class Ranks:
         Raises:
             StartDamaged: the checkpoint to resume from is damaged.
             RoleFailed: a worker could not be placed, raised an error, or workers died too often.
+            UsageError: the Ray cluster is too small, or a rank refused a setting or the data.
+            OutOfMemory: the memory of a rank's GPU does not suffice.
             RayFailed: Ray itself failed.
         """
         try:
@@ -158,12 +168,28 @@ class Ranks:
             except ActorDiedError:
                 raise _RanksDied({rank.number: "died while it started"}) from None
         for rank in self._ranks:
+            self._check_gpu(rank)
+        for rank in self._ranks:
             if not rank.how:
                 continue
             rank.note_state("running")
             if reason := self._vacated.pop(rank.number, None):
                 rank.note_restart(reason, rank.how, step=self._step)
             rank.how = ""
+
+    def _check_gpu(self, rank: RankPlace) -> None:
+        """Check that a rank's GPU, which a given Ray cluster has chosen, is not the server's.
+
+        Raises:
+            UsageError: it is.
+        """
+        about, address = rank.occupant.about, self.config.ray.address
+        if address and rank.gpu in self._taken and about and about.host == socket.gethostname():
+            raise UsageError(
+                f"the Ray cluster at {address} gave trainer rank {rank.number} GPU {rank.gpu}, which the "
+                "run's server uses: start Ray here with CUDA_VISIBLE_DEVICES naming the other GPUs, "
+                "or choose other ones for the server with --inference.gpus"
+            )
 
     def _spare_for(self, rank: RankPlace) -> RankProcess | None:
         """A spare on the rank's node that can use the rank's GPU, if there is one."""
@@ -179,6 +205,7 @@ class Ranks:
             _RanksDied: some ranks died.
             RoleFailed: a rank raised an error.
             UsageError: a rank refused a setting or the data.
+            OutOfMemory: the memory of a rank's GPU does not suffice.
         """
         heartbeat.doing("gathering the ranks", waiting=True)
         try:
@@ -195,7 +222,7 @@ class Ranks:
                 _collect(future, pending.pop(future), ended)
             if ended.broken and settling is None:
                 settling = Patience(SETTLE_SECONDS)
-            if ended.dead and self._placement.gpus:
+            if (ended.dead or ended.final) and self._placement.gpus:
                 break  # a rank that waits in a collective on a GPU can't be woken
             heartbeat.doing("watching the ranks")
             for rank in pending.values():
@@ -204,6 +231,8 @@ class Ranks:
                 self.spares.tend()
         if ended.damaged and attempt.resume_from:
             raise StartDamaged(Path(attempt.resume_from), str(ended.damaged))
+        if ended.final:
+            raise ended.final
         if ended.dead:
             on_gpu = self._placement.gpus > 0
             raise _RanksDied(ended.dead, [r.number for r in (self._ranks if on_gpu else pending.values())])
@@ -254,7 +283,10 @@ def _collect(future: "ray.ObjectRef[Any]", rank: RankPlace, ended: _Ended) -> No
             ended.dead[rank.number] = f"lost its checkpoint writer ({cause})"
             return
         if isinstance(cause, UsageError):
-            ended.errors.insert(0, cause)
+            ended.final = cause
+            return
+        if isinstance(cause, OutOfMemory):
+            ended.final = OutOfMemory(f"trainer rank {rank.number}: {cause}\n(log: {rank.log})")
             return
         if isinstance(cause, Damaged):
             ended.damaged = cause

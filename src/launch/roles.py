@@ -5,7 +5,7 @@ import importlib
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 
 from cairn.checkpoint.store import CheckpointStore
@@ -64,8 +64,10 @@ class Turn:
         self.run.set_role(self.role, "running")
 
 
-def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: Turn) -> int:
-    """Train on Ray workers; returns the exit code."""
+def run_trainer(
+    config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: Turn, taken: Collection[str]
+) -> int:
+    """Train on Ray workers; returns the exit code. `taken`: the GPUs of the run's own server."""
     use_gpus(config.gpus)
     turn.load("cairn.launch.ranks")
     with importing():
@@ -73,9 +75,9 @@ def run_trainer(config: TrainerBase, attempt: Attempt, run: RunDirectory, turn: 
 
     state = "failed"
     try:
-        with Ranks(config, run) as ranks:
+        with Ranks(config, run, taken) as ranks:
             if turn.standby:
-                ranks.standbys.start(config.ranks)
+                ranks.standbys.start(ranks.config.ranks)
                 ranks.standbys.wait_ready(config.ray.start_timeout)
             turn.wait()
             with stop_on_signals(run):  # after Ray has started and set its own handler

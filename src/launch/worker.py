@@ -91,13 +91,15 @@ class Worker:
         _log_to(rank.log)
         os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank.rank), str(rank.world_size)
         os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rank.address, str(rank.port)
-        os.environ["LOCAL_RANK"] = str(_index_of(rank.gpu))
+        index = _index_of(rank.gpu)
+        os.environ["LOCAL_RANK"] = str(index)
         run = config.run_directory()
         heartbeat.start(run.heartbeat(rank.name))
         heartbeat.holds_unsaved(False)
         heartbeat.doing("importing torch")
         with importing():
             from cairn.run.output import start_logging
+            from cairn.trainer.device import device_for, out_of_memory
             from cairn.trainer.group import RankGroup
             from cairn.trainer.loop import train
 
@@ -105,15 +107,24 @@ class Worker:
         try:
             with stop_on_signals(run):
                 heartbeat.doing("meeting the other ranks")
-                group = RankGroup.join(
-                    threads=config.threads,
-                    deterministic=config.deterministic,
-                    float32_matmul=config.precision.float32_matmul,
-                )
+                group = None
                 try:
-                    return train(config, attempt, group)
-                finally:
-                    group.leave()
+                    device = device_for(rank.gpu, index, on_cpu=config.gpus == "0")
+                    group = RankGroup.join(
+                        threads=config.threads,
+                        deterministic=config.deterministic,
+                        float32_matmul=config.precision.float32_matmul,
+                        device=device,
+                    )
+                    outcome = train(config, attempt, group)
+                except BaseException as error:
+                    if group is not None:
+                        group.abandon()
+                    if told := out_of_memory(error, config):
+                        raise told from error
+                    raise
+                group.leave()
+                return outcome
         finally:
             gc.collect()  # free the abandoned model before the next one is loaded
             heartbeat.doing("waiting for the trainer's driver", waiting=True)

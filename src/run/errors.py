@@ -21,3 +21,7 @@ class UsageError(CairnError):
     """
 
     exit_code = 2
+
+
+class OutOfMemory(CairnError):
+    """A GPU's memory does not suffice for the settings, however often the run is tried."""

@@ -21,12 +21,20 @@ class RankGroup:
     mesh: DeviceMesh
 
     @classmethod
-    def join(cls, *, threads: int, deterministic: bool, float32_matmul: str = "highest") -> "RankGroup":
+    def join(
+        cls,
+        *,
+        threads: int,
+        deterministic: bool,
+        float32_matmul: str = "highest",
+        device: torch.device | None = None,
+    ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
-        NCCL on CUDA where there is a GPU, else gloo on the CPU.
+        On a GPU it uses NCCL, on the CPU gloo.
 
         Args:
+            device: this rank's; default: a GPU if torch sees one.
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
         """
         torch.set_num_threads(threads)
@@ -38,12 +46,13 @@ class RankGroup:
             # Otherwise torch fills new tensors with NaN, which makes the kernel provide memory for all of a
             # model that is yet to be cut into shards, and costs time for every buffer of a collective.
             torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] # an undeclared property
-        if torch.cuda.is_available():
-            device = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+        if device is None:
+            here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
+            device = here if torch.cuda.is_available() else torch.device("cpu")
+        if device.type == "cuda":
             torch.cuda.set_device(device)
             dist.init_process_group("nccl", device_id=device, **_meeting_place())
         else:
-            device = torch.device("cpu")
             dist.init_process_group("gloo", **_meeting_place())
         world_size = dist.get_world_size()
         mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
@@ -90,6 +99,16 @@ class RankGroup:
     def leave(self) -> None:
         """Destroy the process group."""
         dist.destroy_process_group()
+
+    def abandon(self) -> None:
+        """Leave after an error on this rank, and do not wait for the others.
+
+        With gloo the others notice, and get an error themselves. Destroying an NCCL group would wait for
+        ranks that sit in a collective, so it is left as it is: it ends with this process, which the trainer's
+        driver does not use again.
+        """
+        if self.device.type == "cpu":
+            self.leave()
 
 
 def _meeting_place() -> dict[str, Any]:

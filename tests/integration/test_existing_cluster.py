@@ -127,3 +127,13 @@ def test_a_cluster_that_does_not_let_us_in(
     assert message in done.output
     assert "~/.ray/auth_token" in done.output
     assert cluster.token not in done.output
+
+
+def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path):
+    """Said once nodes have had the time to join, and not after `ray.start_timeout`."""
+    (home / ".ray" / "auth_token").write_text(cluster.token)
+    flags = ("--workers", 3, "--output-dir", home / "run")
+    done = sft(shell, cluster.address, {"HOME": str(home)}, *flags)
+    assert done.code == 2, done.output
+    assert f"workers 3: each takes a CPU of the Ray cluster at {cluster.address}" in done.output
+    assert "has 2 CPUs and 0 GPUs; lower it to 2, or add nodes" in done.output

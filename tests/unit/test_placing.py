@@ -1,8 +1,11 @@
 """Which GPUs each role of a run gets, as a function of the settings and the machine."""
 
 import os
+import socket
 import sys
-from typing import Any
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 
@@ -14,12 +17,18 @@ from cairn.config.trainer import SFTConfig
 from cairn.launch.placing import (
     Placing,
     check_torch,
+    gpus_of_server,
     place,
     placed,
     placed_server,
     torch_without_cuda,
     use_gpus,
 )
+from cairn.launch.rank_place import RankPlace
+from cairn.launch.rank_process import RankProcess
+from cairn.launch.ranks import Ranks
+from cairn.launch.worker import WorkerProcess
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.machine import Gpu, Machine, visible
 
@@ -322,3 +331,26 @@ def test_a_torch_without_cuda_does_not_train_on_the_cpu_in_silence(tmp_path, mon
             patch.delitem(sys.modules, "torch", raising=False)
             patch.syspath_prepend(str(folder.parent))
             assert torch_without_cuda() == expected
+
+
+def test_a_cluster_must_not_give_away_the_servers_gpus(tmp_path: Path):
+    """A Ray cluster that was started on this machine counts all of its GPUs, unless told otherwise."""
+    config = load(RLConfig, ["--trainer.ray.address", "a:1", "--output-dir", str(tmp_path)])
+    settled, _ = placed(KINDS["rl"], config, machine(2))
+    taken = gpus_of_server(KINDS["rl"], settled)
+    assert taken == ("1",)
+    ranks = Ranks(settled.trainer, RunDirectory(tmp_path), taken)
+
+    def check(gpu: str, host: str) -> None:
+        place = RankPlace(0, ranks.run)
+        about = WorkerProcess(1, "node", host, gpu)
+        place.fill(cast(RankProcess, SimpleNamespace(about=about, wait_started=lambda _: about)), "")
+        place.wait_started(1)
+        ranks._check_gpu(place)
+
+    here = socket.gethostname()
+    check("0", here)
+    check("1", "elsewhere")
+    with pytest.raises(UsageError, match=r"cluster at a:1 gave trainer rank 0 GPU 1, which the run's server"):
+        check("1", here)
+    assert gpus_of_server(KINDS["sft"], load(SFTConfig, ["--gpus", "1,"])) == ()
