@@ -34,6 +34,7 @@ from cairn.launch.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
+from cairn.launch.shared_memory import share_memory
 from cairn.launch.supervisor import run_roles
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
@@ -65,11 +66,6 @@ def start(command: str, config: RunConfig) -> int:
     machine, vllm = this_machine(), installed_build() if serves else "gpu"
     config, placing = placed(kind, config, machine, vllm)
     check_torch(placing, torch_without_cuda())
-    if placing.colocate:
-        raise UsageError(
-            "trainer and server can't share a GPU yet: choose a GPU for each with --trainer.gpus and "
-            "--inference.gpus, or give the address of a server elsewhere (--orchestrator.inference-url)"
-        )
     orchestrator: dict[str, Any] | None = None
     if "orchestrator" in kind.roles:
         orchestrator = _check_environment(kind.of("orchestrator", config))
@@ -96,7 +92,7 @@ def start(command: str, config: RunConfig) -> int:
     if "inference" in roles:
         config, roles = _with_servers(cast(RLConfig, config), roles)
 
-    def check_memory(config: RunConfig, model: str) -> None:
+    def fitted(config: RunConfig, model: str) -> RunConfig:
         if not kind.trainer(config).ray.address:
             ranks = placing.of_ranks(machine)
             refuse_what_does_not_fit(model, kind.trainer(config), ranks, kind.flags("trainer"))
@@ -104,8 +100,13 @@ def start(command: str, config: RunConfig) -> int:
             server: InferenceConfig = kind.of("inference", config)
             serving = dataclasses.replace(machine, gpus=placing.server)
             refuse_what_can_not_be_served(model, server, serving, kind.flags("inference"))
+        if placing.colocate and placing.trainer:
+            config, shares = share_memory(cast(RLConfig, config), model, placing.of_ranks(machine))
+            if shares.warning:
+                print(f"warning: {shares.warning}", flush=True)
+        return config
 
-    return _see_through(kind, config, chosen, recipe, roles, orchestrator, check_memory)
+    return _see_through(kind, config, chosen, recipe, roles, orchestrator, fitted)
 
 
 def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str]]:
@@ -133,12 +134,13 @@ def _see_through(
     recipe: dict[str, Any],
     roles: list[str],
     orchestrator: dict[str, Any] | None,
-    check_memory: Callable[[RunConfig, str], None],
+    fitted: Callable[[RunConfig, str], RunConfig],
 ) -> int:
     """Run the roles to the end; if they find a checkpoint damaged, begin another attempt.
 
     Args:
-        check_memory: called with the model's folder before anything is started; refuses what does not fit.
+        fitted: called with the model's folder before anything is started; gives the settings with each
+            role's share of memory, or refuses what does not fit.
     """
     run = config.run_directory()
     for remark in remarks([run.path, run.checkpoints]):
@@ -149,7 +151,7 @@ def _see_through(
             name = str(StepFolder(chosen.folder).model) if chosen.folder else resolve_model(model)
             config = config.sharing(model=ModelConfig(name=name))
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
-            check_memory(config, name)
+            config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             try:

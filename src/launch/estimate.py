@@ -27,11 +27,13 @@ PROCESS = GIB
 
 @dataclass(frozen=True)
 class Part:
-    """Something that takes memory. counted: whether its size follows from shapes."""
+    """Something that takes memory. counted: whether its size follows from shapes. kept: also between
+    steps."""
 
     what: str
     bytes: int
     counted: bool = True
+    kept: bool = False
 
 
 @dataclass(frozen=True)
@@ -50,6 +52,11 @@ class Need:
     def total(self) -> int:
         """Bytes that it probably needs."""
         return sum(part.bytes for part in self.parts)
+
+    @property
+    def kept(self) -> int:
+        """Bytes of what stays between two steps, that is counted."""
+        return sum(part.bytes for part in self.parts if part.kept)
 
     def lines(self, has: int) -> list[str]:
         """For people, one line for all and one for each part."""
@@ -74,9 +81,9 @@ def rank_need(
     """
     elements, compute, reduce = footprint.shard(ranks), footprint.width, WIDTHS[config.precision.reduce]
     parts = [
-        Part("weights, float32", 4 * elements),
+        Part("weights, float32", 4 * elements, kept=True),
         Part("gradients, float32", 4 * elements),
-        Part("AdamW's two moments, float32", 8 * elements),
+        Part("AdamW's two moments, float32", 8 * elements, kept=True),
     ]
     rows, tokens = config.micro_batch_size, config.seq_len
     ahead = 0

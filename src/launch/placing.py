@@ -19,6 +19,7 @@ from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import Build
+from cairn.launch.colocation import taking_turns
 from cairn.run.errors import UsageError
 from cairn.run.machine import VISIBLE, Gpu, Machine
 
@@ -107,7 +108,8 @@ def placed(kind: RunKind, config: Config, machine: Machine, vllm: Build = "gpu")
     }
     if machine.has_gpus and not rl.orchestrator.inference_url:
         update["inference"] = rl.inference.model_copy(update={"gpus": _named(placing.server)})
-    return config.model_copy(update=update), placing
+    rl = rl.model_copy(update=update)
+    return cast(Config, taking_turns(rl) if placing.colocate else rl), placing
 
 
 def placed_server(config: InferenceConfig, machine: Machine, vllm: Build) -> InferenceConfig:

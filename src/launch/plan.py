@@ -9,13 +9,15 @@ from typing import Any, cast
 from cairn.checkpoint.step import StepFolder
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig
+from cairn.config.rl import RLConfig
 from cairn.config.shared import CommandConfig
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
-from cairn.launch.estimate import check_serving, check_training
+from cairn.launch.estimate import check_serving, check_training, gib
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.placing import placed, placed_server
 from cairn.launch.settling import settle
+from cairn.launch.shared_memory import share_memory
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, machine_of, this_machine
 
@@ -77,6 +79,8 @@ def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iter
             yield from _training(folder, kind.trainer(config), ranks, kind.flags("trainer"))
         if serving.has_gpus and kind and kind.sections:
             yield from _serving(folder, config.inference, serving, kind.flags("inference"))
+            if config.colocate:
+                yield from _in_turns(folder, config, serving)
         elif serving.has_gpus and command == "inference":
             yield from _serving(folder, config, serving, "--")
     except Uncountable as error:
@@ -97,6 +101,16 @@ def _serving(folder: str, config: InferenceConfig, machine: Machine, flags: str)
     yield from _indented("the server", need.lines(has))
     yield f"  keys and values get {config.kv_cache_memory or 'most of what vLLM leaves of the rest'}"
     yield from _verdict(lambda: check_serving(need, machine, flags))
+
+
+def _in_turns(folder: str, config: RLConfig, machine: Machine) -> Iterator[str]:
+    try:
+        _, shares = share_memory(config, folder, machine)
+    except UsageError as error:
+        yield f"error: {error}"
+        return
+    yield f"in turns on one GPU: {gib(shares.cache)} are left for keys and values"
+    yield from [f"warning: {shares.warning}"] if shares.warning else []
 
 
 def _indented(who: str, lines: list[str]) -> Iterator[str]:

@@ -1,7 +1,10 @@
 """Taking turns on one GPU: servers sleep while a step is trained, whoever dies in between."""
 
 import asyncio
+import os
 import random
+import threading
+import time
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,13 +27,28 @@ from test_pipeline import (
 from test_server_pool import ask, in_loop, servers, until
 
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.cli import load
+from cairn.config.inference import InferenceConfig
+from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import TrainerConfig
+from cairn.inference import server
 from cairn.inference.client import InferenceClient
+from cairn.launch.exits import END_SERVER
+from cairn.launch.placing import placed
+from cairn.launch.roles import servers_turn
 from cairn.policy.errors import ServerAsleep, ServerUnavailable
 from cairn.policy.generation import SamplingParams
-from cairn.run.batches import RLBatch
+from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.machine import machine_of
+from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.versions import PolicyVersions
+from cairn.run.waiting import DeadlinePassed
+from cairn.trainer.rl import ShippedBatches
+from cairn.trainer.sharing import make_sharing
 
 __all__ = ["configuration"]  # a fixture
 
@@ -269,3 +287,87 @@ def test_a_trainer_that_takes_steps_again_waits_for_the_next_batch(tmp_path: Pat
     assert not run.versions.may_train(ATTEMPT, 2)
     run.versions.hand_over(ATTEMPT, until=4)
     assert [run.versions.may_train(ATTEMPT, step) for step in (2, 3, 4)] == [True] * 3
+
+
+# The other roles
+
+
+def test_a_server_starts_when_the_trainer_has_published_what_it_was_to_make(tmp_path: Path):
+    """One that died while a step is trained would find too little memory."""
+    run = RunDirectory(tmp_path)
+    run.begin(ATTEMPT)
+    assert servers_turn(run)
+    run.versions.hand_over(ATTEMPT, until=1)
+    later = threading.Timer(0.2, lambda: run.versions.announce(ATTEMPT, 1, save=False, last=False))
+    later.start()
+    began = time.monotonic()
+    assert servers_turn(run)
+    assert time.monotonic() - began > 0.1
+
+    run.versions.hand_over(ATTEMPT, until=None)
+    threading.Timer(0.2, lambda: os.kill(os.getpid(), END_SERVER)).start()
+    assert not servers_turn(run), "the launcher ends the run"
+
+
+def test_a_trainer_waits_for_its_turn_although_the_batch_is_there(
+    configuration: OrchestratorConfig, tmp_path: Path
+):
+    run = RunDirectory(tmp_path)
+    sample = Sample.of_answer([1], [2], logprobs=-1.0, advantages=1.0)
+    row = ShippedBatch(1, [[0, 0]], 1, 2, "", 0)
+    header = BatchHeader("run", "branch_1", ATTEMPT.id, 1, "run:branch_1:0", [0], row)
+    write_batch(batch_path(run.batches, 1), RLBatch([sample], sampling=FROM_TEXT, header=header))
+    config = TrainerConfig(model=configuration.model, colocated=True)
+    batches = ShippedBatches(run, ATTEMPT, 0.05, make_sharing(config, run, ATTEMPT))
+    with pytest.raises(DeadlinePassed, match="batch 1"):
+        batches.next_batch(1)
+    run.versions.hand_over(ATTEMPT, until=1)
+    assert isinstance(batches.next_batch(1), RLBatch)
+    run.versions.take_back()
+    run.request_stop("test")
+    assert batches.next_batch(1) is None
+
+
+@pytest.mark.parametrize(("build", "colocated"), [("gpu", True), ("gpu", False), ("cpu", True)])
+def test_a_server_on_a_gpu_is_started_so_that_it_can_sleep(
+    monkeypatch: pytest.MonkeyPatch, build: str, colocated: bool
+):
+    monkeypatch.setattr(server, "installed_build", lambda: build)
+    config = InferenceConfig(colocated=colocated, max_num_seqs=8)
+    argv, _ = server.command(config, "some/model")
+    assert ("--enable-sleep-mode" in argv) == (build == "gpu" and colocated)
+
+
+# Settings
+
+
+def rl(*arguments: str) -> RLConfig:
+    return load(RLConfig, ["--model.name", "m", *arguments])
+
+
+def settled(*arguments: str, machine: str = "1x24G") -> RLConfig:
+    return placed(KINDS["rl"], rl(*arguments), machine_of(machine))[0]
+
+
+def test_colocation_is_synchronous_and_told_to_all_roles():
+    config = settled()
+    assert config.orchestrator.max_off_policy_steps == 0
+    assert all(role.colocated for role in (config.orchestrator, config.trainer, config.inference))
+    apart = settled(machine="2x24G")
+    assert apart.orchestrator.max_off_policy_steps == 1
+    assert not any(role.colocated for role in (apart.orchestrator, apart.trainer, apart.inference))
+    assert settled("--colocate", machine="24G").trainer.colocated, "on the CPU if asked for"
+    assert not settled(machine="24G").trainer.colocated
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--orchestrator.max-off-policy-steps", "2"], r"max-off-policy-steps 2: with --colocate"),
+        (["--trainer.weight-transport", "network"], r"weight-transport network: with --colocate"),
+    ],
+)
+def test_what_contradicts_taking_turns_is_refused(arguments: list[str], message: str):
+    with pytest.raises(UsageError, match=message):
+        settled(*arguments)
+    assert settled(*arguments, machine="2x24G").colocate is False
