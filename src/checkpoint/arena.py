@@ -28,7 +28,7 @@ from cairn.checkpoint.layout import ALIGNMENT, FileLayout, plan_rank, ring_piece
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_bytes
 from cairn.checkpoint.rows import RowTargets, in_rows
-from cairn.checkpoint.shares import Stored, local_values, share_of
+from cairn.checkpoint.shares import Stored, share_of
 from cairn.checkpoint.tensors import plan_tensors
 from cairn.run.signals import stop_signals_blocked
 
@@ -84,8 +84,8 @@ class Arena:
             rows = RowTargets(named)
             self._exchanged |= {stem} if rows.exchanged else set()
             for name, tensor in rows.tensors.items():
-                share = share_of(name, tensor, rank)
-                if share.owned and share.ranges:
+                share = share_of(name, tensor, rank).owned()
+                if share.ranges:
                     held[f"{stem}:{name}"] = share.byte_ranges()
         self.plan = plan_rank(files, held, with_headers=rank == 0)
         self._copies = [
@@ -149,7 +149,7 @@ class Arena:
         }
         with torch.no_grad():
             for stem, name, places in self._copies:
-                source = as_bytes(local_values(tensors[stem][name]))
+                source = as_bytes(share_of(name, tensors[stem][name], self.rank).owned().local)
                 if len(places) == 1:
                     self._sources.append((places[0][0], source))
                 else:

@@ -2,8 +2,8 @@
 
 The whole tensor's values are counted in row-major order, as in a file. An FSDP2 rank, sharding on dimension
 0, holds one range; so does every rank of a replicated tensor. A shard on another dimension is one range per
-row, and further mesh dimensions cut these ranges again. Of all ranks that hold the same ranges, one owns
-them: it writes them, and counts them in the checksums when reading.
+row, and further mesh dimensions cut these ranges again. Ranks that hold the same ranges divide them: each
+writes its own part, and counts it in the checksums when reading.
 """
 
 # torch is typed in part.
@@ -12,7 +12,7 @@ them: it writes them, and counts them in the checksums when reading.
 import itertools
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
@@ -26,6 +26,8 @@ from cairn.checkpoint.formats.hub import Place
 
 Range = tuple[int, int]
 """(first value, number of values)."""
+PIECE_BYTES = 1 << 20
+"""Ranks that hold the same values divide them in pieces of this size."""
 
 
 class Section:
@@ -78,7 +80,7 @@ class Share:
 
     dtype, shape: of the whole tensor. ranges: the values that the rank holds, in ascending order. local:
     these values, in the order of the ranges once flattened; shares the tensor's memory and may be strided.
-    owned: whether this rank, of all that hold these ranges, writes and counts them.
+    own: which of these values this rank, of all that hold them, writes and counts.
     """
 
     name: str
@@ -86,7 +88,7 @@ class Share:
     shape: tuple[int, ...]
     ranges: tuple[Range, ...]
     local: torch.Tensor
-    owned: bool
+    own: Range
 
     def byte_ranges(self) -> list[Range]:
         """The ranges in bytes."""
@@ -100,23 +102,56 @@ class Share:
             yield first, flat[position : position + count]
             position += count
 
+    def cut_by_owner(self, flat: torch.Tensor) -> Iterator[tuple[int, torch.Tensor, bool]]:
+        """Like `cut`, also cut where the rank's own values begin and end; whether each part is its own."""
+        position = 0
+        for first, values in self.cut(flat):
+            length = len(values)
+            begin, end = (min(max(at - position, 0), length) for at in (self.own[0], sum(self.own)))
+            for start, stop, own in ((0, begin, False), (begin, end, True), (end, length, False)):
+                if stop > start:
+                    yield first + start, values[start:stop], own
+            position += length
+
+    def owned(self) -> "Share":
+        """The part that this rank, of all that hold these ranges, writes and counts."""
+        begin, count = self.own
+        if count == self.local.numel():
+            return self
+        flat = self.local.reshape(-1)
+        ranges = tuple((first, len(values)) for first, values, own in self.cut_by_owner(flat) if own)
+        return replace(self, ranges=ranges, local=flat[begin : begin + count], own=(0, count))
+
 
 def share_of(name: str, tensor: Stored, rank: int) -> Share:
     """This rank's share of `tensor`. Rank 0 owns tensors that are not DTensors, since every rank has them.
+
+    Ranks with copies of the same shard own a part each, so that they save it together.
 
     Raises:
         NotImplementedError: a placement is neither sharded nor replicated.
     """
     with torch.no_grad():
         local = local_values(tensor).detach()
-    if not isinstance(tensor, Section):
-        ranges, owned = _held(tensor, rank)
-        return Share(name, tensor.dtype, tuple(tensor.shape), ranges, local, owned)
-    whole, owned = _held(tensor.tensor, rank)
-    end = tensor.first + tensor.numel()
-    cut = [(max(first, tensor.first), min(first + count, end)) for first, count in whole]
-    ranges = tuple((first - tensor.first, stop - first) for first, stop in cut if stop > first)
-    return Share(name, tensor.dtype, tuple(tensor.shape), ranges, local, owned)
+    ranges, copy = _held(tensor.tensor if isinstance(tensor, Section) else tensor, rank)
+    if isinstance(tensor, Section):
+        end = tensor.first + tensor.numel()
+        cut = [(max(first, tensor.first), min(first + count, end)) for first, count in ranges]
+        ranges = tuple((first - tensor.first, stop - first) for first, stop in cut if stop > first)
+    return Share(name, tensor.dtype, tuple(tensor.shape), ranges, local, _own(local, copy))
+
+
+def _own(local: torch.Tensor, copy: tuple[int, int] | None) -> Range:
+    """Which of its values a rank owns that has copy `copy[0]` of `copy[1]`; None: others own them."""
+    if copy is None:
+        return 0, 0
+    number, copies = copy
+    if not local.is_contiguous():
+        return 0, (0 if number else local.numel())
+    each = max(PIECE_BYTES // local.element_size(), 1)
+    pieces = -(-local.numel() // each)
+    begin, end = (min(pieces * n // copies * each, local.numel()) for n in (number, number + 1))
+    return begin, end - begin
 
 
 def local_values(tensor: Stored) -> torch.Tensor:
@@ -131,17 +166,25 @@ def local_values(tensor: Stored) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def _held(tensor: torch.Tensor, rank: int) -> tuple[tuple[Range, ...], bool]:
-    """The ranges of a tensor that this rank holds, and whether it owns them."""
+def _held(tensor: torch.Tensor, rank: int) -> tuple[tuple[Range, ...], tuple[int, int] | None]:
+    """The ranges of a tensor that this rank holds, and which copy of how many this is.
+
+    None instead of the copy: others own the values.
+    """
     if not isinstance(tensor, DTensor):
-        return (((0, tensor.numel()),) if tensor.numel() else ()), rank == 0
+        return (((0, tensor.numel()),) if tensor.numel() else ()), (None if rank else (0, 1))
     mesh, placements = tensor.device_mesh, tensor.placements
     coordinate = mesh.get_coordinate()
     if coordinate is None:  # this rank is not in the mesh
-        return (), False
+        return (), None
     ranges = tuple(ranges_of(tuple(tensor.shape), placements, tuple(mesh.shape), coordinate))
-    copies = [at for at, placement in zip(coordinate, placements, strict=True) if placement.is_replicate()]
-    return ranges, not any(copies) and _is_first(mesh)
+    if not _is_first(mesh):
+        return ranges, None
+    copy, copies = 0, 1
+    for at, size, placement in zip(coordinate, mesh.shape, placements, strict=True):
+        if placement.is_replicate():
+            copy, copies = copy * size + at, copies * size
+    return ranges, (copy, copies)
 
 
 def _is_first(mesh: DeviceMesh) -> bool:

@@ -75,9 +75,7 @@ def write_tensors(
         fd = os.open(folder / file.name, os.O_WRONLY)
         try:
             for name, start in file.offsets.items():
-                share = share_of(name, tensors[name], rank)
-                if not share.owned:
-                    continue
+                share = share_of(name, tensors[name], rank).owned()
                 for first, values in share.cut(share.local.cpu().reshape(-1)):
                     offset = start + first * values.element_size()
                     view = as_memory(values)
@@ -151,8 +149,8 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
                 scattered.append((local, flat))
             dtype = _dtype(stored)
             pieces += [
-                Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, share.owned)
-                for first, values in share.cut(flat)
+                Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, own)
+                for first, values, own in share.cut_by_owner(flat)
             ]
         starts: dict[Path, int] = {}
         for tensor in files.stored.values():

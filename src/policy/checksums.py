@@ -27,8 +27,8 @@ def checksums(tensors: Mapping[str, Stored], rank: int) -> dict[str, int]:
     """The contributions of this rank's values to the checksums of `tensors`, by name."""
     sums: dict[str, torch.Tensor] = {}
     for name, tensor in tensors.items():
-        share = share_of(name, tensor, rank)
-        if share.owned and share.ranges:
+        share = share_of(name, tensor, rank).owned()
+        if share.ranges:
             sums[name] = share_contribution(share, share.local.reshape(-1))
     return as_numbers(sums)
 

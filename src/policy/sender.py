@@ -66,8 +66,8 @@ class WeightSender:
         self._make_copies = copies
         self._shares: dict[str, Share] = {}
         for name, tensor in tensors.items():
-            share = share_of(name, tensor, rank)
-            if share.owned and share.ranges:
+            share = share_of(name, tensor, rank).owned()
+            if share.ranges:
                 self._shares[name] = share
         self._store: dist.TCPStore | None = host_store(host)
         ranges = {name: list(share.ranges) for name, share in self._shares.items()}

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
+from cairn.checkpoint import shares
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Section, Stored, ranges_of, share_of
@@ -50,9 +51,13 @@ def test_ranges_are_what_torch_gives_to_each_rank(case):
     assert sorted(owned) == list(range(math.prod(shape)))
 
 
+@pytest.mark.parametrize("piece_bytes", [1 << 20, 64])
 @pytest.mark.parametrize("source", PLACED)
-def test_any_mesh_reads_what_any_mesh_wrote(tmp_path: Path, source: str):
+def test_any_mesh_reads_what_any_mesh_wrote(
+    tmp_path: Path, source: str, piece_bytes: int, monkeypatch: pytest.MonkeyPatch
+):
     """The file's bytes are those of one process alone; each byte is read and counted once."""
+    monkeypatch.setattr(shares, "PIECE_BYTES", piece_bytes)
     alone, folder = tmp_path / "alone", tmp_path / "ranks"
     alone.mkdir(), folder.mkdir()
     with FakeRank(0, 1) as mesh:
@@ -77,6 +82,21 @@ def test_any_mesh_reads_what_any_mesh_wrote(tmp_path: Path, source: str):
         assert (seen.nbytes, seen.chunks()) == (whole.nbytes, whole.chunks())
 
 
+def test_copies_of_a_shard_are_written_in_equal_parts():
+    """By HSDP's replicas, which hold the same shards."""
+    rows, columns = 1024, 3 << 10  # shards of 6 MiB
+    written: dict[tuple[int, int], int] = {}
+    for rank in range(4):
+        with FakeRank(rank, 2, 2) as mesh:
+            local = torch.zeros(rows // 2, columns)
+            tensor = DTensor.from_local(local, mesh, (COPIES, ROWS), run_check=False)
+            share = share_of("a", tensor, rank)
+            (part,) = share.owned().ranges
+            assert share.owned().local.numel() == part[1] == local.numel() // 2
+            written[part] = rank
+    assert sorted(written) == [(n * rows * columns // 4, rows * columns // 4) for n in range(4)]
+
+
 def test_slices_of_a_mesh_hold_copies():
     """Of a tensor on one dimension of a mesh the first slice's ranks write."""
     whole = torch.arange(12.0).view(4, 3)
@@ -88,7 +108,7 @@ def test_slices_of_a_mesh_hold_copies():
             tensor = DTensor.from_local(local, slices, (ROWS,), run_check=False)
             share = share_of("a", tensor, rank)
             assert share.ranges == ((6 * (rank % 2), 6),)
-            owners += [rank] if share.owned else []
+            owners += [rank] if share.owned().ranges else []
     assert owners == [0, 1]
 
 
