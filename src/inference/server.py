@@ -101,6 +101,8 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
             env["TORCHDYNAMO_DISABLE"] = "1"
     else:
         argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        # Where the engine's own processes meet: vLLM would take the address towards the internet.
+        env["VLLM_HOST_IP"] = os.environ.get("VLLM_HOST_IP") or "127.0.0.1"
         if config.colocated:  # puts weights and KV cache where they can be freed; on a CPU nothing is
             argv += ["--enable-sleep-mode"]
     changes: dict[str, int | str] = {**overrides(model)}

@@ -43,7 +43,8 @@ def test_the_build_decides_how_a_server_is_started(install: Install, name: str, 
     install(name, version)
     assert installed_build() == build
     assert serves_on_gpus() == (build == "gpu")
-    argv, _ = command(InferenceConfig(), "owner/name")
+    argv, environment = command(InferenceConfig(), "owner/name")
+    assert environment["VLLM_HOST_IP"] == "127.0.0.1"
     assert ("--tensor-parallel-size" in argv) == (build == "gpu")
     assert ("cairn" in argv) == (build == "cpu")
 
@@ -70,7 +71,7 @@ def test_what_the_other_build_left_is_refused(install: Install, tmp_path: Path):
 
 def test_no_vllm_is_said_before_anything_is_started(install: Install):
     with pytest.raises(UsageError, match=r"vLLM is not installed: `scripts/setup gpu`"):
-        commands._with_servers(RLConfig(), ["inference", "trainer", "orchestrator"])
+        commands.start("rl", RLConfig())
 
 
 def test_the_build_here_is_whole():
