@@ -122,6 +122,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
     router_aux_coef: float | None = Field(default=None, ge=0)
     """Weight of a mixture of experts' load-balancing loss (default: as its config.json says; 0: without)."""
+    attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
+    """How samples in a row stay apart: dense masks, or kernels for GPUs; auto takes what serves the model."""
     compile: bool = False
     """Compile each layer with torch.compile."""
     deterministic: bool = False

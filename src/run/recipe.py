@@ -25,6 +25,7 @@ TRAINER: Settings = {
     "optimizer": None,
     "scheduler": None,
     "precision": None,
+    "attention": None,
     "activation_checkpointing": None,
     "compile": None,
     "deterministic": None,

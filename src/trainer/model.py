@@ -19,6 +19,7 @@ from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.shares import Stored, at_places
 from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.attention import caps_attention
 
 logger = logging.getLogger(__name__)
 
@@ -31,8 +32,10 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     that computes in float32 has nothing to shard or to convert: it gets the plain model, which is faster and
     computes the same bits.
     """
-    model = _outline(AutoConfig.from_pretrained(folder))
-    if _caps_attention(model) and model.config._attn_implementation == "sdpa":
+    about = AutoConfig.from_pretrained(folder)
+    about._attn_implementation = None  # files may ask for one that mixes the samples of a micro-batch
+    model = _outline(about)
+    if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -117,12 +120,6 @@ def reshard(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
-
-
-def _caps_attention(model: PreTrainedModel) -> bool:
-    """Whether the scores of attention are soft-capped, as in Gemma 2."""
-    caps = (getattr(module, "attn_logit_softcapping", None) for module in model.modules())
-    return any(cap is not None for cap in caps)
 
 
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:

@@ -5,14 +5,17 @@ its output embeddings unchanged, logprobs are computed from hidden states, chunk
 or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these places itself.
 """
 
+import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
+from cairn.run.batches import Sample
+from cairn.trainer.attention import Attention, dense
 from cairn.trainer.head import CHUNK_LOGITS, Head, of_logits
 from cairn.trainer.model import reshard
-from cairn.trainer.packing import MicroBatch
+from cairn.trainer.packing import MicroBatch, fill_rows
 from cairn.trainer.rows import BY_POSITIONS, Rows
 
 ON_CPU = Head(CHUNK_LOGITS["cpu"], in_float32=False)
@@ -24,6 +27,9 @@ class Scorer:
     rows: Rows
     """How samples lie in the rows of micro-batches; `self_check.find_rows` finds out which way is right."""
 
+    attention: Attention
+    """The attention of the model's layers: the model's own until `attend` is called."""
+
     def __init__(self, model: PreTrainedModel, device: torch.device, method: Head = ON_CPU):
         """Find out whether the model changes its logits; all ranks call it.
 
@@ -32,6 +38,7 @@ class Scorer:
         """
         self.model = model
         self.rows = BY_POSITIONS
+        self.attention = dense(model)
         self.method = method
         self.head = head = model.get_output_embeddings()
         self.is_plain = (
@@ -39,6 +46,11 @@ class Scorer:
             and type(head).forward is nn.Linear.forward  # also of the subclass that FSDP2 makes
             and self._returns_them_as_they_are(head, device)
         )
+
+    def attend(self, attention: Attention) -> None:
+        """Let the model's layers compute with this attention from now on."""
+        attention.use(self.model)
+        self.attention = attention
 
     def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
         """Logprobs of tokens 1 to T - 1, float32 [R, T - 1], and 0 for those that are not learned.
@@ -65,7 +77,7 @@ class Scorer:
                 # Before FSDP2's hook, which takes the result for the begin of the backward pass.
                 hooks.append(self.head.register_forward_hook(score, prepend=True))
         try:
-            result = self._run(micro.input_ids, micro.position_ids)
+            result = self._run(micro)
         finally:
             for hook in hooks:
                 hook.remove()
@@ -77,10 +89,11 @@ class Scorer:
         everywhere = values.new_zeros(micro.input_ids.numel()).index_copy(0, learned, values)
         return everywhere.view_as(micro.input_ids)[:, 1:]
 
-    def _run(self, input_ids: torch.Tensor, position_ids: torch.Tensor) -> torch.Tensor:
+    def _run(self, micro: MicroBatch) -> torch.Tensor:
         # Models tell samples apart by their positions only if they keep no cache.
-        more = self.rows.arguments(self.model.config, position_ids)
-        return self.model(input_ids=input_ids, position_ids=position_ids, use_cache=False, **more).logits
+        ids, positions = micro.input_ids, micro.position_ids
+        more = self.rows.arguments(self.model.config, positions) | self.attention.arguments(micro)
+        return self.model(input_ids=ids, position_ids=positions, use_cache=False, **more).logits
 
     @torch.no_grad()
     def _returns_them_as_they_are(self, head: nn.Linear, device: torch.device) -> bool:
@@ -88,8 +101,8 @@ class Scorer:
         ours = torch.linspace(-100, 100, 2 * head.out_features, device=device).view(1, 2, -1)
         hook = head.register_forward_hook(lambda *_: ours)
         try:
-            places = torch.arange(2, device=device)[None]
-            logits = self._run(places, places)
+            two_tokens = Sample(np.arange(2, dtype=np.int32), np.ones(2, bool))
+            logits = self._run(fill_rows([[two_tokens]]).to(device))
         finally:
             hook.remove()
             reshard(self.model)

@@ -19,10 +19,13 @@ from transformers import PreTrainedConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
+from cairn.trainer.attention import Attention
 from cairn.trainer.group import RankGroup
+from cairn.trainer.kernel_check import kernel_problem
+from cairn.trainer.kernels import noted
 from cairn.trainer.model import reshard
 from cairn.trainer.packing import fill_rows
-from cairn.trainer.rows import ALONE, ROWS, Rows
+from cairn.trainer.rows import ALONE, BY_POSITIONS, ROWS, Rows
 from cairn.trainer.scoring import Scorer
 
 logger = logging.getLogger(__name__)
@@ -42,30 +45,55 @@ MANY_TOKENS = 4096
 
 
 @dataclass(frozen=True)
-class _Verdict:
-    """One way to lay samples in rows, and what is wrong with it; None if nothing is."""
+class _Way:
+    """One way to train on samples that share micro-batches."""
 
+    attention: Attention
     rows: Rows
+
+    def __str__(self) -> str:
+        return f"{self.rows.name}, with {self.attention.kind} attention"
+
+
+@dataclass(frozen=True)
+class _Verdict:
+    """One way, and what is wrong with it; None if nothing is."""
+
+    way: _Way
     problem: str | None
 
 
 def find_rows(
-    scorer: Scorer, group: RankGroup, *, rounding: str, must_pass: bool = True, first: str | None = None
+    scorer: Scorer,
+    group: RankGroup,
+    *,
+    rounding: str,
+    must_pass: bool = True,
+    first: str | None = None,
+    kernel: Attention | None = None,
+    must_be_kernel: bool = False,
 ) -> Rows:
     """How samples must lie in rows for this model; all ranks call it, once the weights are loaded.
 
-    No random state and no weight is changed.
+    No random state and no weight is changed. From then on the scorer computes with `kernel` if that is right,
+    else with the model's own attention.
 
     Args:
         rounding: data type as whose the computation rounds.
         must_pass: False takes the safest way if none is right.
-        first: the name of the way to try first, such as that of the run so far.
+        first: the name of the rows to try first, such as those of the run so far.
+        kernel: attention to prefer to the model's own. must_be_kernel: whether nothing else will do.
 
     Raises:
         UsageError: none is right.
     """
     model = scorer.model
-    ways = sorted(ROWS, key=lambda rows: rows.name != first)
+    own = scorer.attention
+    # What keeps samples apart in a kernel is where they begin, and no mask.
+    ways = [_Way(kernel, rows) for rows in (BY_POSITIONS, ALONE)] if kernel else []
+    if not must_be_kernel:
+        ways += [_Way(own, rows) for rows in ROWS]
+    ways.sort(key=lambda way: (way.attention is own, way.rows.name != first))
     samples = _make_samples(model.config)
     before, was_training = scorer.rows, model.training
     devices = [group.device] if group.device.type == "cuda" else []
@@ -74,27 +102,31 @@ def find_rows(
         model.eval()
         with torch.no_grad(), torch.random.fork_rng(devices), uncompiled(model):
             check = _Check(scorer, group, samples, ROUNDING[rounding])
-            for rows in ways:
-                verdicts.append(_Verdict(rows, check.problem(rows)))
+            for way in ways:
+                verdicts.append(_Verdict(way, check.problem(way)))
                 if verdicts[-1].problem is None:
                     break
     finally:
         scorer.rows = before
+        scorer.attend(own)
         model.train(was_training)
         reshard(model)
     for verdict in verdicts:
         if verdict.problem is None:
-            logger.info("rows of micro-batches: %s", verdict.rows.name)
-            return verdict.rows
-        logger.info("rows can't be %s: %s", verdict.rows.name, verdict.problem)
-    safest = next(verdict for verdict in verdicts if verdict.rows == ALONE)
+            logger.info("micro-batches: %s", verdict.way)
+            scorer.attend(verdict.way.attention)
+            return verdict.way.rows
+        logger.info("micro-batches can't be %s: %s", verdict.way, verdict.problem)
+    safest = next(verdict for verdict in reversed(verdicts) if verdict.way.rows == ALONE)
     reason = f"{type(model).__name__} does not score samples of a micro-batch as if alone: {safest.problem}"
     if must_pass:
+        another = f"; attention = {kernel.kind!r} is asked for, and others are not tried" if kernel else ""
         raise UsageError(
             f"{reason}. So it would learn something else than the data, and is refused; --no-self-check "
-            f"trains it all the same, {ALONE.name}"
+            f"trains it all the same, {ALONE.name}{another if must_be_kernel else ''}"
         )
     logger.warning("%s; it is trained all the same (--no-self-check)", reason)
+    scorer.attend(safest.way.attention)
     return ALONE
 
 
@@ -112,22 +144,30 @@ class _Check:
         self, scorer: Scorer, group: RankGroup, samples: tuple[Sample, Sample, Sample], rounding: float
     ):
         self.scorer = scorer
+        self.own = scorer.attention
         self.group = group
         self.first, self.other, self.second = samples
         self.rounding = rounding
 
     @cached_property
     def alone(self) -> torch.Tensor:
-        """Logprobs of the two samples, each scored alone, one after the other."""
+        """Logprobs of the two samples, each scored alone by the model's own attention, in their order."""
         rows, self.scorer.rows = self.scorer.rows, ALONE
+        attention = self.scorer.attention
+        self.scorer.attend(self.own)
         alone = torch.cat([self._score([[sample]]) for sample in (self.first, self.second)])
+        self.scorer.attend(attention)
         self.scorer.rows = rows
         return alone
 
-    def problem(self, rows: Rows) -> str | None:
-        """What is wrong with scoring samples in such rows; all ranks come to the same answer."""
+    def problem(self, way: _Way) -> str | None:
+        """What is wrong with scoring samples this way; all ranks come to the same answer."""
         try:
-            problem = self._problem(rows)
+            self.scorer.attend(way.attention)
+            with noted() as calls:
+                problem = self._problem(way.rows)
+            for call in () if problem else calls:
+                problem = problem or kernel_problem(way.attention, call, self.group.device)
         except Exception as error:  # a model may refuse masks in any way
             reason = (str(error).strip() or type(error).__name__).splitlines()[0]
             problem = f"the model's forward pass fails ({reason[:200]})"

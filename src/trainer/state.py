@@ -7,10 +7,12 @@ from functools import cached_property
 from pathlib import Path
 
 from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
 from cairn.checkpoint.step import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.attention import Device, choose
 from cairn.trainer.balancing import Balance, coefficient_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.head import Head
@@ -79,12 +81,19 @@ class TrainerState:
         """
         if self.balance.coefficient:
             logger.info("the experts' load is balanced: router_aux_coef = %g", self.balance.coefficient)
+        config, group = self.config, self.group
+        precision = config.precision.settled(gpu=group.device.type == "cuda")
+        device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
+        kernel, why = choose(config.attention, self.policy.module, device)
+        logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
         self.scorer.rows = find_rows(
             self.scorer,
-            self.group,
-            rounding=self.config.precision.settled(gpu=self.group.device.type == "cuda").rounding,
-            must_pass=self.config.self_check,
+            group,
+            rounding=precision.rounding,
+            must_pass=config.self_check,
             first=self.rows,
+            kernel=kernel,
+            must_be_kernel=kernel is not None and config.attention != "auto",
         )
 
     def load(self, folder: Path) -> Origin:
