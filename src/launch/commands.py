@@ -31,6 +31,7 @@ from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.model import resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
+from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
@@ -82,7 +83,9 @@ def start(command: str, config: RunConfig) -> int:
             flush=True,
         )
         return 0
-    config, _ = settle(config, placing.of_ranks(machine), gpu_servers=serves_on_gpus())
+    cluster = cluster_of(kind.trainer(config).ray) if placing.in_cluster else None
+    ranks = cluster or placing.of_ranks(machine)
+    config, _ = settle(config, ranks, gpu_servers=serves_on_gpus())
     recipe = plan_recipe(kind, config, chosen, orchestrator)
     if words := placing.in_words():
         print(words, flush=True)
@@ -93,8 +96,7 @@ def start(command: str, config: RunConfig) -> int:
         config, roles = _with_servers(cast(RLConfig, config), roles)
 
     def fitted(config: RunConfig, model: str) -> RunConfig:
-        if not kind.trainer(config).ray.address:
-            ranks = placing.of_ranks(machine)
+        if cluster is None:
             refuse_what_does_not_fit(model, kind.trainer(config), ranks, kind.flags("trainer"))
         if "inference" in roles:
             server: InferenceConfig = kind.of("inference", config)

@@ -159,15 +159,24 @@ def check_training(
     Raises:
         UsageError: what can be counted does not fit.
     """
+    warnings = check_rank(rank, config, machine, flags) if machine.has_gpus else []
+    fewer = [] if machine.has_gpus else _fewer_activations(config, flags)
+    smaller = ["a smaller model", "a machine with more memory"]
+    return warnings + _check("training", host, machine.memory, smaller, fewer)
+
+
+def check_rank(rank: Need, config: TrainerBase, machine: Machine, flags: str = "--") -> list[str]:
+    """Compare what a rank needs with what the smallest of its machine's GPUs has; see `check_training`."""
+    has = min(gpu.memory for gpu in machine.gpus)
+    helps = [f"more {flags}workers", "larger GPUs"]
+    return _check("training", rank, has, helps, _fewer_activations(config, flags))
+
+
+def _fewer_activations(config: TrainerBase, flags: str) -> list[str]:
+    """The settings that lower what activations take, unless they are as low as can be."""
     fewer = [f"a lower {flags}micro-batch-size"] if config.micro_batch_size > 1 else []
     fewer += [f"a lower {flags}seq-len"]
-    fewer += [] if config.activation_checkpointing else [f"{flags}activation-checkpointing"]
-    warnings: list[str] = []
-    if machine.has_gpus:
-        has = min(gpu.memory for gpu in machine.gpus)
-        warnings += _check("training", rank, has, [f"more {flags}workers", "larger GPUs"], fewer)
-    smaller = ["a smaller model", "a machine with more memory"]
-    return warnings + _check("training", host, machine.memory, smaller, [] if machine.has_gpus else fewer)
+    return fewer + ([] if config.activation_checkpointing else [f"{flags}activation-checkpointing"])
 
 
 def check_serving(need: Need, machine: Machine, flags: str = "--") -> list[str]:

@@ -7,8 +7,15 @@ from typing import TYPE_CHECKING
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import TrainerBase
-from cairn.inference.server import served_dtype
-from cairn.launch.estimate import Need, check_serving, check_training, host_need, rank_need, server_need
+from cairn.launch.estimate import (
+    Need,
+    check_rank,
+    check_serving,
+    check_training,
+    host_need,
+    rank_need,
+    server_need,
+)
 from cairn.run.imports import importing
 from cairn.run.machine import Machine
 
@@ -56,6 +63,8 @@ def serving_needs(folder: str, config: InferenceConfig) -> Need:
     Raises:
         Uncountable: the model can't be counted.
     """
+    from cairn.inference.server import served_dtype
+
     dtype = served_dtype(config, folder, on_gpu=True)
     elements = _count(folder, "bfloat16", False).elements
     return server_need(elements, dtype, tensor_parallel=config.tensor_parallel)
@@ -79,6 +88,26 @@ def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine,
         return
     for warning in check_training(needs.rank, needs.host, config, machine, flags):
         print(f"warning: {warning}", flush=True)
+
+
+def refuse_rank_that_does_not_fit(folder: str, config: TrainerBase, machine: Machine) -> None:
+    """Check in a rank on a GPU that it fits, where the launcher could not know what the GPU has.
+
+    Args:
+        machine: as the rank sees it.
+
+    Raises:
+        UsageError: it does not fit.
+    """
+    if not machine.has_gpus:
+        return
+    try:
+        rank = training_needs(folder, config, machine).rank
+    except Uncountable as error:
+        logger.warning("memory is not estimated: %s", error)
+        return
+    for warning in check_rank(rank, config, machine):
+        logger.warning(warning)
 
 
 def refuse_what_can_not_be_served(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> None:

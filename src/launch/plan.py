@@ -16,6 +16,7 @@ from cairn.inference.build import serves_on_gpus
 from cairn.launch.estimate import check_serving, check_training, gib
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.placing import placed, placed_server
+from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
 from cairn.run.errors import UsageError
@@ -39,6 +40,8 @@ def show(command: str, config: CommandConfig) -> None:
         kind = KINDS[command]
         config, placing = placed(kind, cast(RunConfig, config), machine, vllm)
         ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
+        if placing.in_cluster and not config.machine:
+            ranks = cluster_of(kind.trainer(cast(RunConfig, config)).ray)
         lines += [f"  {words}" for words in [placing.in_words()] if words]
     elif command == "inference":
         config = placed_server(cast(InferenceConfig, config), machine, vllm)
@@ -75,7 +78,9 @@ def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iter
     folder = str(folder) if folder.is_dir() else name
     kind = KINDS.get(command)
     try:
-        if kind:
+        if kind and not ranks.memory:
+            yield "no estimate for the Ray cluster's machines: --machine names one, such as 8x80G,1T"
+        elif kind:
             yield from _training(folder, kind.trainer(config), ranks, kind.flags("trainer"))
         if serving.has_gpus and kind and kind.sections:
             yield from _serving(folder, config.inference, serving, kind.flags("inference"))

@@ -106,6 +106,13 @@ class Worker:
         start_logging()
         try:
             with stop_on_signals(run):
+                if config.ray.address:
+                    heartbeat.doing("comparing the model with the GPU's memory")
+                    with importing():
+                        from cairn.launch.fitting import refuse_rank_that_does_not_fit
+                        from cairn.run.machine import this_machine
+
+                    refuse_rank_that_does_not_fit(config.model.name, config, this_machine())
                 heartbeat.doing("meeting the other ranks")
                 group = None
                 try:
