@@ -35,7 +35,12 @@ from cairn.launch.estimate import (
     rank_need,
     server_need,
 )
-from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit, training_needs
+from cairn.launch.fitting import (
+    refuse_rank_that_does_not_fit,
+    refuse_what_can_not_be_served,
+    refuse_what_does_not_fit,
+    training_needs,
+)
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
 from cairn.trainer.footprint import Footprint, Growth, footprint_of
@@ -302,6 +307,20 @@ def test_a_run_that_does_not_fit_ends_before_it_begins(
     with pytest.raises(UsageError, match=r"^training needs .* MiB a GPU, has 1.0 MiB: .* more --workers"):
         commands.start("sft", SFTConfig.model_validate(settings))
     assert not (tmp_path / "run" / "roles.json").exists()
+
+
+def test_a_rank_in_a_given_cluster_checks_its_own_gpu(
+    folder: Callable[..., Path], caplog: pytest.LogCaptureFixture
+):
+    """And not the machine, whose other ranks are not known."""
+    path, config = str(folder("qwen3")), settled_for_gpus(workers=2)
+    with pytest.raises(UsageError, match=r"^training needs .* a GPU, has 1.0 MiB"):
+        refuse_rank_that_does_not_fit(path, config, machine_of("1x0.001G,1T"))
+    refuse_rank_that_does_not_fit(path, config, type(ROOMY)(ROOMY.gpus, 1))
+    refuse_rank_that_does_not_fit(path, config, type(ROOMY)((), 1))
+    assert caplog.text == ""
+    refuse_rank_that_does_not_fit(path, config, machine_of("1x1G,1T"))
+    assert "What helps" in caplog.text
 
 
 def test_a_server_whose_weights_do_not_fit_is_refused(folder: Callable[..., Path]):

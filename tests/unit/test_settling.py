@@ -1,6 +1,7 @@
 """Settings that depend on the device: what they become on CPUs and GPUs, and what resumes say of it."""
 
 import json
+import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,13 @@ from cairn.config.cli import COMMANDS, load
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import PrecisionConfig, SFTConfig, TrainerConfig
+from cairn.config.trainer import PrecisionConfig, RayConfig, SFTConfig, TrainerConfig
 from cairn.inference import server
-from cairn.launch import commands, main
+from cairn.launch import commands, main, ray_gpus
+from cairn.launch.exits import RoleFailed
 from cairn.launch.recipe import plan_recipe
 from cairn.launch.settling import OPEN, REASONS, settle
+from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, machine_of
 from cairn.trainer.group import RankGroup
 
@@ -275,3 +278,71 @@ def test_roles_that_get_an_open_configuration_take_their_own_device():
     """As scripts do that use a role's classes directly."""
     for config in (TrainerConfig(), OrchestratorConfig(), InferenceConfig()):
         assert config.settled(gpu=False, gpu_servers=False) == settle(config, CPU, gpu_servers=False)[0]
+
+
+# Given Ray clusters, whose machines may be others than the launcher's
+
+
+class Answer:
+    """What a program that is asked would print."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, printed: str):
+        self.asked: list[list[str]] = []
+
+        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+            self.asked.append(command)
+            return subprocess.CompletedProcess(command, 0, printed, "")
+
+        monkeypatch.setattr(ray_gpus.subprocess, "run", run)
+
+
+def test_a_given_cluster_decides_and_not_the_launchers_machine(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """A login node without a GPU starts a run on GPUs; a node with GPUs starts one on CPUs."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    start_at(tmp_path, None)
+    config = SFTConfig.model_validate(
+        {
+            "model": {"name": str(tmp_path / "model")},
+            "data": {"name": str(data)},
+            "output_dir": str(tmp_path),
+            "ray": {"address": "10.0.0.1:6379"},
+        }
+    )
+
+    class Enough(Exception):
+        pass
+
+    def plan(kind: Any, config: SFTConfig, *_: Any) -> None:
+        raise Enough(config.precision.compute)
+
+    monkeypatch.setattr(commands, "plan_recipe", plan)
+    for machine, gpus, compute in ((CPU, 8, "bfloat16"), (GPUS, 0, "float32")):
+        monkeypatch.setattr(commands, "this_machine", lambda machine=machine: machine)
+        answer = Answer(monkeypatch, f'something of Ray\n{{"gpus": {gpus}}}\n')
+        with pytest.raises(Enough, match=compute):
+            commands.start("sft", config)
+        assert "10.0.0.1:6379" in answer.asked[0][-1]
+
+
+@pytest.mark.parametrize(
+    ("printed", "error", "message"),
+    [
+        ('{"failed": "no Ray cluster at --ray.address h:1: refused"}', RoleFailed, "^no Ray cluster at"),
+        ('{"refused": "--ray.address h:1: a token"}', UsageError, "^--ray.address h:1: a token"),
+        ("", RoleFailed, "--ray.address h:1: the Ray cluster does not say"),
+    ],
+)
+def test_a_cluster_that_does_not_answer(
+    printed: str, error: type[Exception], message: str, monkeypatch: pytest.MonkeyPatch
+):
+    Answer(monkeypatch, printed)
+    with pytest.raises(error, match=message):
+        ray_gpus.cluster_of(RayConfig(address="h:1"))
+
+
+def test_an_address_where_nothing_listens_is_said_before_a_run_begins():
+    """With a real program that asks."""
+    with pytest.raises(RoleFailed, match=r"no Ray cluster at --ray.address 127.0.0.1:1: .*refused"):
+        ray_gpus.cluster_of(RayConfig(address="127.0.0.1:1"))
