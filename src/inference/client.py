@@ -238,8 +238,8 @@ class InferenceClient:
         """Sample `params.n` continuations of `prompt_ids`; they come back in order.
 
         Keep the seeds of different prompts at least `n` apart. On the CPU, with one thread, the same seed
-        gives the same tokens whatever else the server is busy with; on GPUs rounding depends on that. Only requests with the same `cache_salt` share the keys and values of a
-        common prefix.
+        gives the same tokens whatever else the server is busy with; on GPUs rounding depends on that. Only
+        requests with the same `cache_salt` share the keys and values of a common prefix.
 
         Raises:
             ServerUnavailable: the server does not answer.
