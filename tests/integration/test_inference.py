@@ -22,14 +22,17 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from cairn.inference.client import InferenceClient, Unauthorized, token_file
+from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
+from cairn.inference.signs import ServerSigns
 from cairn.policy.checksums import checksums, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.policy.sender import WeightSender
-from cairn.policy.source import Source
+from cairn.policy.source import Rank, Source
+from cairn.run import heartbeat
+from cairn.run.heartbeat import Watch
 
 PROMPT = list(range(40, 60))
 Model = Callable[..., Path]
@@ -496,6 +499,87 @@ def test_weights_that_change_on_the_network_are_sent_again(
         status = await client.status()
         assert (status.weight_version, status.paused) == ("good", False)
         await client.update_weights(tmp_path, "run:7")
+        for generated in await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)):
+            assert_matches(tiny_model(seed=2), generated)
+
+    with_client(inference_server, job)
+    sender.close()
+
+
+def test_a_server_generates_while_it_reads_weights(
+    inference_server: Server, tiny_model: Model, tmp_path: Path
+):
+    """A pipe is a file that is not read before somebody writes into it."""
+    folder = shutil.copytree(tiny_model(seed=2), tmp_path / "slow")
+    os.mkfifo(folder / "checksums.json")
+
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "good")
+        update = asyncio.create_task(client.update_weights(folder, "slow"))
+        while not (status := await client.status()).updating:
+            await asyncio.sleep(0.01)
+        assert (status.weight_version, status.paused) == ("good", False)
+        (generated,) = await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1))
+        assert_matches(tiny_model(seed=1), generated)
+        assert (await client.status()).updating["version"] == "slow"
+        assert not update.done()
+        (folder / "checksums.json").write_text("{}")
+        status = await update
+        assert (status.weight_version, status.updating) == ("slow", None)
+        assert (await client.status()).updating is None
+        (generated,) = await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1))
+        assert_matches(tiny_model(seed=2), generated)
+
+    with_client(inference_server, job)
+
+
+class Slow(WeightSender):
+    """Takes six seconds before it sends; says that it has too much for the server's memory."""
+
+    def source(self, step: int, ranks: list[Rank]) -> Source:
+        return replace(super().source(step, ranks), bytes=1 << 60)
+
+    def _send(self, *arguments: Any) -> dict[str, int]:
+        time.sleep(6)
+        return super()._send(*arguments)
+
+
+def test_a_long_update_is_no_hang(
+    inference_server: Server, tiny_model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The server tells its status while it is paused, and its process that it is alive."""
+    tensors = load_file(tiny_model(seed=2) / "model.safetensors")
+    sender = Slow(tensors, rank=0, host="127.0.0.1")
+    sender.offer(7)
+    sender.source(7, [sender.here]).write(tmp_path)
+    monkeypatch.setattr(heartbeat, "_heart", None)  # of this process, as if it had started the server
+    heartbeat.start(tmp_path / "heartbeat.json")
+    signs = ServerSigns()
+    supervisors = {
+        lengthy: Watch(tmp_path / "heartbeat.json", os.getpid(), silence=60, standstill=3.5, lengthy=lengthy)
+        for lengthy in (600.0, None)
+    }
+    problems: dict[float | None, str] = {}
+
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(tiny_model(seed=1), "good")
+        update = asyncio.create_task(client.update_weights(tmp_path, "slow"))
+        seen: list[ServerStatus] = []
+        while not update.done():
+            signs.note(await asyncio.to_thread(inference_server.status, 2.0))
+            for lengthy, supervisor in supervisors.items():
+                if problem := supervisor.problem():
+                    problems[lengthy] = problem
+            seen.append(await client.status())
+            await asyncio.sleep(0.2)
+        await update
+        paused = [status for status in seen if status.paused]
+        assert len(paused) >= 10
+        assert {status.weight_version for status in paused} == {"good"}
+        assert max(status.updating["seconds"] for status in paused) > 4
+        # The update was long enough for a supervisor that does not know of updates.
+        assert problems.keys() == {None}
+        assert "(taking the weights slow)" in problems[None]
         for generated in await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)):
             assert_matches(tiny_model(seed=2), generated)
 

@@ -1,5 +1,6 @@
 """Signs of life, the rule for restarts, and what they are said to have cost."""
 
+import json
 import os
 import signal
 import subprocess
@@ -46,10 +47,12 @@ def test_ray_leaves_a_role_where_it_was_started(tmp_path: Path, local: bool):
 # Signs of life
 
 LIVES = """
-import sys, threading, time
+import json, sys, threading, time
 from pathlib import Path
+from cairn.inference.signs import ServerSigns
 from cairn.run import heartbeat
 from cairn.run.waiting import wait_for
+signs = ServerSigns()
 heartbeat.start(Path(sys.argv[1]))
 heartbeat.doing("step 7")
 print("ready", flush=True)
@@ -59,6 +62,9 @@ for line in sys.stdin:
     if line == "wait aside\\n":
         threading.Thread(target=wait_for, args=(lambda: None,), daemon=True,
                          kwargs=dict(seconds=600, whom="a part", setting="--x")).start()
+    if line[0] == "{":
+        signs.note(json.loads(line))
+        continue
     heartbeat.doing("step 7")
 """
 
@@ -120,6 +126,36 @@ def test_a_process_that_does_not_come_on_hangs(child: Child):
     while not ((beat := read_note(child.path, Beat)) and beat.waiting):
         time.sleep(0.05)
     assert look(child.watch(silence=600, standstill=1), 2.5) is None
+
+
+def test_a_server_that_takes_weights_is_given_more_time(child: Child):
+    """But only so much: further answers about the same update are no progress."""
+
+    def says(**status: object) -> None:
+        child.tell(json.dumps(status))
+
+    def taking(seconds: float, version: str = "run:7") -> None:
+        says(updating={"version": version, "seconds": seconds})
+
+    def watch() -> Watch:
+        return Watch(child.path, child.process.pid, silence=600, standstill=1, setting="--limit", lengthy=3.5)
+
+    says()
+    assert look(watch(), 30) == "no progress for 1 s (serving); --limit allows more"
+    taking(0.1)
+    while not ((beat := read_note(child.path, Beat)) and beat.lengthy):
+        time.sleep(0.05)
+    watching = watch()
+    assert look(watching, 2) is None
+    taking(2.1)
+    assert look(watching, 30) == (
+        "no progress for 3.5 s (taking the weights run:7); --hang-timeout allows more"
+    )
+    for begins in ((0.1, "run:8"), (0.05, "run:8")):
+        marks = read_note(child.path, Beat).marks
+        taking(*begins)
+        while read_note(child.path, Beat).marks == marks:
+            time.sleep(0.05)
 
 
 def test_a_process_that_never_gives_a_sign(tmp_path: Path, child: Child):

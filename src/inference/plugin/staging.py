@@ -31,17 +31,23 @@ LARGE = 1 << 22
 """Values of a tensor that is cast beforehand. vLLM computes with some small ones, such as the weights of
 routers, in a wider type than the model's; so they are left to its loaders as they come."""
 
+ALIGNMENT = 64
+"""Bytes that a tensor's place in shared memory is a multiple of."""
+
+Located = tuple[int, int, str, list[int]]
+"""A tensor's file, by number, its offset there in bytes, its data type and shape."""
+
 
 @dataclass(frozen=True)
 class Plan:
     """Where in files, or in shared memory, a prepared policy's tensors are, in the hub's layout.
 
-    files: paths. tensors: by name, the file's number, the offset in bytes, the data type and the shape. sums:
-    checksums of those that have the published words. folder: what `identities` said of the policy's folder.
+    files: paths. sums: checksums of the tensors that have the published words. folder: what `identities` said
+    of the policy's folder.
     """
 
     files: list[str]
-    tensors: dict[str, tuple[int, int, str, list[int]]]
+    tensors: dict[str, Located]
     sums: dict[str, int]
     folder: list[list[str | int]]
 
@@ -101,8 +107,8 @@ class SharedMemory:
         self.path = f"/proc/{os.getpid()}/fd/{self._fd}"
 
     def place(self, shape: torch.Size, dtype: torch.dtype) -> tuple[int, torch.Tensor]:
-        """Room for a tensor, and its offset."""
-        first = -(-self._used // dtype.itemsize) * dtype.itemsize
+        """Room for a tensor, and its offset in bytes."""
+        first = -(-self._used // ALIGNMENT) * ALIGNMENT
         self._used = first + shape.numel() * dtype.itemsize
         return first, self._bytes[first : self._used].view(dtype).view(shape)
 
@@ -118,13 +124,17 @@ class Staging:
     Args:
         config: vLLM's, of the model.
         available: tells how many bytes of memory are available.
+        large: values of a tensor that is cast beforehand.
     """
 
-    def __init__(self, config: ModelConfig, available: Callable[[], int] = available_memory):
+    def __init__(
+        self, config: ModelConfig, available: Callable[[], int] = available_memory, large: int = LARGE
+    ):
         self._offers = Offers(config)
         self._dtype = config.dtype
         self._casts = config.head_dtype == config.dtype  # else one of the large matrices has a wider type
         self._available = available
+        self._large = large
 
     def prepare(self, path: str) -> Staged:
         """Read or receive the policy of a folder, and check it.
@@ -136,12 +146,11 @@ class Staging:
         if source is None:
             folder = [list(file) for file in identities(path)]
             return self._from_files(path, self._offers.open(path), folder)
-        kinds = {DTYPES_IN_SETTINGS[name] for name in source.dtypes.values()} | {self._dtype}
-        # However the data types alternate: padding a tensor takes less than the one before it leaves.
-        size = sum(map(math.prod, source.shapes.values())) * max(kind.itemsize for kind in kinds)
+        values = sum(map(math.prod, source.shapes.values()))
+        size = max(source.bytes, values * self._dtype.itemsize)
         if not self._fits(size):
             return Staged(path)
-        return self._from_trainer(path, self._offers.open(path), size)
+        return self._from_trainer(path, self._offers.open(path), 2 * size)
 
     def _fits(self, size: int) -> bool:
         return size <= self._available() // 2
@@ -152,7 +161,7 @@ class Staging:
         except (OSError, RuntimeError) as error:
             raise Refused(f"{path}: {error}") from None
         files = {file: number for number, file in enumerate(sorted({str(t.path) for t in stored.values()}))}
-        tensors: dict[str, tuple[int, int, str, list[int]]] = {}
+        tensors: dict[str, Located] = {}
         wide: Tensors = {}
         for origin, name, tensor, skipped in self._pieces(offer):
             tensors[name] = (
@@ -161,13 +170,13 @@ class Staging:
                 _name(tensor.dtype),
                 list(tensor.shape),
             )
-            if self._casts and tensor.dtype != self._dtype and tensor.numel() >= LARGE:
+            if self._staged_as(tensor) != tensor.dtype:
                 wide[name] = tensor
         sums = dict(offer.sums)
         size = sum(tensor.numel() for tensor in wide.values()) * self._dtype.itemsize
         if not wide or not self._fits(size):
             return Staged(path, Plan(list(files), tensors, sums, folder))
-        memory = SharedMemory(size)
+        memory = SharedMemory(size + ALIGNMENT * len(wide))
         places = {name: memory.place(tensor.shape, self._dtype) for name, tensor in wide.items()}
         with ThreadPoolExecutor(WORKERS) as workers:
             list(workers.map(lambda name: places[name][1].copy_(wide[name]), wide))
@@ -183,17 +192,21 @@ class Staging:
                 for name, tensor in tensors.items():
                     yield origin, name, tensor, tensor.data_ptr() - part[origin].data_ptr()
 
+    def _staged_as(self, tensor: torch.Tensor) -> torch.dtype:
+        """The data type that the workers get a tensor in."""
+        return self._dtype if self._casts and tensor.numel() >= self._large else tensor.dtype
+
     def _from_trainer(self, path: str, offer: Offer, size: int) -> Staged:
-        memory = SharedMemory(size)
-        tensors: dict[str, tuple[int, int, str, list[int]]] = {}
-        cast: set[str] = set()
+        memory = SharedMemory(size + (ALIGNMENT << 20))  # what is not used takes no memory
+        tensors: dict[str, Located] = {}
+        changed: set[str] = set()
         try:
             for _, name, tensor, _ in self._pieces(offer):
-                dtype = self._dtype if self._casts and tensor.numel() >= LARGE else tensor.dtype
-                offset, place = memory.place(tensor.shape, dtype)
+                offset, place = memory.place(tensor.shape, self._staged_as(tensor))
                 place.copy_(tensor)
-                tensors[name] = 0, offset, _name(dtype), list(tensor.shape)
-                cast |= {name} if dtype != tensor.dtype else set()
+                tensors[name] = 0, offset, _name(place.dtype), list(place.shape)
+                if place.dtype != tensor.dtype:
+                    changed.add(name)
         except BaseException as error:
             memory.close()
             if isinstance(error, NotFinite):
@@ -203,7 +216,7 @@ class Staging:
             if isinstance(error, Unchanged) or not isinstance(error, RuntimeError):
                 raise
             raise NotThere(f"the trainer broke off: {error}") from None
-        sums = {name: checksum for name, checksum in offer.sums.items() if name not in cast}
+        sums = {name: value for name, value in offer.sums.items() if name not in changed}
         return Staged(path, Plan([memory.path], tensors, sums, []), memory)
 
 

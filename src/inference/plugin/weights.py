@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from pydantic import TypeAdapter
+from vllm.config import VllmConfig
+from vllm.config.weight_transfer import WeightTransferConfig
 from vllm.distributed.weight_transfer import WeightTransferEngineFactory
 from vllm.distributed.weight_transfer.base import (
     WeightTransferEngine,
@@ -26,6 +28,7 @@ from vllm.model_executor.model_loader import register_model_loader
 from cairn.inference.plugin.loading import RepackableLoader, load_weights
 from cairn.inference.plugin.offered import NotFinite, Offers, Tensors
 from cairn.inference.plugin.staging import Plan
+from cairn.inference.plugin.updatable import check_updatable
 from cairn.inference.plugin.weight_files import Refused, identities
 from cairn.policy.refusals import NotHeld, NotThere, Unchanged
 from cairn.run.signals import stay_deaf
@@ -66,6 +69,21 @@ class FilesystemEngine(WeightTransferEngine[FilesystemInitInfo, FilesystemUpdate
     init_info_cls = FilesystemInitInfo
     update_info_cls = FilesystemUpdateInfo
     supports_draft_weight_update = False
+
+    def __init__(
+        self,
+        config: WeightTransferConfig,
+        vllm_config: VllmConfig,
+        device: torch.device,
+        model: torch.nn.Module,
+    ) -> None:
+        """As in the base class; vLLM calls it once the model is loaded.
+
+        Raises:
+            ValueError: the model's weights can't be updated, so the server must not start.
+        """
+        super().__init__(config, vllm_config, device, model)
+        check_updatable(model, vllm_config)
 
     def init_transfer_engine(self, init_info: FilesystemInitInfo) -> None:
         pass

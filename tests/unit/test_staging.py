@@ -1,0 +1,182 @@
+"""What the API process prepares of a policy, and its workers map."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from families import make, make_model
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+
+from cairn.checkpoint.formats.hub import tensors_in_memory
+from cairn.inference.plugin.staging import Staged, Staging
+from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.plugin.weights import PLAN, _begun, _prepared
+from cairn.policy.checksums import checksum
+from cairn.policy.refusals import Altered, NotThere
+from cairn.policy.sender import WeightSender
+
+Tensors = dict[str, torch.Tensor]
+LARGE = 500
+
+
+def staging(folder: Path, dtype: torch.dtype = torch.float32, available: int = 1 << 30) -> Staging:
+    """As in a server of the model in `folder`, of which tensors of 500 values count as large."""
+    config: Any = SimpleNamespace(
+        hf_config=AutoConfig.from_pretrained(folder),
+        dtype=dtype,
+        head_dtype=dtype,
+        word_embeddings_untied_by_checkpoint=False,
+    )
+    return Staging(config, lambda: available, LARGE)
+
+
+def mapped(staged: Staged) -> Tensors:
+    """What a worker gets, to which vLLM sends the plan as a message."""
+    info = json.loads(json.dumps(staged.update_info))
+    return _prepared(info["path"], PLAN.validate_python(info["plan"]))
+
+
+def assert_same(a: Tensors, b: Tensors) -> None:
+    assert a.keys() == b.keys()
+    for name, tensor in a.items():
+        assert tensor.dtype == b[name].dtype, name
+        assert torch.equal(tensor, b[name]), name
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make("qwen3", tmp_path_factory.mktemp("model"))
+
+
+def test_files_are_mapped_as_they_are(model: Path):
+    expected = load_file(model / "model.safetensors")
+    with staging(model, available=0).prepare(str(model)) as staged:
+        assert_same(mapped(staged), expected)
+        sums = staged.update_info["plan"]["sums"]
+        assert sums == {name: checksum(tensor) for name, tensor in expected.items()}
+        assert staged.update_info["plan"]["files"] == [str(model / "model.safetensors")]
+
+
+def test_a_folder_in_transformers_layout_is_mapped_in_the_hubs(tmp_path: Path):
+    published = make("qwen3_moe", tmp_path / "hub")
+    own = {name: tensor.clone() for name, tensor in tensors_in_memory(make_model("qwen3_moe")).items()}
+    save_file(own, published / "own.safetensors")
+    expected = load_file(published / "model.safetensors")
+    (published / "own.safetensors").rename(published / "model.safetensors")
+    assert own.keys() != expected.keys()
+    with staging(published).prepare(str(published)) as staged:
+        assert_same(mapped(staged), expected)
+
+
+def test_large_tensors_of_another_type_are_cast_where_that_fits(model: Path):
+    """Small ones stay exact: vLLM keeps some of them in a wider type than the model's."""
+    files = load_file(model / "model.safetensors")
+    large = {name for name, tensor in files.items() if tensor.numel() >= LARGE}
+    assert 0 < len(large) < len(files)
+    with staging(model, torch.bfloat16).prepare(str(model)) as staged:
+        expected = {n: t.to(torch.bfloat16) if n in large else t for n, t in files.items()}
+        assert_same(mapped(staged), expected)
+        # Checksums of cast tensors are not the published ones.
+        assert staged.update_info["plan"]["sums"].keys() == files.keys() - large
+        memory = Path(staged.update_info["plan"]["files"][-1])
+        assert memory.exists()
+    assert not memory.exists()
+    size = 2 * sum(files[name].numel() for name in large)
+    with staging(model, torch.bfloat16, available=2 * size - 2).prepare(str(model)) as staged:
+        assert_same(mapped(staged), files)
+
+
+def test_a_folder_that_changed_meanwhile_is_refused(model: Path, tmp_path: Path):
+    folder = make("qwen3", tmp_path / "model")
+    with staging(folder).prepare(str(folder)) as staged:
+        (folder / "model.safetensors").unlink()
+        with pytest.raises(Refused, match="was removed or changed while its weights were read"):
+            mapped(staged)
+
+
+# From a trainer's memory
+
+
+class Sender(WeightSender):
+    """Sends; or does not, or garbles the checksums."""
+
+    def __init__(self, tensors: Tensors, how: str = "well"):
+        super().__init__(tensors, rank=0, host="127.0.0.1")
+        self.how = how
+        self.offer(3)
+
+    def _send(self, *arguments: Any) -> dict[str, int]:
+        if self.how == "breaks off":
+            raise RuntimeError("the trainer dies")
+        sums = super()._send(*arguments)
+        return {name: value + (self.how == "garbles") for name, value in sums.items()}
+
+
+def offered(tensors: Tensors, folder: Path, how: str = "well") -> Sender:
+    sender = Sender(tensors, how)
+    folder.mkdir()
+    sender.source(3, [sender.here]).write(folder)
+    return sender
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_a_trainer_sends_is_received_beforehand(model: Path, tmp_path: Path, dtype: torch.dtype):
+    tensors = load_file(model / "model.safetensors")
+    sender = offered(tensors, tmp_path / "v1")
+    with staging(model, dtype).prepare(str(tmp_path / "v1")) as staged:
+        sender.close()  # the trainer may go on
+        expected = {n: t.to(dtype) if t.numel() >= LARGE else t for n, t in tensors.items()}
+        assert_same(mapped(staged), expected)
+
+
+@pytest.mark.parametrize(
+    ("how", "error", "reason"),
+    [("breaks off", NotThere, "broke off"), ("garbles", Altered, "as it came from the trainer")],
+)
+def test_a_failed_transfer_changes_nothing(
+    model: Path, tmp_path: Path, how: str, error: type[Exception], reason: str
+):
+    sender = offered(load_file(model / "model.safetensors"), tmp_path / "v1", how)
+    with pytest.raises(error, match=reason):
+        staging(model).prepare(str(tmp_path / "v1"))
+    sender.close()
+
+
+def test_values_that_are_not_finite_are_refused_beforehand(model: Path, tmp_path: Path):
+    tensors = load_file(model / "model.safetensors")
+    tensors["model.norm.weight"][0] = float("nan")
+    sender = offered(tensors, tmp_path / "v1")
+    with pytest.raises(Refused, match=r"model\.norm\.weight holds NaN or infinity"):
+        staging(model).prepare(str(tmp_path / "v1"))
+    sender.close()
+
+
+def test_what_does_not_fit_is_left_to_the_workers(model: Path, tmp_path: Path):
+    tensors = load_file(model / "model.safetensors")
+    sender = offered(tensors, tmp_path / "v1")
+    size = 4 * sum(tensor.numel() for tensor in tensors.values())
+    with staging(model, available=2 * size - 2).prepare(str(tmp_path / "v1")) as staged:
+        assert not staged.is_prepared
+    sender.close()
+
+
+def test_a_source_that_sends_nothing_is_found_out_before_layers_are_taken_apart():
+    """By workers that receive tensors themselves."""
+
+    def parts(*, sent: int) -> Iterator[Tensors]:
+        for i in range(sent):
+            yield {"w": torch.tensor(float(i))}
+        raise RuntimeError("two ranks on one device")
+
+    with pytest.raises(NotThere, match="two ranks on one device"):
+        _begun(parts(sent=0))
+    begun = _begun(parts(sent=2))
+    assert [next(begun)["w"].item() for _ in range(2)] == [0, 1]
+    with pytest.raises(RuntimeError, match="two ranks") as error:
+        next(begun)
+    assert not isinstance(error.value, NotThere)
