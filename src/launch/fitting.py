@@ -3,7 +3,7 @@
 import logging
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import TrainerBase
@@ -16,6 +16,7 @@ from cairn.launch.estimate import (
     rank_need,
     server_need,
 )
+from cairn.run.errors import UsageError
 from cairn.run.imports import importing
 from cairn.run.machine import Machine
 
@@ -47,8 +48,15 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
 
     Raises:
         Uncountable: the model can't be counted.
+        UsageError: it can't have the attention that is asked for.
     """
-    footprint = _count(folder, config.precision.compute, config.activation_checkpointing)
+    footprint = _count(
+        folder,
+        compute=config.precision.compute,
+        activation_checkpointing=config.activation_checkpointing,
+        capability=min((gpu.capability for gpu in machine.gpus), default=None),
+        attention=config.attention,
+    )
     from cairn.trainer.head import CHUNK_LOGITS
 
     gpu, ranks = machine.has_gpus, config.ranks
@@ -66,7 +74,7 @@ def serving_needs(folder: str, config: InferenceConfig) -> Need:
     from cairn.inference.server import served_dtype
 
     dtype = served_dtype(config, folder, on_gpu=True)
-    elements = _count(folder, "bfloat16", False).elements
+    elements = _count(folder, compute="bfloat16", activation_checkpointing=False).elements
     return server_need(elements, dtype, tensor_parallel=config.tensor_parallel)
 
 
@@ -133,12 +141,15 @@ def _at_most(folder: str, ranks: int) -> int:
     return parameters * (16 + 10 * ranks)
 
 
-def _count(folder: str, compute: str, activation_checkpointing: bool) -> "Footprint":
+def _count(folder: str, **how: Any) -> "Footprint":
+    """The model's footprint; `how`: further arguments of `footprint_of`."""
     with importing():
         from cairn.trainer.footprint import footprint_of
 
     try:
-        return footprint_of(folder, compute=compute, activation_checkpointing=activation_checkpointing)
+        return footprint_of(folder, **how)
+    except UsageError:
+        raise
     except Exception as error:  # the model's own code, of any family
         reason = str(error).strip().partition("\n")[0]
         raise Uncountable(f"{folder}: {type(error).__name__}: {reason}") from None

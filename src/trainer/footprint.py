@@ -6,13 +6,14 @@ import contextlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import Any, cast
+from typing import Any, Literal, cast
 
 import torch
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging as transformers_logging
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.trainer.attention import Device, caps_attention, choose
 from cairn.trainer.model import layers_of
 
 COUNTED_TOKENS = 16
@@ -72,13 +73,25 @@ class Footprint:
         return sum(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in self.shapes)
 
 
-def footprint_of(folder: str, *, compute: str, activation_checkpointing: bool) -> Footprint:
+def footprint_of(
+    folder: str,
+    *,
+    compute: str,
+    activation_checkpointing: bool,
+    capability: tuple[int, int] | None = None,
+    attention: Literal["auto", "dense", "varlen", "flex"] = "auto",
+) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
 
-    Attention is taken to keep its inputs and outputs, as fused kernels do, and no mask. It takes a second or
-    two, and some memory only for what is no parameter.
+    Attention is taken to keep its inputs and outputs, as fused kernels do, and no mask, unless the model
+    computes it in code of its own. It takes a second or two, and memory only for what is no parameter.
+
+    Args:
+        capability: CUDA's, of the GPU that trains; None on a CPU.
+        attention: the setting of this name.
 
     Raises:
+        UsageError: the model can't have the attention that is asked for.
         Exception: whatever transformers or the model's code raise; not every model runs without values.
     """
     dtype = DTYPES_IN_SETTINGS[compute]
@@ -89,8 +102,10 @@ def footprint_of(folder: str, *, compute: str, activation_checkpointing: bool) -
         model.tie_weights()
         model.train()
         AttentionInterface.register(ATTENTION, _attend)
-        if model.config._attn_implementation == "sdpa":
-            model.set_attn_implementation("eager" if _caps_attention(model) else ATTENTION)
+        kernel, _ = choose(attention, model, Device(capability, dtype))
+        if kernel or model.config._attn_implementation == "sdpa":
+            dense = kernel is None and caps_attention(model)
+            model.set_attn_implementation("eager" if dense else ATTENTION)
         whole = kept = _growth(model)
         layers = layers_of(model)
         if activation_checkpointing:
@@ -109,10 +124,6 @@ def footprint_of(folder: str, *, compute: str, activation_checkpointing: bool) -
         layer=whole.times(1 / len(layers)),
         width=dtype.itemsize,
     )
-
-
-def _caps_attention(model: PreTrainedModel) -> bool:
-    return any(getattr(module, "attn_logit_softcapping", None) is not None for module in model.modules())
 
 
 def _growth(model: PreTrainedModel) -> Growth:

@@ -188,10 +188,17 @@ def test_activations_are_those_that_torch_keeps(
 
 
 def test_attention_that_is_not_fused_grows_with_pairs_of_tokens(folder: Callable[..., Path]):
-    """Gemma 2 caps its scores, which only the plain implementation does."""
-    capped = footprint_of(str(folder("gemma2")), compute="float32", activation_checkpointing=False).kept
-    fused = footprint_of(str(folder("qwen3")), compute="float32", activation_checkpointing=False).kept
-    assert fused.pair == 0
+    """Gemma 2 caps its scores: on CPUs by the plain implementation, on GPUs by FlexAttention."""
+
+    def kept(kind: str, **where: Any) -> Growth:
+        return footprint_of(str(folder(kind)), activation_checkpointing=False, **where).kept
+
+    capped = kept("gemma2", compute="float32")
+    assert kept("qwen3", compute="float32").pair == 0
+    assert kept("gemma2", compute="bfloat16", capability=(9, 0)).pair == 0
+    assert kept("gemma2", compute="bfloat16", capability=(9, 0), attention="dense").pair > 0
+    with pytest.raises(UsageError, match=r"attention = 'varlen' can't serve Gemma2ForCausalLM"):
+        kept("gemma2", compute="bfloat16", capability=(9, 0), attention="varlen")
     assert capped.pair >= SMALL["num_hidden_layers"] * SMALL["num_attention_heads"] * 4
     assert capped.bytes(1, 2000) > 3 * capped.bytes(1, 1000)
 
@@ -288,7 +295,7 @@ def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     with pytest.raises(UsageError, match=r"^training needs .* MiB of the machine's memory, has .* MiB: "):
         refuse_what_does_not_fit(path, config, tight, "--")
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "_count", lambda *_: pytest.fail("counting imports torch"))
+        patch.setattr(fitting, "_count", lambda *_, **__: pytest.fail("counting imports torch"))
         refuse_what_does_not_fit(path, config, machine_of("64G"), "--")
 
 
