@@ -28,7 +28,7 @@ trap 'rm -f "$RAY_AUTH_TOKEN_PATH"' EXIT
 
 # start_ray NODE...: Ray on these nodes, the first of which is the batch script's; it ends with the job.
 start_ray() {
-    local head=$1 rest
+    local head=$1 count=$# rest
     shift
     srun --overlap --nodes=1 --ntasks=1 --nodelist="$head" configs/slurm/node.sh head "$address" &
     for _ in {1..120}; do
@@ -36,6 +36,7 @@ start_ray() {
             rest=$(IFS=,; echo "$*")
             [ -z "$rest" ] ||
                 srun --overlap --nodes=$# --ntasks=$# --nodelist="$rest" configs/slurm/node.sh worker "$address" &
+            python configs/slurm/wait_for_nodes.py "$address" "$count" # a run refuses a cluster that is too small
             return
         fi
         sleep 1

@@ -2,6 +2,8 @@
 
 import os
 import secrets
+import subprocess
+import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -137,3 +139,14 @@ def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path)
     assert done.code == 2, done.output
     assert f"workers 3: each takes a CPU of the Ray cluster at {cluster.address}" in done.output
     assert "has 2 CPUs and 0 GPUs; lower it to 2, or add nodes" in done.output
+
+
+@pytest.mark.parametrize(("count", "code"), [(1, 0), (2, 1)])
+def test_a_batch_job_waits_for_its_nodes(cluster: Cluster, count: int, code: int):
+    """As the example for Slurm does."""
+    script = REPOSITORY / "configs" / "slurm" / "wait_for_nodes.py"
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
+    arguments = [sys.executable, script, cluster.address, str(count), "1"]
+    done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
+    assert done.returncode == code, done.stderr
+    assert ("1 of 2 nodes have joined" in done.stderr) == (code == 1)

@@ -36,6 +36,7 @@ BEHAVIOURS = {
     "    listening = socket.create_server(('127.0.0.1', port))\n"
     "    time.sleep(60)",
     "ip": 'print("1: lo    inet 127.0.0.1/8 scope host lo")',
+    "python": "",
     "inference": "",
     "sft": "",
     "rl": "",
@@ -123,7 +124,9 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job.kill()
 
 
-@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+@pytest.mark.parametrize(
+    "script", [path for path in SCRIPTS if path.suffix != ".py"], ids=lambda path: path.name
+)
 def test_scripts_are_bash(script: Path):
     subprocess.run(["bash", "-n", script], check=True)
     if shellcheck := shutil.which("shellcheck"):
@@ -160,6 +163,8 @@ def test_sft_runs_on_all_nodes(job: Job):
     assert f"--address={config['ray']['address']}" in rest["argv"]
     assert f"--port={config['ray']['address'].partition(':')[2]}" in head["argv"]
     assert {"--num-gpus=4", "--node-ip-address=127.0.0.1", "--block"} <= set(head["argv"]) & set(rest["argv"])
+    (wait,) = job.calls("python")
+    assert wait["argv"] == ["configs/slurm/wait_for_nodes.py", config["ray"]["address"], "3"]
     steps = [one["argv"] for one in job.calls("srun")]
     assert {"--nodelist=localhost", "--nodelist=node2,node3"} <= {flag for step in steps for flag in step}
     assert "--ntasks=2" in next(step for step in steps if "--nodelist=node2,node3" in step)

@@ -1,0 +1,18 @@
+"""Wait until a Ray cluster has so many nodes: wait_for_nodes.py HOST:PORT COUNT [SECONDS]."""
+
+import sys
+import time
+
+import ray
+
+
+def main(address: str, count: int, seconds: float = 600) -> None:
+    ray.init(address, log_to_driver=False)
+    end = time.monotonic() + seconds
+    while (found := sum(node["Alive"] for node in ray.nodes())) < count:
+        if time.monotonic() > end:
+            sys.exit(f"error: {found} of {count} nodes have joined Ray at {address} within {seconds:g} s")
+        time.sleep(1)
+
+
+main(sys.argv[1], *map(int, sys.argv[2:]))
