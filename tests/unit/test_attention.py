@@ -221,6 +221,23 @@ def test_nothing_is_waited_for_on_a_gpu(kernels):
     }
 
 
+def test_a_layer_compiles_whole_and_for_any_samples():
+    """Forward and backward by the real kernel's shapes: grouped heads, of sizes that it does not take."""
+    attend = torch.compile(by_samples(torch_varlen), backend="eager", fullgraph=True)
+    before = torch._dynamo.utils.counters["stats"]["unique_graphs"]
+    for tokens, longest in ((30, 20), (40, 33), (50, 21), (60, 9)):
+        states = [
+            torch.empty(2, heads, tokens, size, device="meta", dtype=torch.bfloat16, requires_grad=True)
+            for heads, size in ((4, 36), (2, 36), (2, 20))
+        ]
+        where = {"sample_bounds": torch.empty(5, dtype=torch.int32, device="meta"), "longest_sample": longest}
+        result, _ = attend(torch.nn.Module(), *states, None, scaling=0.3, sliding_window=8, **where)
+        assert result.shape == (2, tokens, 4, 20)
+        gradients = torch.autograd.grad(result.sum(), states)
+        assert [gradient.shape for gradient in gradients] == [state.shape for state in states]
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] - before <= 2
+
+
 @pytest.mark.parametrize("window", [None, 1, 50, 128, 300])
 @pytest.mark.parametrize("lengths", [(700,), (1, 127, 128, 300, 5), (129, 2, 90)])
 def test_masks_of_blocks_are_those_of_all_pairs(window: int | None, lengths: tuple[int, ...]):
