@@ -28,7 +28,7 @@ PROCESS = GIB
 @dataclass(frozen=True)
 class Part:
     """Something that takes memory. counted: whether its size follows from shapes. kept: also between
-    steps."""
+    steps, when a server may be awake on the same GPU (the probe's forward pass gathers weights)."""
 
     what: str
     bytes: int
@@ -93,7 +93,7 @@ def rank_need(
         staying = footprint.head or footprint.elements - sum(footprint.layers)
         parts += [
             Part(f"weights gathered for a layer and the head, {config.precision.compute}",
-                 compute * (layer + staying)),
+                 compute * (layer + staying), kept=True),
             Part("gradients of a layer on their way to the ranks", (compute + reduce) * layer),
         ]  # fmt: skip
         ahead = 2 * compute * layer

@@ -25,6 +25,8 @@ from runs import (
     whole_rows,
 )
 
+from cairn.run.directory import RunDirectory
+
 pytestmark = pytest.mark.timeout(900)
 
 HANG = ("--heartbeat-timeout", 8)
@@ -217,10 +219,7 @@ def test_reinforcement_learning_survives_the_server_that_it_started(
     """vLLM is killed in the middle; the next server gets the weights of that moment."""
     run = tmp_path / "run"
     own = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", free_port())
-    without_url = tmp_path / "orch.toml"
-    lines = (Path(CONFIGS) / "orch.toml").read_text().splitlines(keepends=True)
-    without_url.write_text("".join(line for line in lines if not line.startswith("inference_url")))
-    arguments = [f"@{without_url}" if argument == f"@{CONFIGS}/orch.toml" else argument for argument in rl]
+    arguments = _without_url(rl, tmp_path / "orch.toml")
     with shell.start(*arguments, *own, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 6)
         before = read(run / "roles.json")["roles"]
@@ -235,6 +234,70 @@ def test_reinforcement_learning_survives_the_server_that_it_started(
     assert_same_run(run, calm)
     after = read(run / "roles.json")["roles"]
     assert {role for role in before if before[role]["pid"] != after[role]["pid"]} == {"inference"}
+
+
+def test_roles_that_take_turns_survive_each_other(
+    shell: Shell, rl: tuple[object, ...], calm: Path, tmp_path: Path
+):
+    """Each role is killed while a step is trained, and again when the server is to wake up.
+
+    With `--colocate` the same comes out as with a server that never sleeps, to the bit.
+    """
+    run, faults = tmp_path / "run", tmp_path / "faults"
+    own = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", free_port(), "--colocate")
+    arguments = _without_url(rl, tmp_path / "orch.toml")
+    versions = RunDirectory(run).versions
+    faults.mkdir()
+    strikes = ("orchestrator.before_push:kill@3", "publish.announced:kill@2")
+    for fault in strikes:
+        (faults / fault).touch()
+    storm = {"CAIRN_FAULT": ",".join(strikes), "CAIRN_FAULT_ONCE": str(faults)}
+    with shell.start(*arguments, *own, "--output-dir", run, environment=storm) as command:
+
+        def in_turn_of_trainer(step: int) -> bool:
+            attempt = RunDirectory(run).attempt()
+            turn = attempt and versions.trainers_turn(attempt)
+            return turn is not None and turn.until == step
+
+        def kill_server() -> None:
+            command.family()
+            for pid in (pid for pid, _ in command.survivors() if "vllm.entrypoints" in cmdline(pid)):
+                os.kill(pid, signal.SIGKILL)
+
+        command.wait_until(lambda: not any(faults.iterdir()))
+        at = len(rows(run)) + 2
+        command.wait_until(lambda: in_turn_of_trainer(at))
+        pid = send(run, "trainer", signal.SIGKILL)
+        wait_for_successor(command, run, "trainer", pid)
+        command.wait_until(lambda: in_turn_of_trainer(at + 1))
+        pid = send(run, "orchestrator", signal.SIGKILL)
+        wait_for_successor(command, run, "orchestrator", pid)
+        command.wait_until(lambda: in_turn_of_trainer(at + 2))
+        pid = read(run / "roles.json")["roles"]["inference"]["pid"]
+        kill_server()
+        wait_for_successor(command, run, "inference", pid)
+        command.wait_until(lambda: in_turn_of_trainer(at + 3))
+        pid = read(run / "roles.json")["roles"]["inference"]["pid"]
+        command.wait_until(lambda: not in_turn_of_trainer(at + 3))
+        kill_server()
+        wait_for_successor(command, run, "inference", pid)
+        finished = command.finish()
+    assert finished.code == 0, finished.output
+    assert_same_run(run, calm)
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
+    told = re.findall(
+        r"is (asleep) with weights \S+:(\d+)|is (awake)|version \S+:(\d+) is (served)",
+        (run / "logs" / "orchestrator.log").read_text(),
+    )
+    order = ["awake", "10 served", "asleep 10", "awake", "11 served", "asleep 11"]
+    assert [" ".join(filter(None, groups)) for groups in told[-6:]] == order
+
+
+def _without_url(arguments: tuple[object, ...], copy: Path) -> list[object]:
+    """A command line whose run starts a server of its own."""
+    lines = (Path(CONFIGS) / "orch.toml").read_text().splitlines(keepends=True)
+    copy.write_text("".join(line for line in lines if not line.startswith("inference_url")))
+    return [f"@{copy}" if argument == f"@{CONFIGS}/orch.toml" else argument for argument in arguments]
 
 
 @pytest.mark.smoke

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from one_rank import one_rank
 from test_pipeline import (
     ATTEMPT,
     PROMPTS,
@@ -47,10 +48,13 @@ from cairn.run.machine import machine_of
 from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.versions import PolicyVersions
 from cairn.run.waiting import DeadlinePassed
+from cairn.trainer.group import RankGroup
+from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.rl import ShippedBatches
 from cairn.trainer.sharing import make_sharing
+from cairn.trainer.transports import Transport
 
-__all__ = ["configuration"]  # a fixture
+__all__ = ["configuration", "one_rank"]  # fixtures
 
 # Whose turn it is
 
@@ -326,6 +330,29 @@ def test_a_trainer_waits_for_its_turn_although_the_batch_is_there(
     run.versions.take_back()
     run.request_stop("test")
     assert batches.next_batch(1) is None
+
+
+class NoWeights(Transport):
+    """Publishes folders without weights."""
+
+    def __init__(self) -> None:
+        pass
+
+    def fill(self, folder: Path, step: int, *, last: bool) -> None:
+        pass
+
+
+def test_the_trainer_makes_room_before_servers_may_wake(one_rank: RankGroup, tmp_path: Path):
+    """When it has loaded the model, and before each announcement."""
+    run = RunDirectory(tmp_path)
+    known: list[list[int]] = []
+    publisher = VersionPublisher(
+        *(run, ATTEMPT, one_rank, NoWeights(), 0),
+        before_announcing=lambda: known.append(run.versions.all_announced(ATTEMPT)),
+    )
+    publisher.publish(1, save=False, last=False)
+    publisher.publish(2, save=False, last=False)
+    assert known == [[], [], [1]]
 
 
 @pytest.mark.parametrize(("build", "colocated"), [("gpu", True), ("gpu", False), ("cpu", True)])
