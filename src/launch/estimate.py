@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
-from cairn.run.machine import Machine
+from cairn.run.machine import Machine, bytes_of
 
 if TYPE_CHECKING:
     from cairn.trainer.footprint import Footprint  # which imports torch
@@ -21,6 +21,8 @@ CONTEXT = 3 * GIB // 2
 """On a GPU: CUDA's context, kernels, and NCCL's buffers."""
 SLACK = 0.05
 """Share that PyTorch's allocator loses in blocks which fit nothing."""
+UTILIZATION = 0.92
+"""Share of a GPU that vLLM takes unless told otherwise."""
 PROCESS = GIB
 """Host memory of a rank's process: Python, torch, the data."""
 
@@ -146,6 +148,22 @@ def server_need(parameters: int, dtype: str, *, tensor_parallel: int) -> Need:
     ))  # fmt: skip
 
 
+def with_cache(server: Need, cache: str | None) -> Need:
+    """What a server needs with a cache of keys and values of a size that was given; without one, the same."""
+    if cache is None:
+        return server
+    try:
+        size = bytes_of(cache)
+    except ValueError:
+        return server  # vLLM knows more ways to write a size
+    return Need(server.share, (*server.parts, Part("keys and values (kv_cache_memory)", size)))
+
+
+def cache_left(server: Need, has: int) -> int:
+    """By estimate, what vLLM leaves for keys and values on a GPU with `has` bytes if it is given no size."""
+    return max(0, int(UTILIZATION * has) - server.total)
+
+
 def check_training(
     rank: Need, host: Need, config: TrainerBase, machine: Machine, flags: str = "--"
 ) -> list[str]:
@@ -189,6 +207,8 @@ def check_serving(need: Need, machine: Machine, flags: str = "--") -> list[str]:
         return []
     has = min(gpu.memory for gpu in machine.gpus)
     helps = [f"more {flags}tensor-parallel", "larger GPUs"]
+    if any("kv_cache_memory" in part.what for part in need.parts):
+        helps.insert(0, f"a lower {flags}kv-cache-memory")
     return _check("the server", need, has, helps, [])
 
 

@@ -15,6 +15,7 @@ from cairn.launch.estimate import (
     host_need,
     rank_need,
     server_need,
+    with_cache,
 )
 from cairn.run.errors import UsageError
 from cairn.run.imports import importing
@@ -119,7 +120,7 @@ def refuse_rank_that_does_not_fit(folder: str, config: TrainerBase, machine: Mac
 
 
 def refuse_what_can_not_be_served(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> None:
-    """Check before a server starts that its weights fit into the machine's GPUs.
+    """Check before a server starts that its weights, and a cache whose size was given, fit into a GPU.
 
     Raises:
         UsageError: they do not.
@@ -127,7 +128,7 @@ def refuse_what_can_not_be_served(folder: str, config: InferenceConfig, machine:
     if not machine.has_gpus:
         return
     try:
-        need = serving_needs(folder, config)
+        need = with_cache(serving_needs(folder, config), config.kv_cache_memory)
     except Uncountable as error:
         logger.warning("memory is not estimated: %s", error)
         return

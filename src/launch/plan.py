@@ -13,7 +13,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.shared import CommandConfig
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
-from cairn.launch.estimate import check_serving, check_training, gib
+from cairn.launch.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.placing import placed, placed_server
 from cairn.launch.ray_gpus import cluster_of
@@ -101,10 +101,11 @@ def _training(folder: str, config: TrainerBase, machine: Machine, flags: str) ->
 
 
 def _serving(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> Iterator[str]:
-    need = serving_needs(folder, config)
+    need = with_cache(serving_needs(folder, config), config.kv_cache_memory)
     has = min(gpu.memory for gpu in machine.gpus)
     yield from _indented("the server", need.lines(has))
-    yield f"  keys and values get {config.kv_cache_memory or 'most of what vLLM leaves of the rest'}"
+    if config.kv_cache_memory is None:
+        yield f"  leaves about {gib(cache_left(need, has))} for keys and values, unless --vllm-args change it"
     yield from _verdict(lambda: check_serving(need, machine, flags))
 
 

@@ -29,11 +29,13 @@ from cairn.launch.estimate import (
     GIB,
     Need,
     Part,
+    cache_left,
     check_serving,
     check_training,
     host_need,
     rank_need,
     server_need,
+    with_cache,
 )
 from cairn.launch.fitting import (
     refuse_rank_that_does_not_fit,
@@ -339,6 +341,18 @@ def test_a_server_whose_weights_do_not_fit_is_refused(folder: Callable[..., Path
     tiny = type(ROOMY)((type(ROOMY.gpus[0])(0, "GPU-0", "tiny", 1000),), 1 << 40)
     with pytest.raises(UsageError, match=r"^the server needs .* a GPU, has .*: .* for weights, .*tensor-par"):
         refuse_what_can_not_be_served(path, config, tiny, "--")
+
+
+def test_a_cache_of_a_given_size_counts(folder: Callable[..., Path]):
+    """Without one, vLLM takes what is left."""
+    weights = server_need(8 * 10**9, "bfloat16", tensor_parallel=1)
+    assert with_cache(weights, None) == weights
+    assert with_cache(weights, "64G").counted == weights.counted + 64 * GIB
+    assert cache_left(weights, 80 * GIB) == pytest.approx(0.92 * 80 * GIB - 16e9 - 3 * GIB, rel=0.01)
+    assert cache_left(weights, GIB) == 0
+    path = str(folder("qwen3"))
+    with pytest.raises(UsageError, match=r"80.0 GiB.* 90.0 GiB for keys and .*a lower --kv-cache-memory"):
+        refuse_what_can_not_be_served(path, InferenceConfig(kv_cache_memory="90G"), ROOMY, "--")
 
 
 def test_a_model_whose_code_can_not_be_counted_starts_anyway(
