@@ -247,7 +247,7 @@ def start_ranks(
     )
 
 
-def join(rank: int, world_size: int, port: int, **how: bool) -> RankGroup:
+def join(rank: int, world_size: int, port: int, **how: Any) -> RankGroup:
     """The group, in a process that `start_ranks` has started."""
     place = {"RANK": rank, "WORLD_SIZE": world_size, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     os.environ.update({key: str(value) for key, value in place.items()} | {"GLOO_SOCKET_IFNAME": "lo"})

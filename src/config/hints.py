@@ -69,6 +69,8 @@ RENAMED = {
     "monitors.wandb.name": "wandb.name",
     "weight_broadcast.type": "weight_transport",
     "model.ac": "activation_checkpointing",
+    "dp_replicate": "replicas",
+    "model.dp_replicate": "replicas",
     "model.compile": "compile",
     "model.seq_len": "seq_len",
     "model.optimization_dtype": "precision.compute",

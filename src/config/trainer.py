@@ -107,6 +107,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Trainer ranks: one process each, with one GPU each (default: one for each of its GPUs, 1 on CPUs)."""
     gpus: Gpus = None
     """Its GPUs: how many, or which, such as 0,1 or GPU-5ab1; one alone: 3, (default: all but a server's)."""
+    replicas: int = Field(default=1, ge=1)
+    """Copies of the sharded model (HSDP), each on an equal part of the ranks; 1: sharded over all ranks."""
     spare_workers: int = Field(default=0, ge=0)
     """Idle processes with everything imported, each ready to replace a dead rank within two seconds."""
     threads: int = Field(default=1, ge=1)
@@ -120,6 +122,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
+    state_on: Literal["device", "host"] = "device"
+    """host: weights, gradients and AdamW's state in host memory, stepped by `threads` CPU threads: slow."""
     router_aux_coef: float | None = Field(default=None, ge=0)
     """Weight of a mixture of experts' load-balancing loss (default: as its config.json says; 0: without)."""
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
@@ -148,6 +152,18 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is the user's own class."""
         return None
+
+    @model_validator(mode="after")
+    def _replicas_fit(self) -> "TrainerBase":
+        if self.workers is not None and (problem := self.problem_of_replicas(self.workers)):
+            raise ValueError(problem)
+        return self
+
+    def problem_of_replicas(self, ranks: int) -> str | None:
+        """Why `ranks` can't be divided among the replicas; None if they can."""
+        if ranks % self.replicas == 0:
+            return None
+        return f"replicas = {self.replicas} does not divide the ranks into equal parts: workers = {ranks}"
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":

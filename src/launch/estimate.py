@@ -81,15 +81,19 @@ def rank_need(
         gpu: whether it trains on a GPU.
         chunk_logits: largest number of logits at a time.
     """
-    elements, compute, reduce = footprint.shard(ranks), footprint.width, WIDTHS[config.precision.reduce]
-    parts = [
-        Part("weights, float32", 4 * elements, kept=True),
-        Part("gradients, float32", 4 * elements),
-        Part("AdamW's two moments, float32", 8 * elements, kept=True),
-    ]
+    elements = footprint.shard(ranks // config.replicas)
+    compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
+    on_host = config.state_on == "host"
+    parts: list[Part] = []
+    if not (gpu and on_host):
+        parts = [
+            Part("weights, float32", 4 * elements, kept=True),
+            Part("gradients, float32", 4 * elements),
+            Part("AdamW's two moments, float32", 8 * elements, kept=True),
+        ]
     rows, tokens = config.micro_batch_size, config.seq_len
     ahead = 0
-    if not (ranks == 1 and compute == reduce == 4):  # one rank in float32 has the plain model
+    if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
         layer = max(footprint.layers)
         # Tied embeddings belong to the root, which stays gathered; an untied head does until its backward.
         staying = footprint.head or footprint.elements - sum(footprint.layers)
@@ -129,6 +133,9 @@ def host_need(footprint: "Footprint", rank: Need, config: TrainerBase, *, ranks:
             Part("their activations", rank.total * ranks - counted, counted=False),
             *parts,
         ]
+    if gpu and config.state_on == "host":
+        state = 16 * footprint.shard(ranks // config.replicas) * ranks
+        parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
         copied = 12 if config.ckpt.training_state else 4
         parts.append(Part("a copy of the state while it is saved", copied * footprint.elements, False))

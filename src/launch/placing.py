@@ -93,9 +93,11 @@ def placed(kind: RunKind, config: Config, machine: Machine, vllm: Build = "gpu")
     Where there is no GPU, `gpus` stays as given.
 
     Raises:
-        UsageError: see `place`.
+        UsageError: see `place`; or the ranks can't be divided among the replicas.
     """
     placing = place(kind, config, machine, vllm)
+    if problem := kind.trainer(config).problem_of_replicas(placing.workers or 1):
+        raise UsageError(problem)
     trainer: dict[str, Any] = {"workers": placing.workers}
     if machine.has_gpus and not kind.trainer(config).ray.address:
         trainer["gpus"] = _named(placing.trainer)

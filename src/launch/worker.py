@@ -122,6 +122,8 @@ class Worker:
                         deterministic=config.deterministic,
                         float32_matmul=config.precision.float32_matmul,
                         device=device,
+                        replicas=config.replicas,
+                        state_on=config.state_on,
                     )
                     outcome = train(config, attempt, group)
                 except BaseException as error:

@@ -1,6 +1,7 @@
 """This process's place among the trainer's ranks."""
 
 import os
+import socket
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,6 +29,8 @@ class RankGroup:
         deterministic: bool,
         float32_matmul: str = "highest",
         device: torch.device | None = None,
+        replicas: int = 1,
+        state_on: str = "device",
     ) -> "RankGroup":
         """Form the process group that the environment describes (RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT).
 
@@ -36,6 +39,8 @@ class RankGroup:
         Args:
             device: this rank's; default: a GPU if torch sees one.
             float32_matmul: precision of float32 matrix products in this process, as torch names it.
+            replicas: how many copies of the sharded model there are; must divide the number of ranks.
+            state_on: device or host, where the ranks' shards will be; those on hosts are summed over gloo.
         """
         torch.set_num_threads(threads)
         if float32_matmul != torch.get_float32_matmul_precision():
@@ -51,12 +56,12 @@ class RankGroup:
             device = here if torch.cuda.is_available() else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
-            dist.init_process_group("nccl", device_id=device, **_meeting_place())
+            backend = "cuda:nccl,cpu:gloo" if state_on == "host" else "nccl"
+            dist.init_process_group(backend, device_id=device, **_meeting_place())
         else:
             dist.init_process_group("gloo", **_meeting_place())
         world_size = dist.get_world_size()
-        mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
-        return cls(dist.get_rank(), world_size, device, mesh)
+        return cls(dist.get_rank(), world_size, device, _mesh(device.type, world_size, replicas))
 
     def seed(self, seed: int) -> None:
         """Seed this rank's generators of random numbers, on the CPU and on its GPU.
@@ -109,6 +114,21 @@ class RankGroup:
         """
         if self.device.type == "cpu":
             self.leave()
+
+
+def _mesh(device_type: str, world_size: int, replicas: int) -> DeviceMesh:
+    """The ranks in one dimension, over which the model is sharded; or in two: replicas, and shards of each.
+
+    A replica's ranks are neighbours, on one machine where that is possible, since they gather each layer from
+    each other. Replicas exchange nothing but the gradients of their shards.
+    """
+    if replicas == 1:
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    hosts: list[Any] = [None] * world_size
+    dist.all_gather_object(hosts, socket.gethostname())
+    neighbours = sorted(range(world_size), key=lambda rank: (hosts.index(hosts[rank]), rank))
+    shape = torch.tensor(neighbours).view(replicas, -1)
+    return DeviceMesh(device_type, shape, mesh_dim_names=("replica", "shard"))
 
 
 def _meeting_place() -> dict[str, Any]:

@@ -5,10 +5,17 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
 from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
@@ -29,8 +36,8 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
 
     Master weights are float32, whatever the data type of the files. Weights get memory once the model is
     sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU. A single rank
-    that computes in float32 has nothing to shard or to convert: it gets the plain model, which is faster and
-    computes the same bits.
+    that computes in float32 where its weights are has nothing to shard or to convert: it gets the plain
+    model, which is faster and computes the same bits.
     """
     about = AutoConfig.from_pretrained(folder)
     about._attn_implementation = None  # files may ask for one that mixes the samples of a micro-batch
@@ -45,9 +52,15 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     if config.compile:
         for layer in layers:
             layer.compile()
-    if mesh.size() > 1 or not compute == reduce == torch.float32:
-        _shard(model, layers, mesh, MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce))
-    _allocate(model, mesh.device_type)
+    on_host = config.state_on == "host"
+    if mesh.size() > 1 or on_host or not compute == reduce == torch.float32:
+        how: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+            "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if on_host else OffloadPolicy(),
+        }
+        _shard(model, layers, how)
+    _allocate(model, "cpu" if on_host else mesh.device_type)
     return model
 
 
@@ -93,23 +106,24 @@ def _allocate(model: PreTrainedModel, device: str) -> None:
     model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
 
 
-def _shard(
-    model: PreTrainedModel, layers: list[torch.nn.Module], mesh: DeviceMesh, policy: MixedPrecisionPolicy
-) -> None:
+def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], how: Mapping[str, Any]) -> None:
     """Make units of what is gathered together: each layer, and the embeddings of input and output.
 
     Tied embeddings are gathered with the rest, from the forward pass to the end of the backward pass.
+
+    Args:
+        how: arguments of `fully_shard`.
     """
     for layer in layers:
-        fully_shard(layer, mesh=mesh, mp_policy=policy)
+        fully_shard(layer, **how)
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
     if head is not None and head.weight is not embeddings.weight:
-        unit = fully_shard(embeddings, mesh=mesh, mp_policy=policy)
+        unit = fully_shard(embeddings, **how)
         # The gradient of a look-up does not depend on the values.
         unit.set_unshard_in_backward(not isinstance(embeddings, torch.nn.Embedding))
         # The backward pass begins with the head, which therefore stays gathered.
-        fully_shard(head, mesh=mesh, mp_policy=policy, reshard_after_forward=False)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(head, **how, reshard_after_forward=False)
+    fully_shard(model, **how)
 
 
 def reshard(model: PreTrainedModel) -> None:

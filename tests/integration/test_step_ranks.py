@@ -1,8 +1,9 @@
-"""One optimiser step of a real model on one rank and on two, which share it with FSDP2."""
+"""Optimiser steps of real models on one rank, on two that share it with FSDP2, and on two replicas of two."""
 
 import itertools
 import json
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -24,7 +25,7 @@ from transformers import (
 )
 
 from cairn.checkpoint.formats.hub import tensors_in_memory
-from cairn.checkpoint.tensors import read_tensors
+from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
@@ -48,6 +49,8 @@ MODELS: dict[str, PreTrainedConfig] = {
     "capped": Gemma2Config(**SIZE, final_logit_softcapping=2.0),
     "experts": Qwen3MoeConfig(**SIZE, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
+WORLDS = {"one": (1, 1), "two": (2, 1), "replicas": (4, 2)}
+"""Numbers of ranks and of replicas."""
 WAYS = {"at once": 1 << 26, "in chunks": 3 * 97}
 
 
@@ -93,33 +96,38 @@ class Watching(Clip):
                     yield parameter.unsharded_accumulated_grad
 
 
-def run_rank(rank: int, world_size: int, port: int, folder: Path) -> None:
+def run_rank(rank: int, world: str, port: int, folder: Path) -> None:
     """What every rank does; the first writes down what came out."""
-    group = join(rank, world_size, port)
+    ranks, replicas = WORLDS[world]
+    group = join(rank, ranks, port, replicas=replicas)
     for name in MODELS:
         for way, chunk_logits in WAYS.items():
             row, after = one_step(group, folder / name, chunk_logits)
             if rank == 0:
-                result = folder / f"{name} {way} {world_size}"
+                result = folder / f"{name} {way} {world}"
                 result.with_suffix(".json").write_text(json.dumps(row))
                 save_file(after, result.with_suffix(".safetensors"))
     dist.barrier()
     group.leave()
 
 
+def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerState:
+    """A trainer's state before its first step."""
+    optimizer = {"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9}
+    config = TrainerConfig(**{"optimizer": optimizer, "seq_len": 24, **changed})
+    model = build_model(model_folder, config, group.mesh)
+    read_tensors(model_folder, weights(model), "model")
+    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
+
+
 def one_step(group: RankGroup, model_folder: Path, chunk_logits: int) -> tuple[dict, dict]:
     """Metrics, and the weights after the step."""
-    config = TrainerConfig(
-        optimizer={"lr": 0.01, "eps": 1e-3, "max_grad_norm": 1e9},
-        seq_len=24,
-        router_aux_coef=0.1 if model_folder.name == "experts" else None,
-    )
-    model = build_model(model_folder, config, group.mesh)
+    router = {"router_aux_coef": 0.1} if model_folder.name == "experts" else {}
+    state = start(group, model_folder, **router)
+    config, model = state.config, state.policy.module
     assert isinstance(model, FSDPModule) == (group.world_size > 1)
-    read_tensors(model_folder, weights(model), "model")
-    optimizer = make_optimizer(model.parameters(), config.optimizer)
-    state = TrainerState(config, group, {POLICY: Trained(model, optimizer)}, TrainerProgress())
-    state.scorer.chunk_logits = chunk_logits
+    state.scorer.method = replace(state.scorer.method, chunk_logits=chunk_logits)
     assert state.scorer.is_plain == (model_folder.name != "capped")
     if group.world_size > 1:
         parameters = list(model.parameters())
@@ -142,27 +150,133 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("step")
     for name, config in MODELS.items():
         random_model(config).save_pretrained(folder / name)
-    worlds = [start_ranks(run_rank, world, free_port(), folder, world_size=world) for world in (1, 2)]
-    for ranks in worlds:
-        while not ranks.join():
+    for world, (ranks, _) in WORLDS.items():
+        started = start_ranks(run_rank, world, free_port(), folder, world_size=ranks)
+        while not started.join():
             pass
     return folder
 
 
-def result(folder: Path, name: str, way: str, world: int) -> tuple[dict, dict[str, torch.Tensor]]:
+def result(folder: Path, name: str, way: str, world: str) -> tuple[dict, dict[str, torch.Tensor]]:
     """Metrics and weights as the ranks wrote them down."""
     stem = folder / f"{name} {way} {world}"
     return json.loads(stem.with_suffix(".json").read_text()), load_file(stem.with_suffix(".safetensors"))
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_two_ranks_make_the_step_of_one(found: Path, name: str):
+def test_any_ranks_make_the_step_of_one(found: Path, name: str):
     """Its loss, its gradient and its weights, with logits at once and in chunks."""
-    reference_row, reference = result(found, name, "at once", 1)
-    for world in (1, 2):
+    reference_row, reference = result(found, name, "at once", "one")
+    for world in WORLDS:
         for way in WAYS:
             row, after = result(found, name, way, world)
             assert row == pytest.approx(reference_row, rel=1e-4), (world, way)
             assert after.keys() == reference.keys()
             for key, weight in after.items():
                 torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
+
+
+LAYOUTS = {
+    "one": (1, 1, "device"),
+    "one on host": (1, 1, "host"),
+    "two": (2, 1, "device"),
+    "two on host": (2, 1, "host"),
+    "four": (4, 1, "device"),
+    "replicas": (4, 2, "device"),
+}
+"""Ranks, replicas, and where the state is."""
+
+
+def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
+    """Steps once and writes model and optimiser state as a checkpoint has them."""
+    ranks, replicas, state_on = LAYOUTS[layout]
+    group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
+    state = start(group, folder / "model", state_on=state_on)
+    row = step_of(state, 1)
+    write(state, folder / f"{layout} after 1", row)
+    row = step_of(state, 2)
+    write(state, folder / f"{layout} after 2", row)
+    dist.barrier()
+    group.leave()
+
+
+def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
+    """Loads what another layout has saved, writes it again, and steps."""
+    ranks, replicas, state_on = LAYOUTS[layout]
+    group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
+    state, saved = start(group, folder / "model", state_on=state_on), folder / f"{source} after 1"
+    state.policy.create_optimizer_state(load_file(saved / "optimizer.safetensors").keys())
+    for stem, tensors in state.tensors().items():
+        read_tensors(saved, tensors, Path(stem).name, rank=rank)
+    write(state, folder / f"{layout} has loaded {source}", {})
+    write(state, folder / f"{layout} after {source}", step_of(state, 2))
+    dist.barrier()
+    group.leave()
+
+
+def step_of(state: TrainerState, number: int) -> dict[str, float]:
+    group = state.group
+    work = make_rank_batch(make_batch(), state.config, rank=group.rank, world_size=group.world_size)
+    return train_step(state, work, number, Clip())
+
+
+def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:
+    """What a checkpoint holds of the state, in files, and the metrics of its step."""
+    group = state.group
+    folder.mkdir(exist_ok=True)
+    for stem, tensors in state.tensors().items():
+        write_tensors(folder, tensors, Path(stem).name, rank=group.rank, barrier=group.barrier)
+    if group.rank == 0:
+        (folder / "row.json").write_text(json.dumps(row))
+
+
+def content(folder: Path) -> dict[str, bytes]:
+    """All files in it."""
+    return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+
+
+@pytest.fixture(scope="module")
+def handed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with what each layout has made of what another has saved."""
+    folder = tmp_path_factory.mktemp("layouts")
+    random_model(MODELS["untied"]).save_pretrained(folder / "model")
+    for function, plan in ((save_after_a_step, [(name,) for name in LAYOUTS]), (go_on, GOES_ON)):
+        for names in plan:
+            ranks = LAYOUTS[names[0]][0]
+            started = start_ranks(function, *names, free_port(), folder, world_size=ranks)
+            while not started.join():
+                pass
+    return folder
+
+
+GOES_ON = [
+    ("one", "replicas"),
+    ("two", "replicas"),
+    ("four", "replicas"),
+    ("replicas", "replicas"),
+    ("replicas", "two"),
+    ("two", "two on host"),
+    ("two on host", "two"),
+]
+
+
+@pytest.mark.parametrize(("layout", "source"), GOES_ON)
+def test_a_run_goes_on_in_another_layout(handed_on: Path, layout: str, source: str):
+    """What was saved is loaded byte for byte; the next step is that of a run that was never stopped."""
+    saved, loaded = (handed_on / name for name in (f"{source} after 1", f"{layout} has loaded {source}"))
+    for name in ("model.safetensors", "optimizer.safetensors"):
+        assert (loaded / name).read_bytes() == (saved / name).read_bytes()
+    after, expected = handed_on / f"{layout} after {source}", handed_on / f"{layout} after 2"
+    if LAYOUTS[layout][:2] == LAYOUTS[source][:2]:
+        assert content(after) == content(expected)
+    rows = [json.loads((folder / "row.json").read_text()) for folder in (after, expected)]
+    assert rows[0] == pytest.approx(rows[1], rel=1e-4)
+
+
+@pytest.mark.parametrize("ranks", ["one", "two"])
+def test_a_state_on_the_host_is_trained_alike(handed_on: Path, ranks: str):
+    """Bit by bit."""
+    for step in (1, 2):
+        assert content(handed_on / f"{ranks} on host after {step}") == content(
+            handed_on / f"{ranks} after {step}"
+        )

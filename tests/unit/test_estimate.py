@@ -287,6 +287,23 @@ def test_a_save_that_does_not_fit_is_no_reason_to_refuse(folder: Callable[..., P
     assert part(host_need(footprint, rank, weights, ranks=2, gpu=True), "copy") == 4 * footprint.elements
 
 
+def test_replicas_hold_copies_and_a_state_on_the_host_is_counted_there(folder: Callable[..., Path]):
+    footprint = footprint_of(str(folder("qwen3")), compute="bfloat16", activation_checkpointing=False)
+
+    def needs(**changed: Any) -> tuple[Need, Need]:
+        config = config_of(workers=4, **changed)
+        rank = rank_need(footprint, config, ranks=4, gpu=True, chunk_logits=1)
+        return rank, host_need(footprint, rank, config, ranks=4, gpu=True)
+
+    for replicas, shards in ((1, 4), (2, 2)):
+        rank, host = needs(replicas=replicas)
+        assert part(rank, "moments") == 8 * footprint.shard(shards)
+        assert host.counted == 0
+        rank, host = needs(replicas=replicas, state_on="host")
+        assert not any("moments" in part.what for part in rank.parts)
+        assert host.counted == 4 * 16 * footprint.shard(shards)
+
+
 def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     folder: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ):

@@ -216,6 +216,18 @@ def test_more_workers_than_gpus_are_refused_for_sft():
         sft(["--gpus", "9"], machine())
 
 
+def test_ranks_are_divided_among_replicas():
+    """However many ranks there come to be."""
+    config, _ = placed(KINDS["sft"], load(SFTConfig, ["--replicas", "2"]), machine(4))
+    assert (config.workers, config.replicas) == (4, 2)
+    with pytest.raises(UsageError, match=r"replicas = 3 does not divide the ranks .*: workers = 4"):
+        placed(KINDS["sft"], load(SFTConfig, ["--replicas", "3"]), machine(4))
+    with pytest.raises(UsageError, match=r"replicas = 2 does not divide the ranks .*: workers = 3"):
+        load(SFTConfig, ["--replicas", "2", "--workers", "3"])
+    with pytest.raises(UsageError, match=r"workers = 1"):
+        placed(KINDS["sft"], load(SFTConfig, ["--replicas", "2"]), machine(0))
+
+
 @pytest.mark.parametrize("value", ["", "-1", ",", "1,1", "true"])
 def test_values_of_gpus_are_checked(value: str):
     if value == "true":
