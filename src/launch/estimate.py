@@ -221,9 +221,9 @@ def check_serving(need: Need, machine: Machine, flags: str = "--") -> list[str]:
 
 def _check(who: str, need: Need, has: int, helps: Sequence[str], fewer: Sequence[str]) -> list[str]:
     if need.counted > has:
-        counted = ", ".join(f"{gib(part.bytes)} for {part.what}" for part in need.parts if part.counted)
+        counted = "; ".join(f"{gib(part.bytes)} for {part.what}" for part in need.parts if part.counted)
         raise UsageError(
-            f"{who} needs {gib(need.counted)} {need.share}, has {gib(has)}: {counted}, and more. "
+            f"{who} needs {gib(need.counted)} {need.share}, has {gib(has)}: {counted}; and more. "
             f"What helps: {', '.join(helps)}. --dry-run prints the whole estimate"
         )
     if need.total > has:

@@ -83,11 +83,12 @@ def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iter
         elif kind:
             yield from _training(folder, kind.trainer(config), ranks, kind.flags("trainer"))
         if serving.has_gpus and kind and kind.sections:
-            yield from _serving(folder, config.inference, serving, kind.flags("inference"))
+            flags = kind.flags("inference")
+            yield from _serving(folder, config.inference, serving, flags, in_turns=config.colocate)
             if config.colocate:
                 yield from _in_turns(folder, config, serving)
         elif serving.has_gpus and command == "inference":
-            yield from _serving(folder, config, serving, "--")
+            yield from _serving(folder, config, serving, "--", in_turns=False)
     except Uncountable as error:
         yield f"no estimate of memory: {error}"
 
@@ -100,11 +101,13 @@ def _training(folder: str, config: TrainerBase, machine: Machine, flags: str) ->
     yield from _verdict(lambda: check_training(needs.rank, needs.host, config, machine, flags))
 
 
-def _serving(folder: str, config: InferenceConfig, machine: Machine, flags: str) -> Iterator[str]:
+def _serving(
+    folder: str, config: InferenceConfig, machine: Machine, flags: str, *, in_turns: bool
+) -> Iterator[str]:
     need = with_cache(serving_needs(folder, config), config.kv_cache_memory)
     has = min(gpu.memory for gpu in machine.gpus)
     yield from _indented("the server", need.lines(has))
-    if config.kv_cache_memory is None:
+    if config.kv_cache_memory is None and not in_turns:
         yield f"  leaves about {gib(cache_left(need, has))} for keys and values, unless --vllm-args change it"
     yield from _verdict(lambda: check_serving(need, machine, flags))
 
