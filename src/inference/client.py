@@ -65,6 +65,8 @@ class ServerStatus:
     """Tokens that a prompt and its answer may have together; None: a server of an earlier version."""
     dtype: str = "bfloat16"
     """Of the weights and the computation."""
+    gpus: list[str] | None = None
+    """UUIDs of the GPUs that it uses; None: a server of an earlier version."""
     updating: dict[str, Any] | None = None
     """The `version` of an update that is under way, and for how many `seconds`."""
     asleep: bool = False

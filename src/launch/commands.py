@@ -18,7 +18,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.build import installed_build, serves_on_gpus
-from cairn.inference.client import InferenceClient
+from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.launch.attempt import (
     Start,
     StartDamaged,
@@ -45,7 +45,7 @@ from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.file_system import remarks
-from cairn.run.machine import this_machine
+from cairn.run.machine import Machine, this_machine
 from cairn.run.output import start_logging
 from cairn.run.waiting import run_async, wait_for
 from cairn.trainer.tracking import check_login
@@ -63,10 +63,6 @@ def start(command: str, config: RunConfig) -> int:
         RoleFailed: a role died.
     """
     kind = KINDS[command]
-    serves = "inference" in kind.roles and not cast(RLConfig, config).orchestrator.inference_url
-    machine, vllm = this_machine(), installed_build() if serves else "gpu"
-    config, placing = placed(kind, config, machine, vllm)
-    check_torch(placing, torch_without_cuda())
     orchestrator: dict[str, Any] | None = None
     if "orchestrator" in kind.roles:
         orchestrator = _check_environment(kind.of("orchestrator", config))
@@ -83,6 +79,13 @@ def start(command: str, config: RunConfig) -> int:
             flush=True,
         )
         return 0
+    serves = "inference" in kind.roles and not cast(RLConfig, config).orchestrator.inference_url
+    machine, vllm = this_machine(), installed_build() if serves else "gpu"
+    taken: dict[str, str] = {}
+    if machine.has_gpus and "inference" in kind.roles:
+        taken = _gpus_of_servers(cast(RLConfig, config), machine)
+    config, placing = placed(kind, config, machine, vllm, taken)
+    check_torch(placing, torch_without_cuda())
     cluster = cluster_of(kind.trainer(config).ray) if placing.in_cluster else None
     ranks = cluster or placing.of_ranks(machine)
     config, _ = settle(config, ranks, gpu_servers=serves_on_gpus())
@@ -122,11 +125,26 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
         own = [f"http://{config.inference.host}:{config.inference.port}"]
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles
-    resumes = config.ckpt is not None and config.ckpt.resumes
-    patience = (config.orchestrator.server_timeout or 0.0) if resumes else 0.0
     for url in urls:
-        run_async(_check_server(url, patience))
+        run_async(_check_server(url, _patience(config)))
     return config.towards_servers(), [role for role in roles if role != "inference"]
+
+
+def _gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:
+    """The GPUs, by UUID, that the servers at given addresses use, each with its server's address.
+
+    Raises:
+        ServerUnavailable: no server answers at a given address.
+    """
+    patience = _patience(settle(config, machine, gpu_servers=True)[0])
+    urls = config.orchestrator.inference_url
+    return {gpu: url for url in urls for gpu in run_async(_check_server(url, patience)).gpus or ()}
+
+
+def _patience(config: RLConfig) -> float:
+    """Seconds that a given server may take to answer: when a run resumes, it may still be starting."""
+    resumes = config.ckpt is not None and config.ckpt.resumes
+    return (config.orchestrator.server_timeout or 0.0) if resumes else 0.0
 
 
 def _see_through(
@@ -236,7 +254,7 @@ def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
         raise UsageError(str(error)) from None
 
 
-async def _check_server(url: str, patience: float) -> None:
+async def _check_server(url: str, patience: float) -> ServerStatus:
     """Check that the server answers; when a run resumes, its server may still be starting.
 
     Raises:
@@ -247,8 +265,7 @@ async def _check_server(url: str, patience: float) -> None:
     async with InferenceClient(url, timeout=ANSWER_SECONDS, retry_for=0) as client:
         while True:
             try:
-                await client.status()
-                return
+                return await client.status()
             except ServerUnavailable as error:
                 if time.monotonic() > end:
                     raise

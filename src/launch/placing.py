@@ -8,9 +8,10 @@ import importlib.util
 import itertools
 import os
 import runpy
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar, cast
 
 from cairn.config.gpus import listing, names_in
@@ -25,6 +26,7 @@ from cairn.run.machine import VISIBLE, Gpu, Machine
 
 Config = TypeVar("Config", bound=RunConfig)
 
+NONE_TAKEN: Mapping[str, str] = MappingProxyType({})
 ORDER = "CUDA_DEVICE_ORDER"
 """Variable that says how CUDA numbers GPUs: by speed, or like NVML and nvidia-smi by their PCI bus."""
 PARALLEL = ("--pipeline-parallel-size", "-pp", "--data-parallel-size", "-dp")
@@ -64,8 +66,19 @@ class Placing:
         return "; ".join(parts)
 
 
-def place(kind: RunKind, config: RunConfig, machine: Machine, vllm: Build = "gpu") -> Placing:
-    """Divide the GPUs of `machine` between the roles that the run starts; `vllm` is the build of its server.
+def place(
+    kind: RunKind,
+    config: RunConfig,
+    machine: Machine,
+    vllm: Build = "gpu",
+    taken: Mapping[str, str] = NONE_TAKEN,
+) -> Placing:
+    """Divide the GPUs of `machine` between the roles that the run starts.
+
+    Args:
+        vllm: the build of vLLM for the run's own server.
+        taken: by UUID, the GPUs that given servers use, each with the address of its server. The trainer gets
+            them only if its settings name them.
 
     Raises:
         UsageError: there are too few, one is not there or is given twice, or the settings contradict.
@@ -83,11 +96,25 @@ def place(kind: RunKind, config: RunConfig, machine: Machine, vllm: Build = "gpu
     flags = kind.flags("trainer")
     if trainer.ray.address:
         return _in_cluster(trainer, flags)
-    gpus = _trainers(trainer, machine, machine.gpus, flags, "")
+    free = [gpu for gpu in machine.gpus if gpu.uuid not in taken]
+    if machine.has_gpus and not free and trainer.gpus is None:
+        raise UsageError(
+            f"the server at {taken[machine.gpus[0].uuid]} uses {_list(machine.gpus)}, and {_this(machine)}: "
+            "none is left for the trainer. Stop it and leave out --orchestrator.inference-url: rl then "
+            "starts a server of its own, which takes turns with the trainer if there is one GPU"
+        )
+    beside = " beside the servers'" if len(free) < len(machine.gpus) else ""
+    gpus = _trainers(trainer, machine, free, flags, beside)
     return Placing(gpus, (), trainer.workers or len(gpus) or 1)
 
 
-def placed(kind: RunKind, config: Config, machine: Machine, vllm: Build = "gpu") -> tuple[Config, Placing]:
+def placed(
+    kind: RunKind,
+    config: Config,
+    machine: Machine,
+    vllm: Build = "gpu",
+    taken: Mapping[str, str] = NONE_TAKEN,
+) -> tuple[Config, Placing]:
     """The settings with `workers`, `gpus` and `colocate` as `place` decides, and the decision itself.
 
     Where there is no GPU, `gpus` stays as given.
@@ -95,7 +122,7 @@ def placed(kind: RunKind, config: Config, machine: Machine, vllm: Build = "gpu")
     Raises:
         UsageError: see `place`; or the ranks can't be divided among the replicas.
     """
-    placing = place(kind, config, machine, vllm)
+    placing = place(kind, config, machine, vllm, taken)
     if problem := kind.trainer(config).problem_of_replicas(placing.workers or 1):
         raise UsageError(problem)
     trainer: dict[str, Any] = {"workers": placing.workers}

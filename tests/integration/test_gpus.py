@@ -6,12 +6,15 @@ import secrets
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from runs import CONFIGS, Shell
 
 from cairn.launch.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
+from cairn.run.machine import Gpu, Machine
 
 pytestmark = pytest.mark.timeout(600)
 
@@ -122,6 +125,19 @@ def test_a_full_gpu_ends_the_run_at_once(shell: Shell, tmp_path: Path):
     assert "over more workers (now 2)" in done.output
     events = [json.loads(line) for line in (run / "history.jsonl").read_text().splitlines()]
     assert [event for event in events if event["event"] == "restart"] == []
+
+
+def test_a_server_tells_the_gpus_that_it_uses(monkeypatch: pytest.MonkeyPatch):
+    """The first that it sees, one for each of its workers, so that a run on its machine leaves them to it."""
+    from cairn.inference.plugin import routes
+
+    there = Machine(tuple(Gpu(i, f"GPU-{i}", "H100", 80 << 30) for i in range(4)))
+    monkeypatch.setattr(routes, "this_machine", lambda: there)
+    device, parallel = SimpleNamespace(device_type="cuda"), SimpleNamespace(world_size_across_dp=2)
+    config: Any = SimpleNamespace(device_config=device, parallel_config=parallel)
+    assert routes.gpus_of(config) == ["GPU-0", "GPU-1"]
+    device.device_type = "cpu"
+    assert routes.gpus_of(config) == []
 
 
 GRANTS = """

@@ -292,6 +292,28 @@ def test_the_division_is_written_into_the_settings():
     assert (far.gpus, far.workers, far.ranks) == (None, None, 1)
 
 
+def test_gpus_of_given_servers_are_left_to_them():
+    """As they tell by their UUIDs, if they are on this machine; naming them overrides it."""
+    taken = {GPUS[0].uuid: "http://here:8000", "GPU-of-another-machine": "http://there:8000"}
+    for on, argv, expected in (
+        (machine(4), [], ([1, 2, 3], 3)),
+        (machine(4), [WORKERS, "2"], ([1, 2], 2)),
+        (machine(4), [T, "1"], ([1], 1)),
+        (machine(4), [T, "0,1"], ([0, 1], 2)),
+        (machine(1), [T, "0,"], ([0], 1)),
+        (machine(1), [T, "0"], ([], 1)),
+    ):
+        assert indices(rl([*URL, *argv], on, taken=taken))[::2] == expected
+    with pytest.raises(
+        UsageError, match=r"server at http://here:8000 uses GPU 0, and this machine has GPU 0"
+    ):
+        rl(URL, machine(1), taken=taken)
+    with pytest.raises(UsageError, match=r"--trainer.gpus 4: .* 3 left beside the servers'; lower it"):
+        rl([*URL, T, "4"], machine(4), taken=taken)
+    with pytest.raises(UsageError, match=r"workers 4: .* 3 GPUs are left beside the servers'; lower it to 3"):
+        rl([*URL, WORKERS, "4"], machine(4), taken=taken)
+
+
 def test_slices_of_gpus_are_named_by_their_uuid():
     """They have no number in CUDA_VISIBLE_DEVICES."""
     on = Machine((Gpu(8, "MIG-3f", "slice", 10 << 30), Gpu(9, "MIG-7a", "slice", 10 << 30)))

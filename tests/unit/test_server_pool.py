@@ -14,13 +14,17 @@ from typing import Any
 
 import pytest
 
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.rl import RLConfig
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.pool.settings import PoolSettings
+from cairn.launch.commands import _gpus_of_servers
 from cairn.orchestrator.disagreement import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams
+from cairn.run.machine import Machine
 from cairn.run.messages import Probe
 
 Answer = tuple[int, Any]
@@ -800,3 +804,19 @@ def test_a_servers_file_that_makes_no_sense_is_refused(text: str, message: str):
 def test_a_servers_file_may_be_a_list_or_an_object():
     assert parse_urls('["http://a:1/", "http://b:2", "http://a:1"]') == ["http://a:1", "http://b:2"]
     assert parse_urls('{"urls": ["https://a"]}') == ["https://a"]
+
+
+@in_loop
+async def test_given_servers_tell_which_gpus_they_use():
+    """Before a run divides the machine's; one of an earlier version tells nothing."""
+    told, silent = FakeServer(), FakeServer()
+    told.more_status = {"gpus": ["GPU-a", "GPU-b"]}
+    for server in (told, silent):
+        await server.start()
+    config = RLConfig(orchestrator=OrchestratorConfig(inference_url=[silent.url, told.url]))
+    found = await asyncio.to_thread(_gpus_of_servers, config, Machine())
+    assert found == {"GPU-a": told.url, "GPU-b": told.url}
+    await told.die()
+    with pytest.raises(ServerUnavailable):
+        await asyncio.to_thread(_gpus_of_servers, config, Machine())
+    await silent.die()

@@ -29,8 +29,10 @@ from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import Refused
 from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unchanged, Unfit
+from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:
+    from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
 logger = init_logger("vllm.cairn")
@@ -94,6 +96,7 @@ class CairnRoutes:
         self._model = args.model
         # vLLM's arguments hold only what was given; this is also what vLLM has chosen by itself.
         self._max_num_seqs = self._engine.vllm_config.scheduler_config.max_num_seqs
+        self._gpus = gpus_of(self._engine.vllm_config)
         self._staging = Staging(self._engine.model_config)
         self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
 
@@ -133,6 +136,7 @@ class CairnRoutes:
             "max_num_seqs": self._max_num_seqs,
             "max_model_len": self._engine.model_config.max_model_len,
             "dtype": str(self._engine.model_config.dtype).removeprefix("torch."),
+            "gpus": self._gpus,
             "vllm_version": vllm.__version__,
         }
 
@@ -235,3 +239,10 @@ class CairnRoutes:
         return failure(
             500, f"the update failed half-way, generation is paused; push again or restart: {error}"
         )
+
+
+def gpus_of(config: "VllmConfig") -> list[str]:
+    """UUIDs of the GPUs that vLLM uses: the first that this process sees, one for each worker."""
+    if config.device_config.device_type != "cuda":
+        return []
+    return [gpu.uuid for gpu in this_machine().gpus[: config.parallel_config.world_size_across_dp]]
