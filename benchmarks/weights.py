@@ -3,8 +3,9 @@
 For each model size, side by side in one run (medians, in seconds):
 
 - memcpy: one copy of the same bytes, from and to warm memory
-- write: the trainer's part: writes all tensors into the version's folder; with `--transport network`, only
-  the address at which servers get them
+- stall: how long the trainer stands still to publish
+- write: until the version is announced: all tensors are in its folder; with `--transport network`, only the
+  address at which servers get them
 - push: the pool's part: until every server has loaded and confirmed the version
 - publish: both together, the time from publishing to serving
 - empty: vLLM's own cost of an update that changes nothing: pause, start, finish, resume, status
@@ -43,7 +44,7 @@ from cairn.run.messages import Probe
 from cairn.trainer.group import RankGroup
 from cairn.trainer.model import weights
 from cairn.trainer.publisher import VersionPublisher
-from cairn.trainer.transports import TRANSPORTS
+from cairn.trainer.transports import TRANSPORTS, Served
 
 WARM_UP = 3
 """Updates before the measured ones."""
@@ -96,7 +97,7 @@ async def measure(arguments: argparse.Namespace, size: str, group: RankGroup, fo
     run = RunDirectory(folder / "run")
     attempt = Attempt("benchmark", 1, "rl", 0, None, "main")
     # With the self-check, publishing includes checksums; scoring the probe is not measured here.
-    transport = TRANSPORTS[arguments.transport](group, partial(weights, model), checked=True)
+    transport = TRANSPORTS[arguments.transport](group, Served(partial(weights, model)))
     publisher = VersionPublisher(
         run, attempt, group, transport, 0, make_probe=lambda: Probe([1, 2], [0.0], "float32")
     )
@@ -142,7 +143,7 @@ async def rounds(
     pool: ServerPool,
 ) -> dict[str, list[float]]:
     """The times of each repeat, by name, without the warm-up updates."""
-    names = ("memcpy", "write", "push", "publish", "empty", "disk")
+    names = ("memcpy", "stall", "write", "push", "publish", "empty", "disk")
     times: dict[str, list[float]] = {name: [] for name in names}
     copy = make_copy(model)
 
@@ -156,11 +157,15 @@ async def rounds(
         train(model)
         copy()
         copied = timed(copy)
-        written = timed(lambda step=step: publisher.publish(step, save=False, last=False))
+        publish = partial(publisher.publish, step, save=False, last=False)
+        stood_still = timed(publish)
+        written = stood_still + timed(publisher.finish)
         pushed = await push(step)
         empty = max([await empty_update(url) for url in pool.urls])
         if step > WARM_UP:
-            for name, value in zip(names, (copied, written, pushed, written + pushed, empty), strict=False):
+            for name, value in zip(
+                names, (copied, stood_still, written, pushed, written + pushed, empty), strict=False
+            ):
                 times[name].append(value)
         run.versions.forget_before(step)  # as the orchestrator does
     for _ in range(arguments.repeats if arguments.transport == "files" else 0):

@@ -37,13 +37,13 @@ class HostCopies:
     def unpin(self, memory: torch.Tensor) -> None:
         """Undo `pin`."""
 
-    def bring(self, values: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
-        """Flat `values` as `dtype` on the host, where they are once `wait` returns.
+    def bring(self, values: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Flat `values` on the host, where they are once `wait` returns.
 
         Args:
             memory: uint8, on the host, large enough for them; the result may lie there, or be `values`.
         """
-        return values.to(dtype)
+        return values
 
 
 class GpuCopies(HostCopies):
@@ -83,10 +83,48 @@ class GpuCopies(HostCopies):
             _cudart().cudaHostUnregister(memory.data_ptr())
             self._pinned = False
 
-    def bring(self, values: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
-        """As in the base class; converted on the GPU, so that no more than the result crosses the bus."""
-        there = memory[: len(values) * dtype.itemsize].view(dtype)
-        return there.copy_(values.to(dtype), non_blocking=True)
+    def bring(self, values: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
+        """Flat `values` in `memory`, where they are once `wait` returns."""
+        return memory[: values.nbytes].view(values.dtype).copy_(values, non_blocking=True)
+
+
+class Outlet:
+    """Brings values into the host's memory piece by piece, for whoever writes or sends them from there.
+
+    On a GPU they come through a piece of pinned memory, allocated once. One thread may use it at a time.
+
+    Args:
+        copies: from the device of the values.
+        piece_bytes: the largest piece (default: as `copies` has it).
+    """
+
+    def __init__(self, copies: HostCopies, piece_bytes: int = 0):
+        self.piece_bytes = piece_bytes or copies.piece_bytes
+        self._copies = copies
+        self._memory = torch.empty(0, dtype=torch.uint8)
+
+    def follow(self) -> None:
+        """Have later pieces hold what this thread's work that is queued on the device leaves there."""
+        self._copies.follow()
+
+    def running(self) -> AbstractContextManager[Any]:
+        """Pieces are brought within this context, beside the work of other threads."""
+        if not len(self._memory):
+            self._memory = torch.empty(self.piece_bytes, dtype=torch.uint8)
+            self._copies.pin(self._memory)
+        return self._copies.running()
+
+    def bring(self, values: torch.Tensor) -> torch.Tensor:
+        """Flat `values` of at most `piece_bytes` on the host, until the next call."""
+        piece = self._copies.bring(values, self._memory)
+        self._copies.wait()
+        return piece
+
+    def close(self) -> None:
+        """Free the memory."""
+        if len(self._memory):
+            self._copies.unpin(self._memory)
+        self._memory = torch.empty(0, dtype=torch.uint8)
 
 
 def copies_from(devices: Iterable[torch.device]) -> HostCopies:

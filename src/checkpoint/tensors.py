@@ -1,18 +1,23 @@
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """Writes tensors to safetensors files and reads them back, on all ranks in parallel, without a gather.
 
 Each rank writes the ranges that it owns (`checkpoint.shares`) straight into the final files, and reads only
 the ranges that it holds, on any number of ranks.
 """
 
+import contextlib
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.copies import Outlet, copies_from
 from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from cairn.checkpoint.layout import (
     MAX_FILE_BYTES,
@@ -38,11 +43,105 @@ from cairn.checkpoint.shares import Stored, share_of
 
 
 def plan_tensors(
-    tensors: Mapping[str, Stored], stem: str, max_file_bytes: int = MAX_FILE_BYTES
+    tensors: Mapping[str, Stored],
+    stem: str,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
 ) -> tuple[list[FileLayout], bytes | None]:
-    """The files that hold these tensors in full, and their index; the same on every rank."""
-    specs = [TensorSpec(name, DTYPE_NAMES[t.dtype], tuple(t.shape)) for name, t in tensors.items()]
+    """The files that hold these tensors in full, and their index; the same on every rank.
+
+    `dtypes` has the data types of those tensors that are not written as they are.
+    """
+    specs = [
+        TensorSpec(name, DTYPE_NAMES[dtypes.get(name, t.dtype)], tuple(t.shape))
+        for name, t in tensors.items()
+    ]
     return plan(specs, stem, max_file_bytes=max_file_bytes)
+
+
+class OutgoingTensors:
+    """Whole tensors, and this rank's shards of DTensors, on their way into `<stem>.safetensors` or several
+    such files. The tensors must not change until they are written.
+
+    Every rank makes one with the same names in the same order, on the thread that trains: some values may be
+    exchanged. Rank 0 calls `create`, and then each rank `write`, on any thread. The files do not depend on
+    the number of ranks. Nothing is fsynced: this is for weights in transit, not for checkpoints.
+
+    Args:
+        outlet: through which values leave their device.
+        dtypes: what tensors are written as, by name; others are written as they are.
+    """
+
+    def __init__(
+        self,
+        tensors: Mapping[str, Stored],
+        stem: str,
+        outlet: Outlet,
+        *,
+        rank: int = 0,
+        max_file_bytes: int = MAX_FILE_BYTES,
+        dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    ):
+        tensors = in_rows(tensors)
+        self._stem = stem
+        self._files, self._index = plan_tensors(tensors, stem, max_file_bytes, dtypes)
+        self._outlet = outlet
+        self._values: dict[str, list[tuple[str, int, int, torch.Tensor, torch.dtype]]] = {}
+        for file in self._files:
+            ours = self._values[file.name] = []
+            for name, start in file.offsets.items():
+                share = share_of(name, tensors[name], rank).owned()
+                dtype = dtypes.get(name, share.dtype)
+                for first, values in share.cut(share.local.reshape(-1)):
+                    ours.append((name, start, first, values, dtype))
+        self._outlet.follow()  # also the copies that have made strided values contiguous
+
+    def create(self, folder: Path) -> None:
+        """Make the files, with all but the values in them.
+
+        Files that are there are written over, which is faster than making new ones.
+        """
+        for file in self._files:
+            fd = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
+            with open(fd, "wb") as out:
+                out.write(file.header)
+                out.truncate(file.size)
+        if self._index is not None:
+            (folder / f"{self._stem}.safetensors.index.json").write_bytes(self._index)
+
+    def write(
+        self,
+        folder: Path,
+        saw: Callable[[str, torch.Tensor, int], object] = lambda name, values, first_byte: None,
+        check: Callable[[], object] = lambda: None,
+    ) -> None:
+        """Write this rank's values into the files, piece by piece, through a small piece of host memory.
+
+        Args:
+            saw: called with each piece as it is written, while it is in the processor's cache: the tensor's
+                name, values on their own device, and the byte of the tensor with which they begin.
+            check: called before each piece; what it raises ends the writing.
+        """
+        outlet = self._outlet
+        with torch.no_grad(), outlet.running():
+            for file, ours in self._values.items():
+                fd = os.open(folder / file, os.O_WRONLY)
+                try:
+                    for name, start, first, values, dtype in ours:
+                        for part in values.split(outlet.piece_bytes // dtype.itemsize):
+                            check()
+                            piece = part.to(dtype)
+                            saw(name, piece, first * dtype.itemsize)
+                            _write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
+                            first += len(part)
+                finally:
+                    os.close(fd)
+
+
+def _write_at(fd: int, data: memoryview, offset: int) -> None:
+    while data:
+        written = os.pwrite(fd, data, offset)
+        data, offset = data[written:], offset + written
 
 
 def write_tensors(
@@ -54,37 +153,18 @@ def write_tensors(
     barrier: Callable[[], None] = lambda: None,
     max_file_bytes: int = MAX_FILE_BYTES,
 ) -> None:
-    """Write whole tensors and this rank's shards of DTensors to `<stem>.safetensors` or several such files.
+    """Write tensors to `<stem>.safetensors` or several such files; all ranks call it.
 
-    Every rank calls it with the same names in the same order; `barrier` waits for all ranks. The files do not
-    depend on the number of ranks. Nothing is fsynced: this is for weights in transit, not for checkpoints.
-    Existing files of these names are overwritten in place, which is faster than creating new ones.
+    `barrier` waits for all ranks. See `OutgoingTensors`.
     """
-    tensors = in_rows(tensors)
-    files, index = plan_tensors(tensors, stem, max_file_bytes)
-    if rank == 0:
-        for file in files:
-            fd = os.open(folder / file.name, os.O_WRONLY | os.O_CREAT, 0o644)
-            with open(fd, "wb") as out:
-                out.write(file.header)
-                out.truncate(file.size)
-        if index is not None:
-            (folder / f"{stem}.safetensors.index.json").write_bytes(index)
-    barrier()
-    for file in files:
-        fd = os.open(folder / file.name, os.O_WRONLY)
-        try:
-            for name, start in file.offsets.items():
-                share = share_of(name, tensors[name], rank).owned()
-                for first, values in share.cut(share.local.cpu().reshape(-1)):
-                    offset = start + first * values.element_size()
-                    view = as_memory(values)
-                    while view:
-                        written = os.pwrite(fd, view, offset + values.nbytes - len(view))
-                        view = view[written:]
-        finally:
-            os.close(fd)
-    barrier()
+    outlet = Outlet(copies_from(tensor.device for tensor in tensors.values()))
+    outgoing = OutgoingTensors(tensors, stem, outlet, rank=rank, max_file_bytes=max_file_bytes)
+    with contextlib.closing(outlet):
+        if rank == 0:
+            outgoing.create(folder)
+        barrier()
+        outgoing.write(folder)
+        barrier()
 
 
 def read_tensors(

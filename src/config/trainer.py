@@ -223,12 +223,18 @@ class TrainerConfig(TrainerBase):
     loss: PolicyLossConfig = ClipConfig()
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: files, or network (from the trainer's memory, over TCP)."""
+    publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
+    """Data type in which servers get policies; auto is that of the trainer's computation."""
     weight_host: str | None = None
     """With network: the trainer's address for servers; for ranks on several machines, a server's address."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
     colocated: bool = False
     """Train only while the servers sleep; rl --colocate sets it."""
+
+    def published_as(self, *, gpu: bool) -> str:
+        """The data type in which servers get policies from a trainer on a GPU or CPU."""
+        return self.precision.settled(gpu=gpu).compute if self.publish_dtype == "auto" else self.publish_dtype
 
     @field_validator("weight_host")
     @classmethod

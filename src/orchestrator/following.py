@@ -15,6 +15,7 @@ from cairn.orchestrator.state import OrchestratorState
 from cairn.policy.errors import WeightsGone
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.messages import Announcement, Probe, read_probe
 from cairn.run.waiting import POLL_SECONDS, DeadlinePassed, Patience
@@ -116,15 +117,22 @@ class TrainerFollower:
         found = self._announced(step)
         return found if found and found.last else None
 
-    async def _first_probe(self, step: int) -> Probe:
-        """The probe that the trainer computed with its starting policy."""
-        timeout, folder = self.state.config.version_timeout, self.state.run.versions.folder(step)
-        return await self._wait(
-            lambda: read_probe(folder),
+    async def _beginning(self, step: int) -> tuple[Path, Probe | None]:
+        """Where servers get the policy that the attempt starts from, and the trainer's probe of it."""
+        timeout, versions = self.state.config.version_timeout, self.state.run.versions
+        begun = await self._wait(
+            lambda: versions.beginning(self.state.attempt),
             runs=lambda: True,
-            problem=f"waited {timeout:g} s for the trainer to score the probe of policy {step}; "
-            "--orchestrator.version-timeout allows more, --no-self-check skips the probe",
+            problem=f"waited {timeout:g} s for the trainer to load policy {step} and to score its probe; "
+            "--orchestrator.version-timeout allows more",
         )
+        probe = read_probe(versions.folder(step)) if self.state.config.self_check else None
+        if probe is None and self.state.config.self_check:
+            raise UsageError(
+                "the trainer was given --no-self-check, so it has no probe to check servers by: give the "
+                "orchestrator --no-self-check as well"
+            )
+        return versions.folder(step) if begun.published else self.first_policy, probe
 
     async def _wait(self, look: Callable[[], T | None], *, runs: Callable[[], bool], problem: str) -> T:
         """Poll `look` until it returns something, and return that.
@@ -154,19 +162,21 @@ class TrainerFollower:
         """Serve the policy that the attempt starts from; with the self-check, the servers must reproduce a
         probe.
 
-        From a checkpoint, the policy is served once the trainer's probe is there: by then the trainer has
-        read and verified every byte of it. (Without the self-check, the launcher has verified it.) In a new
-        run the servers start at once; their answers are used once they have reproduced the probe.
+        From a checkpoint, the policy is served once the trainer has read and verified every byte of it, and
+        has perhaps published it in another data type. In a new run the servers start at once; their answers
+        are used once they have reproduced the probe.
         """
-        if not self.state.config.self_check:
-            await self._serve(self.first_policy, step)
-            return
-        with explained(self.first_policy):
+        with explained(self.first_policy) if self.state.config.self_check else contextlib.nullcontext():
             if self.state.attempt.resume_from:
-                await self._serve(self.first_policy, step, probe=await self._first_probe(step))
+                folder, probe = await self._beginning(step)
+                await self._serve(folder, step, probe=probe)
+            elif not self.state.config.self_check:
+                await self._serve(self.first_policy, step)
             else:
                 await self._serve(self.first_policy, step, probe_follows=True)
-                await self.state.servers.prove(await self._first_probe(step))
+                _, probe = await self._beginning(step)
+                assert probe is not None
+                await self.state.servers.prove(probe)
 
     async def _serve_announced(self, step: int) -> None:
         """Serve a policy that the trainer has published."""

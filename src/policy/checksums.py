@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.shares import Share, Stored, share_of
+from cairn.checkpoint.shares import Share
 from cairn.run.files import read_json, write_json
 
 FILE = "checksums.json"
@@ -23,14 +23,20 @@ def checksum(values: torch.Tensor, first_byte: int = 0) -> int:
     return wrapped([int(contribution(values, first_byte))])
 
 
-def checksums(tensors: Mapping[str, Stored], rank: int) -> dict[str, int]:
-    """The contributions of this rank's values to the checksums of `tensors`, by name."""
-    sums: dict[str, torch.Tensor] = {}
-    for name, tensor in tensors.items():
-        share = share_of(name, tensor, rank).owned()
-        if share.ranges:
-            sums[name] = share_contribution(share, share.local.reshape(-1))
-    return as_numbers(sums)
+class RunningSums:
+    """The contributions of this process to the checksums of tensors, added up as their values pass by."""
+
+    def __init__(self) -> None:
+        self._sums: dict[str, torch.Tensor] = {}
+
+    def add(self, name: str, values: torch.Tensor, first_byte: int) -> None:
+        """Count flat `values` of a tensor, in which they begin at `first_byte`; nothing leaves the device."""
+        found = contribution(values, first_byte)
+        self._sums[name] = self._sums[name] + found if name in self._sums else found
+
+    def numbers(self) -> dict[str, int]:
+        """The sums; waits for the device once."""
+        return as_numbers(self._sums)
 
 
 def share_contribution(share: Share, flat: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from types import MappingProxyType
 import torch
 import torch.distributed as dist
 
-from cairn.checkpoint.copies import HostCopies, copies_from
+from cairn.checkpoint.copies import HostCopies, Outlet, copies_from
 from cairn.checkpoint.shares import Share, Stored, share_of
 from cairn.policy.checksums import as_numbers, share_contribution
 from cairn.policy.network import ANSWER, MESSAGE_BYTES, PATIENCE, join_pair, messages
@@ -143,7 +143,8 @@ class WeightSender:
             store = self._client()
             names = json.loads(store.get(f"{pair}/hello"))
             group = join_pair(store, pair, 0, self.here.host, self._patience)
-            with self._outgoing() as bring:
+            outlet = Outlet(self._make_copies(self._devices), MESSAGE_BYTES)
+            with contextlib.closing(outlet), outlet.running():
                 for request in itertools.count(1):
                     asked = self._next(store, f"{pair}/ask/{request}")
                     if asked == END:
@@ -152,7 +153,7 @@ class WeightSender:
                         store.set(f"{pair}/answer/{request}", reading.answer)
                         store.wait([f"{pair}/go/{request}"], 2 * ANSWER)
                         if store.get(f"{pair}/go/{request}") == b"yes":
-                            sums = self._send(group, names, reading, bring)
+                            sums = self._send(group, names, reading, outlet)
                             store.set(f"{pair}/sums/{request}", json.dumps(sums))
         except RuntimeError as error:  # a living server connects again
             # Not the error itself: whoever kept it would keep the connection open.
@@ -183,31 +184,13 @@ class WeightSender:
                 self._readers.discard(reading)
                 self._state.notify_all()
 
-    @contextlib.contextmanager
-    def _outgoing(self) -> Iterator[Callable[[torch.Tensor], torch.Tensor]]:
-        """Within the context: what brings the values of a message into the host's memory, one at a time."""
-        copies = self._make_copies(self._devices)
-        memory = torch.empty(MESSAGE_BYTES, dtype=torch.uint8)
-        copies.pin(memory)
-
-        def bring(values: torch.Tensor) -> torch.Tensor:
-            message = copies.bring(values, values.dtype, memory)
-            copies.wait()
-            return message
-
-        try:
-            with copies.running():
-                yield bring
-        finally:
-            copies.unpin(memory)
-
     @torch.no_grad()
     def _send(
         self,
         group: "dist.ProcessGroupGloo",
         names: list[str],
         reading: "_Reading",
-        bring: Callable[[torch.Tensor], torch.Tensor],
+        outlet: Outlet,
     ) -> dict[str, int]:
         """Send this rank's share of each tensor; returns their checksums.
 
@@ -219,7 +202,7 @@ class WeightSender:
             if share := self._shares.get(name):
                 values = share.local.reshape(-1).to(self._dtypes[name])
                 for message in messages(values):
-                    group.send([bring(message)], 1, 0).wait(self._patience)
+                    group.send([outlet.bring(message)], 1, 0).wait(self._patience)
                     if reading.is_over:
                         raise RuntimeError("it took too long, and the policy changes now")
                 sums[name] = share_contribution(share, values)

@@ -112,6 +112,18 @@ class HandOver(Message):
 
 
 @dataclass(frozen=True)
+class Beginning(Message):
+    """That the trainer holds the policy that `attempt` starts from, having read and verified all of it.
+
+    published: whether servers get it from `weights/v<step>`, where it has the data type in which policies are
+    published, rather than from the checkpoint.
+    """
+
+    attempt: str
+    published: bool
+
+
+@dataclass(frozen=True)
 class Announcement(Message):
     """That the policy after `version` steps is there to be served, in `weights/v<version>`.
 

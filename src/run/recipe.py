@@ -29,6 +29,7 @@ TRAINER: Settings = {
     "activation_checkpointing": None,
     "compile": None,
     "deterministic": None,
+    "publish_dtype": None,
     "loss": None,
     "data.batch_size": "batch_size",
     "data.shuffle": "shuffle",

@@ -12,10 +12,11 @@ from pathlib import Path
 
 from cairn.run.attempt import Attempt
 from cairn.run.files import entries, read_note, write_json
-from cairn.run.messages import Announcement, HandOver
+from cairn.run.messages import Announcement, Beginning, HandOver
 
 NOTE = re.compile(r"v([0-9]+)\.json")
-OURS = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*|hand_over\.json")
+FOLDER = re.compile(r"v([0-9]+)")
+OURS = re.compile(r"\.spare|v[0-9]+(\.json)?|\.v[0-9]+\..*|(hand_over|beginning)\.json")
 
 WEIGHT_SOURCE = "source.json"
 """In a policy version's folder, in place of its tensors: where servers get them."""
@@ -27,12 +28,22 @@ class PolicyVersions:
     def __init__(self, path: Path):
         self.path = path
         self._hand_over = path / "hand_over.json"
+        self._beginning = path / "beginning.json"
         self.spare = path / ".spare"
         """A version's folder that nobody needs any more, if it is there."""
 
     def folder(self, step: int) -> Path:
         """The Hugging Face directory of the policy after `step` steps, while it is in transit."""
         return self.path / f"v{step}"
+
+    def begin(self, attempt: Attempt, *, published: bool) -> None:
+        """Say that the trainer holds the policy that the attempt starts from; see `Beginning`."""
+        write_json(self._beginning, Beginning(attempt.id, published).to_json())
+
+    def beginning(self, attempt: Attempt) -> Beginning | None:
+        """What the trainer of this attempt has said of the policy that it starts from, if it has."""
+        message = read_note(self._beginning, Beginning)
+        return message if message and message.attempt == attempt.id else None
 
     def announce(self, attempt: Attempt, step: int, *, save: bool, last: bool) -> None:
         """Say that the policy after `step` steps lies in `folder(step)`; see `Announcement`."""
@@ -61,6 +72,10 @@ class PolicyVersions:
                     os.rename(folder, self.spare)
                 shutil.rmtree(folder, ignore_errors=True)
                 self._note(older).unlink(missing_ok=True)
+        for path in entries(self.path, ""):  # the policy that the attempt started from has no note
+            number = FOLDER.fullmatch(path.name)
+            if number and int(number[1]) < step and any(path.glob("*.safetensors")):
+                shutil.rmtree(path, ignore_errors=True)
 
     # Whose turn it is on a GPU that servers share with the trainer. The orchestrator writes the note when all
     # servers sleep, and removes it before it wakes them. As a process may die before it removes the note, the

@@ -1,3 +1,5 @@
+# torch.distributed exports no stores.
+# pyright: reportPrivateImportUsage=false, reportAttributeAccessIssue=false
 """This process's place among the trainer's ranks."""
 
 import os
@@ -10,6 +12,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from cairn.policy.rendezvous import address_towards, host_store
+from cairn.trainer.meeting import Meeting
 
 
 @dataclass(frozen=True)
@@ -20,6 +23,8 @@ class RankGroup:
     world_size: int
     device: torch.device
     mesh: DeviceMesh
+    store: dist.Store | None = None
+    """Through which the ranks have found each other."""
 
     @classmethod
     def join(
@@ -51,17 +56,26 @@ class RankGroup:
             # Otherwise torch fills new tensors with NaN, which makes the kernel provide memory for all of a
             # model that is yet to be cut into shards, and costs time for every buffer of a collective.
             torch.utils.deterministic.fill_uninitialized_memory = False  # pyright: ignore[reportAttributeAccessIssue] # an undeclared property
+        place = _meeting_place()
         if device is None:
             here = torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
             device = here if torch.cuda.is_available() else torch.device("cpu")
         if device.type == "cuda":
             torch.cuda.set_device(device)
             backend = "cuda:nccl,cpu:gloo" if state_on == "host" else "nccl"
-            dist.init_process_group(backend, device_id=device, **_meeting_place())
+            dist.init_process_group(backend, device_id=device, **place)
         else:
-            dist.init_process_group("gloo", **_meeting_place())
+            dist.init_process_group("gloo", **place)
         world_size = dist.get_world_size()
-        return cls(dist.get_rank(), world_size, device, _mesh(device.type, world_size, replicas))
+        return cls(
+            dist.get_rank(), world_size, device, _mesh(device.type, world_size, replicas), place["store"]
+        )
+
+    def meeting(self, name: str) -> Meeting:
+        """Where a thread of each rank meets those of the others; each name can be used once."""
+        if self.store is None or self.world_size == 1:
+            return Meeting(self.rank, self.world_size, None)
+        return Meeting(self.rank, self.world_size, dist.PrefixStore(name, self.store.clone()))
 
     def seed(self, seed: int) -> None:
         """Seed this rank's generators of random numbers, on the CPU and on its GPU.
@@ -135,6 +149,6 @@ def _meeting_place() -> dict[str, Any]:
     """Arguments of `init_process_group`: the store through which the ranks find each other."""
     rank, world_size, port = (int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "MASTER_PORT"))
     host = os.environ["MASTER_ADDR"]
-    join = host_store if rank == 0 else dist.TCPStore  # pyright: ignore[reportPrivateImportUsage] (documented)
+    join = host_store if rank == 0 else dist.TCPStore
     store = join(host, port, world_size)
     return {"store": store, "rank": rank, "world_size": world_size}

@@ -1,5 +1,6 @@
 """The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
 
+import copy
 import logging
 import shutil
 import tempfile
@@ -153,6 +154,25 @@ def weights(model: PreTrainedModel) -> Mapping[str, Stored]:
     They are the model's own tensors, and sections of those that are several tensors in a file.
     """
     return at_places(tensors_in_memory(model), layout_of(model).places)
+
+
+def published_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The data types of published weights, by the hub's name: `dtype`, but buffers stay as they are.
+
+    The forward pass converts no buffers either; some models keep what chooses a token's experts in them.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    return {name: dtype for name, place in layout_of(model).places.items() if place.name not in buffers}
+
+
+def config_of(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
+    """The config.json of a folder that holds the model's weights as `dtype`."""
+    config = copy.deepcopy(model.config)
+    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
+        part.dtype = dtype
+    with tempfile.TemporaryDirectory() as temporary:
+        config.save_pretrained(temporary)
+        return {"config.json": (Path(temporary) / "config.json").read_bytes()}
 
 
 def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:

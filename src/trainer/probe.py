@@ -5,7 +5,7 @@ import torch
 
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Sample
-from cairn.run.messages import Probe
+from cairn.run.messages import ROUNDING, Probe
 from cairn.run.seeds import derive
 from cairn.trainer.model import reshard
 from cairn.trainer.packing import fill_rows
@@ -30,5 +30,7 @@ def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> P
     finally:
         model.train(was_training)
         reshard(model)
-    precision = config.precision.settled(gpu=device.type == "cuda")
-    return Probe(token_ids.tolist(), logprobs.tolist(), precision.rounding)
+    gpu = device.type == "cuda"
+    # A server computes from the weights as they were published.
+    kinds = (config.precision.settled(gpu=gpu).rounding, config.published_as(gpu=gpu))
+    return Probe(token_ids.tolist(), logprobs.tolist(), max(kinds, key=lambda kind: ROUNDING[kind]))

@@ -1,8 +1,10 @@
 """Reinforcement learning: batches come from the orchestrator, and each step's policy goes to the servers."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import Literal
 
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerConfig
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
@@ -14,7 +16,7 @@ from cairn.trainer.probe import make_probe
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.sharing import Apart, Sharing, make_sharing
 from cairn.trainer.task import Context, Decision, Earlier, Task
-from cairn.trainer.transports import TRANSPORTS
+from cairn.trainer.transports import TRANSPORTS, Served
 
 
 class RL(Task):
@@ -29,19 +31,27 @@ class RL(Task):
         self._group = state.group
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt)
-        self._batches = ShippedBatches(run, attempt, config.batch_timeout, sharing)
         self._replay = Replay(run, attempt)
         make_transport = TRANSPORTS[config.weight_transport]
+        dtype = DTYPES_IN_SETTINGS[config.published_as(gpu=state.group.device.type == "cuda")]
+        policy = state.policy
+        served = Served(
+            policy.served,
+            dtypes=policy.served_as(dtype),
+            beside=policy.served_with(dtype),
+            checked=config.self_check,
+        )
         self._publisher = VersionPublisher(
             run,
             attempt,
             state.group,
-            make_transport(
-                state.group, state.policy.served, checked=config.self_check, host=config.weight_host
-            ),
+            make_transport(state.group, served, host=config.weight_host),
             state.progress.step,
             partial(make_probe, state.scorer, state.group.device, config) if config.self_check else None,
             before_announcing=sharing.make_room,
+        )
+        self._batches = ShippedBatches(
+            run, attempt, config.batch_timeout, sharing, meanwhile=self._publisher.check
         )
 
     def next_batch(self, step: int) -> Batch | None:
@@ -58,7 +68,7 @@ class RL(Task):
         return self._replay.earlier(step)
 
     def before_update(self) -> None:
-        """Wait for servers that are reading the weights from memory."""
+        """Wait until the weights are written, and no server reads them from memory."""
         self._publisher.before_update()
 
     def after_step(self, step: int, decision: Decision) -> None:
@@ -98,12 +108,20 @@ class Replay:
 class ShippedBatches:
     """The orchestrator's batch files, in the order of steps."""
 
-    def __init__(self, run: RunDirectory, attempt: Attempt, timeout: float, sharing: Sharing | None = None):
-        """Wait `timeout` seconds for each batch."""
+    def __init__(
+        self,
+        run: RunDirectory,
+        attempt: Attempt,
+        timeout: float,
+        sharing: Sharing | None = None,
+        meanwhile: Callable[[], object] = lambda: None,
+    ):
+        """Wait `timeout` seconds for each batch, or until `meanwhile`, which is called often, raises."""
         self.run = run
         self.attempt = attempt
         self.timeout = timeout
         self.sharing = sharing or Apart(run, attempt)
+        self.meanwhile = meanwhile
 
     def next_batch(self, step: int) -> Batch | None:
         """Wait until the batch of optimiser step `step` is there and may be trained on.
@@ -115,6 +133,7 @@ class ShippedBatches:
         """
 
         def look() -> Batch | Literal["stop"] | None:
+            self.meanwhile()
             may_train = self.sharing.may_train(step)
             batch = self.run.batch(self.attempt, step) if may_train else None
             return "stop" if batch is None and self.run.stop_requested() else batch

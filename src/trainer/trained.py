@@ -9,7 +9,7 @@ from transformers import PreTrainedModel
 from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors import Stored
-from cairn.trainer.model import weights, weights_in
+from cairn.trainer.model import config_of, published_dtypes, weights, weights_in
 
 
 class Trained:
@@ -58,6 +58,14 @@ class Trained:
     def served(self) -> Mapping[str, Stored]:
         """What servers get, by the hub's names."""
         return weights(self.module)
+
+    def served_as(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """The data types in which servers get it, when weights are published as `dtype`."""
+        return published_dtypes(self.module, dtype)
+
+    def served_with(self, dtype: torch.dtype) -> Mapping[str, bytes]:
+        """The files that make it a Hugging Face directory."""
+        return config_of(self.module, dtype)
 
     def tensors(self) -> Tensors:
         """All that a checkpoint holds of it: weights, and state as `<parameter's name>.<what>`."""

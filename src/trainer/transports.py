@@ -3,37 +3,71 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from cairn.checkpoint.tensors import Stored, write_tensors
-from cairn.policy.checksums import checksums, merged, write_checksums
+import torch
+
+from cairn.checkpoint.copies import Outlet, copies_from
+from cairn.checkpoint.tensors import OutgoingTensors, Stored
+from cairn.policy.checksums import RunningSums
 from cairn.policy.rendezvous import address_towards
 from cairn.policy.sender import WeightSender
+from cairn.policy.source import Source
 from cairn.run.errors import UsageError
 from cairn.run.versions import WEIGHT_SOURCE
 from cairn.trainer.group import RankGroup
 
 
+class Filling(ABC):
+    """What goes into a version's folder. Rank 0 calls `begin`, then each rank `write`, on any thread."""
+
+    @abstractmethod
+    def begin(self, folder: Path) -> None:
+        """Write what rank 0 alone writes; what is in `folder` may be older."""
+
+    def write(self, folder: Path, check: Callable[[], object]) -> Mapping[str, int]:
+        """Write this rank's part; returns its contributions to the tensors' checksums.
+
+        `check` is called again and again; what it raises ends the writing.
+        """
+        return {}
+
+
+@dataclass(frozen=True)
+class Served:
+    """What servers get.
+
+    tensors: by the hub's name, as they are now; called on the thread that trains. dtypes: the data types that
+    they are published in, by name; others are published as they are. beside: files beside the tensors.
+    checked: whether servers are checked by checksums.
+    """
+
+    tensors: Callable[[], Mapping[str, Stored]]
+    dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
+    beside: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
+    checked: bool = True
+
+    @property
+    def rounds(self) -> bool:
+        """Whether any value is published as another one than the trainer's."""
+        return any(self.dtypes.get(name, t.dtype) != t.dtype for name, t in self.tensors().items())
+
+
 class Transport(ABC):
     """One way in which servers get the weights. All ranks call every method, in the same order.
 
+    served: what servers get.
+
     Args:
-        served: the tensors that servers get, as they are now.
-        checked: whether servers are checked by the checksums of what is sent.
         host: an address of this machine that servers reach, or one that is on their network; None: the
             address at which the ranks meet.
     """
 
+    served: Served
+
     @abstractmethod
-    def __init__(
-        self,
-        group: RankGroup,
-        served: Callable[[], Mapping[str, Stored]],
-        *,
-        checked: bool,
-        host: str | None = None,
-    ): ...
+    def __init__(self, group: RankGroup, served: Served, *, host: str | None = None): ...
 
     def offer(self, step: int) -> None:  # noqa: B027
         """The weights are those of `step`, and stay so until `withdraw`."""
@@ -45,8 +79,10 @@ class Transport(ABC):
         """The optimiser is about to change the weights; returns once no server reads them any more."""
 
     @abstractmethod
-    def fill(self, folder: Path, step: int, *, last: bool) -> None:
-        """Write into a version's `folder` the weights, or where to get them; what is there may be older.
+    def take(self, step: int, *, last: bool) -> Filling:
+        """What is to be written into a version's folder: the weights as they are now, or where to get them.
+
+        The weights must not change before all of it is written.
 
         Args:
             last: whether `step` is the run's last one, whose version must outlive this process.
@@ -59,51 +95,64 @@ class Transport(ABC):
 class FileTransport(Transport):
     """Servers read safetensors files in the version's folder."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        served: Callable[[], Mapping[str, Stored]],
-        *,
-        checked: bool,
-        host: str | None = None,
-    ):
+    def __init__(self, group: RankGroup, served: Served, *, host: str | None = None):
         self.group = group
-        self._served = served
+        self.served = served
+        self._outlet = Outlet(copies_from(tensor.device for tensor in served.tensors().values()))
+
+    def take(self, step: int, *, last: bool) -> Filling:
+        """The weights."""
+        served = self.served
+        outgoing = OutgoingTensors(
+            served.tensors(), "model", self._outlet, rank=self.group.rank, dtypes=served.dtypes
+        )
+        return _Files(outgoing, served.beside, served.checked)
+
+    def close(self) -> None:
+        """Free the memory through which weights leave a GPU."""
+        self._outlet.close()
+
+
+class _Files(Filling):
+    """Tensors in files, and those files that make the folder a model's."""
+
+    def __init__(self, outgoing: OutgoingTensors, beside: Mapping[str, bytes], checked: bool):
+        self._outgoing = outgoing
+        self._beside = beside
         self._checked = checked
 
-    def fill(self, folder: Path, step: int, *, last: bool) -> None:
-        """Write the weights, and their checksums as they are in memory if servers are checked by them."""
+    def begin(self, folder: Path) -> None:
+        """Make the files."""
         (folder / WEIGHT_SOURCE).unlink(missing_ok=True)
-        group, tensors = self.group, self._served()
-        with ThreadPoolExecutor(1) as beside:
-            sums = beside.submit(checksums, tensors, group.rank) if self._checked else None
-            write_tensors(folder, tensors, "model", rank=group.rank, barrier=group.barrier)
-        if sums is not None:
-            mine = sums.result()
-            parts = group.gather_objects(mine) if group.world_size > 1 else [mine]
-            if group.rank == 0:
-                write_checksums(folder, merged(parts))
+        for name, content in self._beside.items():
+            (folder / name).write_bytes(content)
+        self._outgoing.create(folder)
+
+    def write(self, folder: Path, check: Callable[[], object]) -> Mapping[str, int]:
+        """Write the values; their checksums are those of the values in memory."""
+        sums = RunningSums()
+        if self._checked:
+            self._outgoing.write(folder, sums.add, check)
+        else:
+            self._outgoing.write(folder, check=check)
+        return sums.numbers()
 
 
 class NetworkTransport(Transport):
     """Servers ask the ranks, whose addresses are in the version's folder; the last version is in files."""
 
-    def __init__(
-        self,
-        group: RankGroup,
-        served: Callable[[], Mapping[str, Stored]],
-        *,
-        checked: bool,
-        host: str | None = None,
-    ):
+    def __init__(self, group: RankGroup, served: Served, *, host: str | None = None):
         """Listen.
 
         Raises:
             UsageError: there is no way from this machine towards `host`.
         """
         self.group = group
-        self._files = FileTransport(group, served, checked=checked)
-        self._sender = WeightSender(served(), rank=group.rank, host=_address(group, host))
+        self.served = served
+        self._files = FileTransport(group, served)
+        self._sender = WeightSender(
+            served.tensors(), rank=group.rank, host=_address(group, host), dtypes=served.dtypes
+        )
         self._ranks = group.gather_objects(self._sender.here)
 
     def offer(self, step: int) -> None:
@@ -122,16 +171,27 @@ class NetworkTransport(Transport):
         """Wait for servers that are reading the weights from memory."""
         self._sender.withdraw()
 
-    def fill(self, folder: Path, step: int, *, last: bool) -> None:
-        """Write the ranks' addresses, or for the last version the weights."""
-        if last:
-            self._files.fill(folder, step, last=last)
-        elif self.group.rank == 0:
-            self._sender.source(step, self._ranks).write(folder)
+    def take(self, step: int, *, last: bool) -> Filling:
+        """The ranks' addresses, or for the last version the weights."""
+        return (
+            self._files.take(step, last=last) if last else _Addresses(self._sender.source(step, self._ranks))
+        )
 
     def close(self) -> None:
         """Stop answering servers."""
         self._sender.close()
+        self._files.close()
+
+
+class _Addresses(Filling):
+    """Where servers get the tensors."""
+
+    def __init__(self, source: Source):
+        self._source = source
+
+    def begin(self, folder: Path) -> None:
+        """Write the ranks' addresses."""
+        self._source.write(folder)
 
 
 def _address(group: RankGroup, host: str | None) -> str:

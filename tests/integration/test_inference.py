@@ -26,7 +26,7 @@ from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, 
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
 from cairn.inference.signs import ServerSigns
-from cairn.policy.checksums import checksums, write_checksums
+from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 from cairn.policy.sender import WeightSender
@@ -432,7 +432,8 @@ def test_weights_that_are_not_those_that_the_trainer_wrote_are_not_taken(
 ):
     """By their checksums; the old weights serve on."""
     pushed = shutil.copytree(tiny_model(seed=2), tmp_path / "pushed")
-    write_checksums(pushed, checksums(load_file(pushed / "model.safetensors"), rank=0))
+    tensors = load_file(pushed / "model.safetensors")
+    write_checksums(pushed, {name: checksum(tensor) for name, tensor in tensors.items()})
     bad = shutil.copytree(pushed, tmp_path / "bad")
     one_step_older(bad)
 

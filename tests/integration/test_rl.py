@@ -452,6 +452,31 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
     assert push(server, run / "weights" / "v5", attempt.version(5)) == expected
 
 
+def test_policies_in_bfloat16_are_the_same_to_servers_after_a_resume(
+    shell: Shell, server: Server, trained: Path, tmp_path: Path
+):
+    """Though checkpoint and server are float32: an interrupted run computes what a whole one does."""
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--ckpt"),
+        *("--trainer.publish-dtype", "bfloat16", "--orchestrator.max-off-policy-steps", 0),
+        *("--orchestrator.inference-url", server.url),
+    )
+    whole, halves = tmp_path / "whole", tmp_path / "halves"
+    shell.succeed(*arguments, "--output-dir", whole, "--max-steps", 4)
+    shell.succeed(*arguments, "--output-dir", halves, "--max-steps", 2)
+    shell.succeed(*arguments, "--output-dir", halves, "--max-steps", 4, "--ckpt.resume-step", 2)
+    keys = ("step", "loss", "grad_norm", "batch/digest", "reward/mean", "mismatch/logprob")
+    found, expected = whole_rows(halves, 4), whole_rows(whole, 4)
+    assert [[row[key] for key in keys] for row in found] == [[row[key] for key in keys] for row in expected]
+    assert all(row["mismatch/logprob_max"] > 1e-4 for row in found[1:]), "the server has rounded weights"
+    assert {row["servers/quarantined"] for row in found} == {0}
+    file = "model/model.safetensors"
+    assert (step_folder(halves, 4) / file).read_bytes() == (step_folder(whole, 4) / file).read_bytes()
+    assert {t.dtype for t in load_file(step_folder(whole, 4) / file).values()} == {torch.float32}
+    published = AutoModelForCausalLM.from_pretrained(whole / "weights" / "v4")
+    assert published.dtype == torch.bfloat16
+
+
 # A server of the run's own
 
 

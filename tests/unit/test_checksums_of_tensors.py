@@ -5,10 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from cairn.checkpoint.shares import Section
 from cairn.policy.checksums import (
+    RunningSums,
     checksum,
-    checksums,
     merged,
     read_checksums,
     remove_checksums,
@@ -57,11 +56,17 @@ def test_zeros_that_pad_and_rows_that_are_stacked_change_nothing():
     assert checksum(stacked) == wrapped([checksum(one), checksum(two)])
 
 
-def test_ranks_that_have_sections_contribute_what_they_have():
-    experts = tensor(5 * 6 * 2).view(5, 6, 2)
-    parts = {f"{i}.up": Section(experts, 12 * i + 6, (3, 2)) for i in range(5)}
-    assert checksums(parts, 0) == {f"{i}.up": checksum(experts[i, 3:]) for i in range(5)}
-    assert checksums({"all": experts}, rank=1) == {}, "rank 0 has said it"
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pieces_of_tensors_that_pass_by_add_up(dtype: torch.dtype):
+    sums, values = RunningSums(), {"a": tensor(1001, dtype), "b": tensor(7, dtype)}
+    assert sums.numbers() == {}
+    for name, whole in values.items():
+        for first in range(0, len(whole), 100):
+            sums.add(name, whole[first : first + 100], first * dtype.itemsize)
+    assert sums.numbers() == {name: checksum(whole) for name, whole in values.items()}
+
+
+def test_what_ranks_contribute_adds_up():
     assert merged([{"a": 2**64 - 1, "b": 3}, {"a": 2}]) == {"a": 1, "b": 3}
 
 

@@ -59,6 +59,8 @@ class Servers:
     stuck: bool = False
     max_model_len: int | None = None
 
+    folders: list[str] = field(default_factory=list)
+    """Where the policies came from, in order."""
     probes: dict[str, Probe] = field(default_factory=dict)
     """What each version had to be proven by."""
     self_check: bool = True
@@ -71,6 +73,7 @@ class Servers:
         self, folder: str, version: str, *, probe: Probe | None = None, probe_follows: bool = False
     ) -> None:
         assert Path(folder).is_dir()
+        self.folders.append(folder)
         assert (probe is not None or probe_follows) == self.self_check
         await self._while()
         if PolicyName.parse(version).step in self.gone:
@@ -123,6 +126,8 @@ class Trainer:
     last: int
     draw: random.Random
     save_every: int = 2
+    publishes_start: bool = False
+    """Whether servers get the checkpoint's policy from it."""
     trained: list[RLBatch] = field(default_factory=list)
 
     async def train(self) -> None:
@@ -130,6 +135,7 @@ class Trainer:
         store = CheckpointStore(self.run.checkpoints)
         newest = max(self.run.versions.all_announced(self.attempt), default=self.attempt.start_step)
         self._write_probe(self.attempt.start_step)
+        self.run.versions.begin(self.attempt, published=self.publishes_start)
         for step in range(newest + 1, self.last + 1):
             batch = await self.batch(step)
             await asyncio.sleep(self.draw.choice((0, 0, 0.003, 0.01)))
@@ -312,6 +318,27 @@ def test_each_prompt_is_trained_once_when_everything_dies(
     if loss in ("nothing", "ledger"):
         again = {batch.header.step: batch.digest() for batch in second.trained}
         assert all(again.get(b.header.step, b.digest()) == b.digest() for b in first.trained)
+
+
+@pytest.mark.parametrize("self_check", [True, False])
+@pytest.mark.parametrize("published", [True, False])
+def test_servers_get_the_checkpoints_policy_from_the_trainer_if_it_publishes_it(
+    configuration: OrchestratorConfig, tmp_path: Path, published: bool, self_check: bool
+):
+    """Which it does if policies are published in another data type than checkpoints have."""
+    config = in_folder(configuration, tmp_path / "run", 2, 0).model_copy(update={"self_check": self_check})
+    run, draw = begin(config, ATTEMPT), random.Random(0)
+    first = Servers(draw, self_check=self_check)
+    asyncio.run(see_through(config, ATTEMPT, Trainer(run, ATTEMPT, 2, draw), first, []))
+    assert first.folders[0] == str(MODEL), "a new run does not wait for its trainer"
+    config = in_folder(config, tmp_path / "run", 4, 0)
+    attempt = go_on(config, 2, branch="main")
+    begin(config, attempt)
+    servers = Servers(draw, self_check=self_check)
+    trainer = Trainer(run, attempt, 4, draw, publishes_start=published)
+    asyncio.run(see_through(config, attempt, trainer, servers, []))
+    start = run.versions.folder(2) if published else Path(attempt.resume_from) / "model"
+    assert servers.folders[0] == str(start)
 
 
 TRAINED = "WHERE step = (SELECT min(step) FROM batches)"

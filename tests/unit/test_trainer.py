@@ -47,7 +47,7 @@ from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import TrainingDiverged, train_step
 from cairn.trainer.trained import Trained
-from cairn.trainer.transports import TRANSPORTS, FileTransport, NetworkTransport
+from cairn.trainer.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
 
 group = one_rank
 
@@ -243,7 +243,7 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
 ):
     run, attempt = RunDirectory(tmp_path), Attempt("abc", 1, "rl", 0, None, "main")
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
-    transport = FileTransport(group, partial(weights, model), checked=False)
+    transport = FileTransport(group, Served(partial(weights, model), checked=False))
     publisher = VersionPublisher(run, attempt, group, transport, 0)
     inodes = []
     for step in range(1, 5):
@@ -251,6 +251,7 @@ def test_a_published_version_is_the_model_also_when_it_is_written_over_an_old_on
             for parameter in model.parameters():
                 parameter.add_(step)
         publisher.publish(step, save=False, last=False)
+        publisher.finish()
         assert run.versions.announced(attempt, step).version == step
         file = run.versions.folder(step) / "model.safetensors"
         inodes.append(file.stat().st_ino)
@@ -268,12 +269,13 @@ def test_a_version_in_memory_is_where_the_living_trainer_is_and_the_last_one_is_
     model = Qwen3ForCausalLM.from_pretrained(model_folder)
 
     def publisher(step: int) -> VersionPublisher:
-        transport = NetworkTransport(group, partial(weights, model), checked=False)
+        transport = NetworkTransport(group, Served(partial(weights, model), checked=False))
         return VersionPublisher(run, attempt, group, transport, step)
 
     publishers = [publisher(0)]
     folders = [run.versions.folder(step) for step in range(3)]
     publishers[0].publish(1, save=False, last=False)
+    publishers[0].finish()
     first = read_source(folders[1])
     publishers.append(publisher(1))
     second = read_source(folders[1])

@@ -202,10 +202,10 @@ class Device(HostCopies):
     def unpin(self, memory: torch.Tensor) -> None:
         self.pinned.clear()
 
-    def bring(self, values: torch.Tensor, dtype: torch.dtype, memory: torch.Tensor) -> torch.Tensor:
+    def bring(self, values: torch.Tensor, memory: torch.Tensor) -> torch.Tensor:
         assert memory is self.pinned[0]
-        there = memory[: len(values) * dtype.itemsize].view(dtype)
-        self.queued.append((there, values.to(dtype)))
+        there = memory[: values.nbytes].view(values.dtype)
+        self.queued.append((there, values))
         return there
 
     def wait(self) -> None:
