@@ -194,6 +194,10 @@ def check_rank(rank: Need, config: TrainerBase, machine: Machine, flags: str = "
     """Compare what a rank needs with what the smallest of its machine's GPUs has; see `check_training`."""
     has = min(gpu.memory for gpu in machine.gpus)
     helps = [f"more {flags}workers", "larger GPUs"]
+    if config.replicas > 1:
+        helps.insert(0, f"fewer {flags}replicas")
+    if config.state_on == "device":
+        helps.append(f"{flags}state-on host, which is slow")
     return _check("training", rank, has, helps, _fewer_activations(config, flags))
 
 

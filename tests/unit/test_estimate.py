@@ -30,6 +30,7 @@ from cairn.launch.estimate import (
     Need,
     Part,
     cache_left,
+    check_rank,
     check_serving,
     check_training,
     host_need,
@@ -260,11 +261,21 @@ def test_only_what_can_be_counted_is_refused():
     ):
         assert setting in warning
     with pytest.raises(
-        UsageError, match=r"^training needs 90.0 GiB a GPU, has 80.0 GiB: 90.0 GiB for x, and"
+        UsageError, match=r"^training needs 90.0 GiB a GPU, has 80.0 GiB: 90.0 GiB for x; and"
     ):
         check_training(need_of(90, 0), host, config, ROOMY)
     with pytest.raises(UsageError, match=r"needs 2000.0 GiB of the machine's memory, has 1024.0 GiB"):
         check_training(need_of(1, 0), need_of(2000, 0, "of the machine's memory"), config, ROOMY)
+
+
+def test_what_would_help_is_what_is_not_done_yet():
+    """Where weights and the optimiser's state are can be changed as well."""
+    plain = settled_for_gpus()
+    with pytest.raises(UsageError, match=r"more --workers, larger GPUs, --state-on host, which is slow\."):
+        check_rank(need_of(90, 0), plain, ROOMY)
+    copies = settled_for_gpus(replicas=2, workers=2, state_on="host")
+    with pytest.raises(UsageError, match=r"What helps: fewer --replicas, more --workers, larger GPUs\."):
+        check_rank(need_of(90, 0), copies, ROOMY)
 
 
 def test_the_smallest_gpu_decides():
