@@ -1,16 +1,28 @@
 """Weights in layouts that vLLM makes after loading, updated by vLLM's own reload."""
 
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from families import make
 from torch.nn import Parameter
+from vllm.config import DeviceConfig, ModelConfig, VllmConfig, set_current_vllm_config
+from vllm.config.quantization import _ONLINE_SHORTHANDS
+from vllm.distributed import parallel_state
+from vllm.model_executor.layers.linear import ReplicatedLinear
 from vllm.model_executor.layers.quantization.base_config import QuantizeMethodBase
-from vllm.model_executor.model_loader.reload import record_metadata_for_reloading
+from vllm.model_executor.layers.quantization.online.base import OnlineQuantizationConfig
+from vllm.model_executor.model_loader.reload import (
+    finalize_layerwise_processing,
+    record_metadata_for_reloading,
+)
 
 from cairn.inference.plugin.loading import load_weights
+from cairn.inference.plugin.updatable import check_updatable
+from cairn.policy.refusals import Unfit
 
 CONFIG: Any = SimpleNamespace(quantization="fp8_per_tensor", dtype=torch.float32)
 
@@ -105,3 +117,80 @@ def test_a_layer_whose_processing_fails_is_as_it_was(monkeypatch: pytest.MonkeyP
     assert rows(model.second) == [22, 24, 26]
     load_weights(model, [tensors(100.0)], CONFIG, {})
     assert rows(model.second) == [220, 222, 224]
+
+
+# FP8, which vLLM makes of the weights as it loads them; per channel is the kind that its CPU build can do.
+
+
+@pytest.fixture
+def vllm_config(tmp_path: Path) -> Iterator[VllmConfig]:
+    """As in a worker of vLLM's; with its process groups, of one process."""
+    model = ModelConfig(model=str(make("qwen3", tmp_path / "model")), dtype="bfloat16")
+    config = VllmConfig(model_config=model, device_config=DeviceConfig(device="cpu"))
+    with set_current_vllm_config(config):
+        parallel_state.init_distributed_environment(1, 0, f"file://{tmp_path}/store", 0, "gloo")
+        parallel_state.initialize_model_parallel(1, 1)
+        yield config
+        parallel_state.destroy_model_parallel()
+        parallel_state.destroy_distributed_environment()
+
+
+class Fp8Model(torch.nn.Module):
+    """Two layers quantised on loading."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        quantisation = OnlineQuantizationConfig(_ONLINE_SHORTHANDS["fp8_per_channel"])
+        for name in ("up", "down"):
+            layer = ReplicatedLinear(
+                64, 64, bias=False, quant_config=quantisation, prefix=name, params_dtype=torch.bfloat16
+            )
+            setattr(self, name, layer)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        parameters = dict(self.named_parameters())
+        loaded = set()
+        for name, tensor in weights:
+            parameters[name].weight_loader(parameters[name], tensor)
+            loaded.add(name)
+        return loaded
+
+
+def fp8_model(config: VllmConfig, seed: int) -> Fp8Model:
+    """As vLLM starts it."""
+    model = Fp8Model()
+    record_metadata_for_reloading(model)
+    model.load_weights(fp8_weights(seed).items())
+    finalize_layerwise_processing(model, config.model_config)
+    return model
+
+
+def fp8_weights(seed: int) -> dict[str, torch.Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    return {f"{name}.weight": torch.randn(64, 64, generator=draw).bfloat16() for name in ("up", "down")}
+
+
+def test_weights_quantised_on_loading_are_those_of_a_server_started_with_them(vllm_config: VllmConfig):
+    """Bit for bit, and in the same places; also after an update that broke off."""
+    model, expected = fp8_model(vllm_config, seed=1), fp8_model(vllm_config, seed=2)
+    check_updatable(model, vllm_config)
+    config: Any = SimpleNamespace(quantization="fp8_per_channel", dtype=torch.bfloat16)
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    assert places.keys() == {f"{a}.{b}" for a in ("up", "down") for b in ("weight", "weight_scale")}
+
+    def breaking_off() -> Iterator[dict[str, torch.Tensor]]:
+        yield dict(list(fp8_weights(seed=3).items())[:1])
+        raise RuntimeError("the trainer has died")
+
+    with pytest.raises(RuntimeError, match="has died"):
+        load_weights(model, breaking_off(), config, {})
+    load_weights(model, [fp8_weights(seed=2)], config, {})
+    for name, parameter in expected.named_parameters():
+        got = model.get_parameter(name)
+        assert got.dtype == parameter.dtype
+        assert torch.equal(got.view(torch.uint8), parameter.view(torch.uint8)), name
+        assert got.data_ptr() == places[name]
+    x = torch.randn(3, 64).bfloat16()
+    assert torch.equal(model.up(x)[0], expected.up(x)[0])
+    with pytest.raises(Unfit, match="cannot update the weights of ReplicatedLinear"):
+        load_weights(model, [dict(list(fp8_weights(seed=3).items())[:1])], config, {})
