@@ -58,8 +58,9 @@ class TrainerFollower:
         announced = state.run.versions.all_announced(state.attempt)
         step = announced[0] - 1 if announced else state.attempt.start_step
         self._first_push = step <= state.attempt.start_step  # announcements before one that is served go
-        if not announced and self.sharing.wants(step):
-            await self._unless_ended(self._serve_first(step), step)
+        async with self.sharing.serving:
+            if not announced and self.sharing.wants(step):
+                await self._unless_ended(self._serve_first(step), step)
         while True:
             newest = following = await self._announcement(step + 1)
             while following is not None:  # when behind: serve only the newest, but save each
@@ -76,10 +77,11 @@ class TrainerFollower:
                         await asyncio.wait_for(self._serve_announced(step), LAST_PUSH)
                 self.sharing.end()
                 return step
-            if self.sharing.wants(step):
-                await self._unless_ended(self._serve_announced(step), step)
-            else:
-                state.run.versions.forget_before(step)
+            async with self.sharing.serving:
+                if self.sharing.wants(step):
+                    await self._unless_ended(self._serve_announced(step), step)
+                else:
+                    state.run.versions.forget_before(step)
 
     async def _unless_ended(self, serve: Coroutine[Any, Any, None], step: int) -> None:
         """Serve the policy after `step` steps, until the trainer ends the run there."""

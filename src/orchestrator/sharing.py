@@ -5,6 +5,7 @@ the policy of the newest batch. The note that says so (`PolicyVersions.hand_over
 sleep and removed before they are woken, so that a role that is started anew finds out by reading it.
 """
 
+import asyncio
 from typing import Protocol
 
 from cairn.orchestrator.state import OrchestratorState
@@ -12,6 +13,9 @@ from cairn.orchestrator.state import OrchestratorState
 
 class Sharing(Protocol):
     """When servers work and when they sleep."""
+
+    serving: asyncio.Lock
+    """Held while servers are given a policy: from asking `wants` until they have it, and have proven it."""
 
     def wants(self, step: int, *, last: bool = False) -> bool:
         """Whether the servers are given the policy of `step`; `last`: the run ends there."""
@@ -34,7 +38,7 @@ class Apart:
     """The trainer computes elsewhere: servers serve every policy, and never sleep."""
 
     def __init__(self, state: OrchestratorState):
-        pass
+        self.serving = asyncio.Lock()
 
     def wants(self, step: int, *, last: bool = False) -> bool:
         """Always: clients may ask the servers after the run, too."""
@@ -55,6 +59,7 @@ class TakingTurns:
 
     def __init__(self, state: OrchestratorState):
         self.state = state
+        self.serving = asyncio.Lock()
         self._versions = state.run.versions
 
     def wants(self, step: int, *, last: bool = False) -> bool:
@@ -71,13 +76,21 @@ class TakingTurns:
         Raises:
             ServerUnavailable: a server does not sleep.
         """
+        if not self._is_due():
+            return
+        async with self.serving:  # after a restart, a batch may be ready before the servers are
+            if self._is_due():
+                newest = self.state.shipped.newest.step
+                await self.state.servers.sleep()
+                self._versions.hand_over(self.state.attempt, newest)
+
+    def _is_due(self) -> bool:
+        """Whether the trainer has a batch, and has not been told that it is its turn."""
         newest, attempt = self.state.shipped.newest.step, self.state.attempt
         if newest <= max(self._versions.all_announced(attempt), default=attempt.start_step):
-            return
+            return False
         turn = self._versions.handed_over(attempt)
-        if turn is None or (turn.until is not None and turn.until < newest):
-            await self.state.servers.sleep()
-            self._versions.hand_over(attempt, newest)
+        return turn is None or (turn.until is not None and turn.until < newest)
 
     def end(self) -> None:
         """Sleeping servers sleep on: a trainer that dies in its last save takes its last steps again."""

@@ -39,8 +39,10 @@ from cairn.inference.client import InferenceClient
 from cairn.launch.exits import END_SERVER
 from cairn.launch.placing import placed
 from cairn.launch.roles import servers_turn
+from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerAsleep, ServerUnavailable
 from cairn.policy.generation import SamplingParams
+from cairn.run import faults
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -280,6 +282,48 @@ def test_steps_whose_batches_are_there_are_taken_again_in_one_turn(
         assert sleepers.naps == 8 - start - max(there - 1, 0)
     whole = first.trained[:start] + second.trained
     assert_promises_kept(whole, 0, config.seed)
+
+
+@dataclass
+class SlowSleepers(Sleepers):
+    """They take long to load weights, and wake up in the middle of it."""
+
+    serving: int = 0
+    overlaps: int = 0
+
+    async def sleep(self) -> None:
+        self.overlaps += self.serving
+        await super().sleep()
+
+    async def serve(self, folder: str, version: str, **options: Any) -> None:
+        self.serving += 1
+        await asyncio.sleep(0.05)
+        await super().serve(folder, version, **options)
+        self.serving -= 1
+
+
+def test_a_batch_that_is_ready_before_the_servers_are_does_not_overtake_them(
+    configuration: OrchestratorConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """The orchestrator dies when all answers to a batch are in its ledger; the next one ships at once."""
+    config = of_turns(configuration, tmp_path / "run", 5)
+    run = begin(config, ATTEMPT)
+    sleepers = SlowSleepers(random.Random(1))
+    trainer = Turned(run, ATTEMPT, 5, random.Random(2), servers=sleepers)
+    monkeypatch.setattr(faults, "_reached", {})
+    monkeypatch.setenv("CAIRN_FAULT", "orchestrator.before_ship:EIO@3")
+
+    async def both() -> None:
+        training = asyncio.create_task(trainer.train())
+        with pytest.raises(OSError, match="before_ship"):
+            await Orchestrator(config, ATTEMPT, sleepers).run()
+        assert await Orchestrator(config, ATTEMPT, sleepers).run() == 5
+        await training
+
+    asyncio.run(asyncio.wait_for(both(), 60))
+    assert sleepers.overlaps == 0
+    assert sleepers.naps == 5
+    assert_promises_kept(trainer.trained, 0, config.seed)
 
 
 def test_a_trainer_that_takes_steps_again_waits_for_the_next_batch(tmp_path: Path):
