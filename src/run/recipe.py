@@ -27,6 +27,8 @@ TRAINER: Settings = {
     "precision": None,
     "attention": None,
     "activation_checkpointing": None,
+    "state_on": None,
+    "router_aux_coef": None,
     "compile": None,
     "deterministic": None,
     "publish_dtype": None,

@@ -89,7 +89,7 @@ def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
     """Whoever adds one says whether it determines what a run computes."""
     not_recipe = {
         *("model", "max_steps", "output_dir", "ckpt", "workers", "gpus", "spare_workers"),
-        *("threads", "ray", "wandb", "weight_host"),
+        *("threads", "ray", "wandb", "weight_host", "replicas", "colocated"),
         *("dry_run", "machine", "weight_transport", "batch_timeout", "self_check", "seed"),
         *("data.name", "data.split", "inference_url", "max_in_flight", "reward_threads", "reward_timeout"),
         *("server_timeout", "request_timeout", "version_timeout", "normalize_advantages"),
