@@ -2,6 +2,7 @@
 
 import os
 import secrets
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -61,6 +62,7 @@ def cluster(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Iterator[
         command.family()
         yield Cluster(f"127.0.0.1:{port}", token, folder, temporary)
         command.family()
+    shutil.rmtree(temporary, ignore_errors=True)
 
 
 @pytest.fixture
