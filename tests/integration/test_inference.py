@@ -22,6 +22,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
+from cairn.config.inference import InferenceConfig
 from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, token_file
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
@@ -505,6 +506,30 @@ def test_weights_that_change_on_the_network_are_sent_again(
 
     with_client(inference_server, job)
     sender.close()
+
+
+def test_a_server_that_quantises_as_it_loads_takes_weights(
+    tiny_model: Model, free_port: Callable[[], int], tmp_path: Path
+):
+    """It then holds what it held when it started with the same weights, to the bit."""
+    arguments = ["--quantization", "fp8_per_channel"]  # the kind of FP8 that vLLM's CPU build can do
+    config = InferenceConfig(port=free_port(), kv_cache_memory="64M", dtype="bfloat16", vllm_args=arguments)
+
+    async def job(client: InferenceClient) -> None:
+        sampling = SamplingParams(max_tokens=16, seed=1)
+        expected, generated = await client.weight_checksums(), await client.generate(PROMPT, sampling)
+        assert any("weight_scale" in name for name in expected)
+        await client.update_weights(tiny_model(seed=2), "other")
+        assert await client.weight_checksums() != expected
+        assert await client.generate(PROMPT, sampling) != generated
+        await client.update_weights(tiny_model(seed=1), "first")
+        assert await client.weight_checksums() == expected
+        (again,) = await client.generate(PROMPT, sampling)
+        assert (again.token_ids, again.logprobs) == (generated[0].token_ids, generated[0].logprobs)
+
+    with Server(config, str(tiny_model(seed=1)), tmp_path / "vllm.log") as server:
+        server.wait_ready()
+        with_client(server, job)
 
 
 def test_a_server_generates_while_it_reads_weights(

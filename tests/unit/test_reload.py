@@ -108,6 +108,20 @@ def test_an_update_that_broke_off_leaves_nothing_to_the_next_one(arrived: int):
     assert [layer.weight.data_ptr() for layer in (model.first, model.second)] == places
 
 
+def test_a_layer_that_shares_the_parameter_of_another_gets_what_that_one_gets():
+    """As a head that is tied to the embeddings."""
+    model = Model()
+    model.head = torch.nn.Module()
+    model.head.weight = model.first.weight
+    record_metadata_for_reloading(model.head)
+    load_weights(model, [tensors(100.0)], CONFIG, {})
+    assert rows(model.first) == [200, 202, 204]
+    assert model.head.weight is model.first.weight
+    model.head.weight = Parameter(torch.zeros(3, 4))
+    with pytest.raises(Unfit, match="cannot update the weights of Module"):
+        load_weights(model, [tensors(100.0)], CONFIG, {})
+
+
 def test_a_layer_whose_processing_fails_is_as_it_was(monkeypatch: pytest.MonkeyPatch):
     model = Model()
     with monkeypatch.context() as patch:

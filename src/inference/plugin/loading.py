@@ -219,15 +219,17 @@ def _load_layerwise(
     model: torch.nn.Module, parts: Iterable[dict[str, torch.Tensor]], config: ModelConfig
 ) -> set[str]:
     """vLLM's own reload, which keeps the places in memory of what compiled graphs compute from."""
+    held = {
+        module: {parameter.data_ptr() for parameter in module.parameters(recurse=False)}
+        for module in model.modules()
+    }
     try:
         initialize_layerwise_reload(model)
         loaded = {name for part in parts for name in _load(model, part.items())}
-        passed_by = {
-            type(module).__name__
-            for module in model.modules()
-            if (info := get_layerwise_info(module)).can_load() and not info.load_numel
-            if any(True for _ in module.parameters(recurse=False))
-        }
+        without = {m for m in held if (info := get_layerwise_info(m)).can_load() and not info.load_numel}
+        # A head that is tied to the embeddings has their parameter, and gets no weights of its own.
+        reached = set().union(*(held[module] for module in held.keys() - without))
+        passed_by = {type(module).__name__ for module in without if held[module] - reached}
         finalize_layerwise_reload(model, config)
     except BaseException:
         _close_layers(model, config)
