@@ -5,8 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.layout import StoredTensor
+from cairn.checkpoint.formats import FORMATS, Source
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
 from cairn.checkpoint.store import verify
@@ -91,7 +90,7 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
     return Checkpoint(folder, verify(folder))
 
 
-def _read(stored: Mapping[str, StoredTensor]) -> "dict[str, torch.Tensor]":
+def _read(stored: Mapping[str, Source]) -> "dict[str, torch.Tensor]":
     from cairn.checkpoint.tensors import read_tensor
 
     return {name: read_tensor(tensor) for name, tensor in stored.items()}

@@ -13,9 +13,12 @@ import struct
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from cairn.checkpoint.manifest import Damaged, refuse_repeated_keys
+from cairn.checkpoint.manifest import CheckpointError, Damaged, refuse_repeated_keys
+
+if TYPE_CHECKING:
+    import torch
 
 ITEM_BYTES = {
     **{"F64": 8, "I64": 8, "U64": 8, "F32": 4, "I32": 4, "U32": 4, "F16": 2, "BF16": 2, "I16": 2, "U16": 2},
@@ -185,11 +188,28 @@ def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[t
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor on disk."""
+    """The location of a tensor on disk, where its values lie in row-major order; a `formats.Source`."""
 
     path: Path
     offset: int
     spec: TensorSpec
+
+    def fill(self, first: int, into: "torch.Tensor") -> None:
+        """Read values, beginning with value `first`, into a flat tensor, converting the data type.
+
+        Raises:
+            Damaged: the file ends too early.
+            CheckpointError: the data type can't be read.
+        """
+        from cairn.checkpoint.dtypes import DTYPES  # imports torch, which planning does without
+        from cairn.checkpoint.reader import Piece, read_pieces
+
+        if self.spec.dtype not in DTYPES:
+            raise CheckpointError(
+                f"{self.path}: {self.spec.name} has data type {self.spec.dtype}, which can't be read"
+            )
+        dtype = DTYPES[self.spec.dtype]
+        read_pieces([Piece(self.path, self.offset + first * dtype.itemsize, dtype, into)])
 
 
 def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:

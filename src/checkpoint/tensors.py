@@ -19,6 +19,7 @@ import torch
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.copies import Outlet, copies_from
 from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
+from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.layout import (
     MAX_FILE_BYTES,
     FileLayout,
@@ -187,10 +188,10 @@ def read_tensors(
     return seen
 
 
-def read_tensor(stored: StoredTensor) -> torch.Tensor:
+def read_tensor(stored: Source) -> torch.Tensor:
     """One whole tensor, in the data type of the file."""
-    tensor = torch.empty(stored.spec.shape, dtype=_dtype(stored))
-    read_pieces([Piece(stored.path, stored.offset, tensor.dtype, tensor.view(-1))])
+    tensor = torch.empty(stored.spec.shape, dtype=dtype_of(stored))
+    stored.fill(0, tensor.view(-1))
     return tensor
 
 
@@ -227,7 +228,7 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
             flat = local.view(-1) if local.is_contiguous() else torch.empty(local.numel(), dtype=local.dtype)
             if not local.is_contiguous():
                 scattered.append((local, flat))
-            dtype = _dtype(stored)
+            dtype = dtype_of(stored)
             pieces += [
                 Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, own)
                 for first, values, own in share.cut_by_owner(flat)
@@ -328,9 +329,12 @@ def _check_sums(folder: Path, manifest: Manifest, merged: Mapping[str, FileCheck
             check_crc(folder / name, manifest.files[name], chunk, crc)
 
 
-def _dtype(stored: StoredTensor) -> torch.dtype:
+def dtype_of(stored: Source) -> torch.dtype:
+    """The data type of a tensor in a file.
+
+    Raises:
+        CheckpointError: it is none that torch has.
+    """
     if stored.spec.dtype not in DTYPES:
-        raise CheckpointError(
-            f"{stored.path}: {stored.spec.name} has data type {stored.spec.dtype}, which can't be read"
-        )
+        raise CheckpointError(f"{stored.spec.name} has data type {stored.spec.dtype}, which can't be read")
     return DTYPES[stored.spec.dtype]

@@ -7,7 +7,7 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cairn.checkpoint.formats import format_of
+from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import load_manifest
@@ -34,7 +34,7 @@ def resolve_model(config: ModelConfig) -> str:
         except CheckpointError as error:
             raise UsageError(f"--model.name {config.name}: {error}") from None
         path = StepFolder(path).model
-    if format_of(path) is None:
+    if not FORMATS["hf"].detect(path):
         raise UsageError(
             f"--model.name {config.name}: it has no config.json, so it is not a Hugging Face model"
         )

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.formats import format_of
+from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.trainer import SFTDataConfig
@@ -152,7 +152,7 @@ def check_model(name: str, start: Start) -> None:
     """
     assert start.folder is not None
     folders = Path(name), StepFolder(name).model
-    own = next((folder for folder in folders if format_of(folder)), None)
+    own = next((folder for folder in folders if FORMATS["hf"].detect(folder)), None)
     saved = StepFolder(start.folder).model
     if own is None:
         return

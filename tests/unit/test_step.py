@@ -91,8 +91,8 @@ def test_a_hugging_face_folder_is_recognised_and_read(step: StepFolder):
     """By its configuration; its values stay on disk."""
     assert format_of(step.model) is None
     write_json(step.model / "config.json", {})
-    found = format_of(step.model)
-    assert found is FORMATS["hf"]
+    assert format_of(step.model) == "hf"
+    found = FORMATS["hf"]
     with pytest.raises(FileNotFoundError, match="holds neither"):
         found.read(step.model)
     write_tensors(step.model, {"w": torch.arange(3)}, "model")

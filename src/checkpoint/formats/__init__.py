@@ -1,15 +1,16 @@
-"""The formats of model folders that Cairn reads, by name. A new one is a module and an entry here."""
+"""The formats of checkpoints that Cairn reads and writes. A new one is a module and an entry here."""
 
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, Format
+from cairn.checkpoint.formats.content import Content, Exporter, Format, Source, WriteOptions
 from cairn.checkpoint.formats.huggingface import HuggingFace
 
-__all__ = ["FORMATS", "Content", "Format", "format_of"]
+__all__ = ["FORMATS", "Content", "Exporter", "Format", "Source", "WriteOptions", "format_of"]
 
 FORMATS: dict[str, Format] = {"hf": HuggingFace()}
+"""The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
 
 
-def format_of(folder: Path) -> Format | None:
-    """The format of a folder; None if it has none of these formats."""
-    return next((known for known in FORMATS.values() if known.detect(folder)), None)
+def format_of(source: Path) -> str | None:
+    """The name of a file's or folder's format; None if it has none of these formats."""
+    return next((name for name, known in FORMATS.items() if known.detect(source)), None)

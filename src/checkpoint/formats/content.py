@@ -1,32 +1,107 @@
-"""What a format must offer, and what it finds in a folder."""
+"""What a format of checkpoints must offer, and what it finds in a file or folder."""
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
-from cairn.checkpoint.layout import StoredTensor
+from cairn.checkpoint.layout import MAX_FILE_BYTES, TensorSpec
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Source(Protocol):
+    """A whole tensor whose values stay where they are until they are read, in pieces of any size."""
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor's name in its files, data type and shape."""
+        ...
+
+    def fill(self, first: int, into: "torch.Tensor") -> None:
+        """Read consecutive values into `into`.
+
+        Args:
+            first: the first value to read, in the row-major order of the whole tensor.
+            into: one-dimensional, contiguous, on the CPU, and of the data type that `spec` names.
+
+        Raises:
+            Damaged: the file ends too early or is invalid.
+        """
+        ...
 
 
 @dataclass(frozen=True)
 class Content:
-    """The content of a folder. tensors: locations by stem, such as `checkpoint.step.MODEL`, and name."""
+    """The content of a checkpoint; the values of its tensors have not been read.
 
-    tensors: Mapping[str, Mapping[str, StoredTensor]]
+    tensors: by stem and name. Weights have the stem `checkpoint.step.MODEL`. Their names are the hub's, those
+    of transformers' modules, or older ones that transformers renames (`hub.Layout.find` knows all of them).
+    The optimiser's state has the stem `checkpoint.step.OPTIMIZER` and names such as `<weight>.exp_avg`, for
+    weights with any of these names; a step is float32 of shape [], as in torch.
+    model: the folder with config.json, tokenizer, chat template and generation_config.json, if there is one.
+    step, tokens, samples: what was trained so far, as far as that is known.
+    optimizer: name of the optimiser's class, such as AdamW; None if there is no state.
+    settings: what the checkpoint says of the settings of the run, by the names that Cairn's have, such as
+    `optimizer.lr`.
+    left_out: what the source holds beside that and Cairn does not take over, one sentence each.
+    """
+
+    tensors: Mapping[str, Mapping[str, Source]]
+    model: Path | None = None
+    step: int | None = None
+    tokens: int | None = None
+    samples: int | None = None
+    optimizer: str | None = None
+    settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    left_out: tuple[str, ...] = ()
 
 
 class Format(Protocol):
-    """A way to store a model in a folder."""
+    """A way to store a model, or the whole state of a run, in a file or folder."""
 
-    def detect(self, folder: Path) -> bool:
-        """Whether `folder` has this format, judged by its file names."""
+    def detect(self, source: Path) -> bool:
+        """Whether `source` has this format, judged by the names of its files."""
         ...
 
-    def read(self, folder: Path) -> Content:
-        """The folder's content; tensor values are not read.
+    def read(self, source: Path) -> Content:
+        """The content; tensor values are not read, and no code in it is executed.
 
         Raises:
             FileNotFoundError: a file that the format needs is missing.
-            Damaged: a file is invalid.
+            Damaged: a file is invalid, or holds what is not allowed in it.
+            CheckpointError: it can't be taken over; the message lists what has no counterpart.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class WriteOptions:
+    """How to write a foreign checkpoint.
+
+    dtype: safetensors' name of the data type of floating-point weights; None leaves each as it is. The
+    optimiser's state always keeps its own.
+    max_file_bytes: more bytes of weights are split into several files, where the format can do that.
+    on_bytes: called with the number of bytes written since the last call, for a progress bar.
+    """
+
+    dtype: str | None = None
+    max_file_bytes: int = MAX_FILE_BYTES
+    on_bytes: Callable[[int], None] = lambda count: None
+
+
+class Exporter(Protocol):
+    """A format that Cairn also writes."""
+
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+        """Write `content`, which is that of a step of Cairn, into the empty folder `folder`.
+
+        The caller moves the folder to where it belongs once everything in it is durable. Weights have the
+        hub's names, and the optimiser's state has those of transformers' modules.
+
+        Raises:
+            CheckpointError: something in `content` has no counterpart in this format; the message lists it.
+            OSError: a file can't be written; the error names it.
         """
         ...

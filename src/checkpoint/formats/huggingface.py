@@ -10,15 +10,15 @@ from cairn.checkpoint.step import MODEL
 class HuggingFace:
     """A folder of weights only; the `model/` of a step is one, too."""
 
-    def detect(self, folder: Path) -> bool:
-        """Whether `folder` has a config.json."""
-        return (folder / "config.json").exists()
+    def detect(self, source: Path) -> bool:
+        """Whether `source` is a folder with a config.json."""
+        return (source / "config.json").exists()
 
-    def read(self, folder: Path) -> Content:
+    def read(self, source: Path) -> Content:
         """The weights, by their names in the folder.
 
         Raises:
             FileNotFoundError: the folder has no weights.
             Damaged: an index or a header is invalid.
         """
-        return Content(tensors={MODEL: find_tensors(folder, "model")})
+        return Content(tensors={MODEL: find_tensors(source, "model")}, model=source)
