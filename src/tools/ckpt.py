@@ -7,9 +7,6 @@ from pathlib import Path
 from typing import Any
 
 from pydantic import ValidationError
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from cairn.checkpoint.diff import compare
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
@@ -18,7 +15,7 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json
-from cairn.run.output import printable
+from cairn.tools.ckpt_formats import add_export, export_step, progress_bars
 from cairn.tools.ckpt_output import (
     print_audit,
     print_diff,
@@ -81,6 +78,7 @@ def run() -> int:
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
     branch.add_argument("step", type=Path, help="a step_N folder")
     branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    add_export(add("export", "write a checkpoint in the format of another program", export_step))
     proof = add("audit", "check that a run trained on everything exactly once; exit code 1 if not", _audit)
     proof.add_argument("run", type=Path, help="an output folder; the run may be going on")
     arguments = parser.parse_args(sys.argv[1:])
@@ -217,15 +215,11 @@ def _verify(arguments: argparse.Namespace) -> int:
         store = _store(path)
         folders = [store.folder(step) for step in store.steps()]
     results = []
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+    with progress_bars() as stage:
         for folder in folders:
-            task = progress.add_task(escape(printable(folder.name)), total=None)
             problem = None
             try:
-                progress.update(task, total=load_manifest(folder).nbytes)
-                verify(folder, on_bytes=lambda count, task=task: progress.advance(task, count))
+                verify(folder, on_bytes=stage(folder.name, load_manifest(folder).nbytes))
             except CheckpointError as error:
                 problem = str(error)
             results.append({"folder": str(folder), "ok": problem is None, "problem": problem})

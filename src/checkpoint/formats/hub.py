@@ -43,13 +43,15 @@ class Layout:
 
     places: by the name in files, in the order in which they are written. tied: names in files that are not
     written because they are tied to another name; some folders hold a copy. tied_in_memory: the same by
-    transformers' names. shapes: of the tensors in memory, by transformers' name.
+    transformers' names. shapes: of the tensors in memory, by transformers' name. buffers: those of them that
+    are not trained; they keep their data type when weights are converted.
     """
 
     places: dict[str, Place]
     tied: dict[str, str]
     tied_in_memory: dict[str, str]
     shapes: dict[str, tuple[int, ...]]
+    buffers: frozenset[str]
     _renamings: list[Any]
     _prefix: str
 
@@ -128,7 +130,8 @@ def hub_layout(config: "PreTrainedConfig") -> Layout:
     _check_covered(places.values(), mine)
     renamings = [entry for entry in get_model_conversion_mapping(model) if isinstance(entry, WeightRenaming)]
     shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
-    return Layout(places, tied, tied_in_memory, shapes, renamings, model.base_model_prefix)
+    buffers = frozenset(name for name, _ in model.named_buffers())
+    return Layout(places, tied, tied_in_memory, shapes, buffers, renamings, model.base_model_prefix)
 
 
 def tensors_in_memory(model: "PreTrainedModel") -> dict[str, torch.Tensor]:

@@ -1,10 +1,20 @@
 """Hugging Face directories: config.json, a tokenizer, and safetensors files with the hub's names (`hub`)."""
 
+import json
+import shutil
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
 
-from cairn.checkpoint.formats.content import Content
+from cairn.checkpoint.formats.content import Content, WriteOptions
 from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL
+
+if TYPE_CHECKING:
+    import torch
+
+COMPANIONS = (".json", ".jinja", ".txt", ".model")
+"""Suffixes of the files beside the weights: configuration, tokenizer, chat template."""
 
 
 class HuggingFace:
@@ -22,3 +32,82 @@ class HuggingFace:
             Damaged: an index or a header is invalid.
         """
         return Content(tensors={MODEL: find_tensors(source, "model")}, model=source)
+
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+        """Write the weights, and copies of the files beside them; config.json names the new data type.
+
+        Raises:
+            CheckpointError: there is no config.json to copy.
+            OSError: a file can't be written.
+        """
+        from cairn.checkpoint.streaming import write_sources  # imports torch
+
+        copy_companions(content, folder, options.dtype)
+        write_sources(
+            folder,
+            content.tensors[MODEL],
+            "model",
+            dtypes=written_dtypes(content, options.dtype),
+            max_file_bytes=options.max_file_bytes,
+            on_bytes=options.on_bytes,
+        )
+
+
+def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
+    """Copy configuration, tokenizer and chat template into `folder`.
+
+    Args:
+        dtype: safetensors' name of the data type that config.json is to name; None: it stays as it is.
+
+    Raises:
+        CheckpointError: there is no config.json.
+    """
+    if content.model is None or not (content.model / "config.json").is_file():
+        raise CheckpointError(f"{content.model}: has no config.json, which the new folder needs")
+    for path in sorted(content.model.iterdir()):
+        if path.is_file() and path.suffix in COMPANIONS and ".safetensors" not in path.name:
+            shutil.copyfile(path, folder / path.name)
+    if dtype is not None:
+        config = json.loads((folder / "config.json").read_text())
+        _set_dtype(config, _torch_name(dtype))
+        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def _set_dtype(config: dict[str, Any], dtype: str) -> None:
+    """Name the data type in a configuration, and in the configurations of its parts that name one."""
+    config["dtype"] = dtype
+    config.pop("torch_dtype", None)
+    parts = [cast("dict[str, Any]", part) for part in config.values() if isinstance(part, dict)]
+    for part in parts:
+        if "dtype" in part or "torch_dtype" in part:
+            _set_dtype(part, dtype)
+
+
+def _torch_name(dtype: str) -> str:
+    from cairn.checkpoint.dtypes import DTYPES
+
+    return str(DTYPES[dtype]).removeprefix("torch.")
+
+
+def written_dtypes(content: Content, dtype: str | None) -> "dict[str, torch.dtype]":
+    """The data types of the weights that are converted, by name: buffers and whole numbers stay as they are.
+
+    Args:
+        content: that of a step, whose weights have the hub's names.
+        dtype: safetensors' name of the data type that is asked for; None converts nothing.
+    """
+    if dtype is None or content.model is None:
+        return {}
+    from transformers import AutoConfig
+
+    from cairn.checkpoint.dtypes import DTYPES
+    from cairn.checkpoint.formats.hub import hub_layout
+    from cairn.checkpoint.tensors import dtype_of
+
+    weights = content.tensors[MODEL]
+    layout = hub_layout(AutoConfig.from_pretrained(content.model))  # pyright: ignore # typed in part
+    return {
+        name: DTYPES[dtype]
+        for name, place in layout.find(weights.keys()).items()
+        if name in weights and dtype_of(weights[name]).is_floating_point and place.name not in layout.buffers
+    }

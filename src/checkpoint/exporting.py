@@ -1,0 +1,108 @@
+"""Writes a step in a foreign format, into a folder that appears only when all of it is there."""
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+from cairn.checkpoint.formats import EXPORTERS, FORMATS, Content, WriteOptions
+from cairn.checkpoint.formats.huggingface import written_dtypes
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.store import verify
+from cairn.checkpoint.streaming import check_equal
+from cairn.run.errors import UsageError
+from cairn.run.files import make_folders, sync
+
+UNFINISHED = ".unfinished"
+"""Ends the name of a folder that is still being written."""
+Stage = Callable[[str, int], Callable[[int], None]]
+"""Begins a stage of so many bytes, for a progress bar; returns what is told how many more are done."""
+
+
+def no_progress(stage: str, total: int) -> Callable[[int], None]:
+    """A `Stage` that shows nothing."""
+    return lambda count: None
+
+
+def content_of_step(folder: Path) -> Content:
+    """The content of a step of Cairn, as formats write it.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint, or is damaged.
+    """
+    step = StepFolder(folder)
+    record = step.trainer_state()
+    tensors = {MODEL: step.tensors(MODEL), OPTIMIZER: step.tensors(OPTIMIZER)}
+    if not tensors[MODEL]:
+        raise Damaged(f"{step.model}: holds no weights")
+    content = Content({stem: named for stem, named in tensors.items() if named}, model=step.model)
+    if record is None:
+        return content
+    return Content(
+        content.tensors,
+        model=step.model,
+        step=record.progress.get("step"),
+        tokens=record.progress.get("total_tokens"),
+        samples=record.progress.get("total_samples"),
+        optimizer=record.optimizer,
+        settings=(record.recipe or {}).get("settings", {}),
+    )
+
+
+def export(
+    step: Path, out: Path, name: str, options: WriteOptions, *, check: bool = True, stage: Stage = no_progress
+) -> None:
+    """Write the step in the folder `step` to the new folder `out`, in the format `name`.
+
+    Every byte of the step is verified first. A process that is killed leaves `out` with UNFINISHED at the end
+    of its name, which the next call removes.
+
+    Args:
+        check: read the result back and compare it with the step, bit for bit.
+
+    Raises:
+        UsageError: `out` exists, or can't be made.
+        CheckpointError: the step is damaged, or has no counterpart in this format.
+        OSError: a file can't be written; the error names it.
+    """
+    if os.path.lexists(out):
+        raise UsageError(f"{out}: exists already; give a new folder")
+    content = content_of_step(step)
+    nbytes = sum(source.spec.nbytes for named in content.tensors.values() for source in named.values())
+    verify(step, on_bytes=stage(f"verifying {step.name}", nbytes))
+    unfinished = out.absolute().with_name(out.name + UNFINISHED)
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        make_folders(unfinished)
+    except (FileExistsError, NotADirectoryError) as error:
+        raise UsageError(f"{out}: can't be made: {error.filename} is not a folder") from None
+    try:
+        progress = stage(f"writing {name}", nbytes)
+        EXPORTERS[name].write(
+            content, unfinished, WriteOptions(options.dtype, options.max_file_bytes, progress)
+        )
+        for path in (*unfinished.rglob("*"), unfinished):
+            sync(path)
+        if check:
+            _check(content, unfinished, name, options, stage)
+    except BaseException:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise
+    unfinished.rename(out)
+    sync(out.absolute().parent)
+
+
+def _check(content: Content, folder: Path, name: str, options: WriteOptions, stage: Stage) -> None:
+    """Read back what was written, and compare it with the step.
+
+    Raises:
+        Damaged: it is something else.
+    """
+    back = FORMATS[name].read(folder)
+    dtypes = written_dtypes(content, options.dtype)
+    for stem, named in back.tensors.items():
+        progress = stage(f"comparing {stem}", sum(source.spec.nbytes for source in named.values()))
+        check_equal(named, content.tensors[stem], folder, dtypes=dtypes, on_bytes=progress)
+    if back.step not in (None, content.step):
+        raise Damaged(f"{folder}: says step {back.step}, but the checkpoint is of step {content.step}")

@@ -1,0 +1,100 @@
+"""The commands `ckpt export` and `ckpt import`: checkpoints in the formats of other programs."""
+
+import argparse
+import contextlib
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
+
+from cairn.checkpoint.formats import EXPORTERS, WriteOptions
+from cairn.checkpoint.layout import MAX_FILE_BYTES
+from cairn.checkpoint.manifest import FILE_NAME
+from cairn.checkpoint.store import CheckpointStore
+from cairn.run.errors import UsageError
+from cairn.run.machine import bytes_of
+from cairn.run.output import printable
+from cairn.tools.ckpt_output import print_json, say
+
+DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""The data types that weights are exported as: safetensors' names by torch's."""
+
+
+def add_export(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt export`."""
+    command.add_argument(
+        "step", type=Path, help="a step_N folder, or an output folder (its newest good step)"
+    )
+    command.add_argument("out", type=Path, help="the folder to make; it appears when all of it is written")
+    command.add_argument(
+        "--format", choices=sorted(EXPORTERS), default="hf", help="the format to write (default: hf)"
+    )
+    command.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as they are)"
+    )
+    command.add_argument(
+        "--shard-size",
+        type=_bytes_of,
+        default=MAX_FILE_BYTES,
+        metavar="SIZE",
+        help="largest size of a file of weights, such as 2G (default: 5G)",
+    )
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
+    )
+
+
+def export_step(arguments: argparse.Namespace) -> int:
+    """Run `ckpt export`."""
+    from cairn.checkpoint.exporting import export  # imports torch, which --help has no time for
+
+    step, out = _step(arguments.step), arguments.out
+    options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size)
+    with progress_bars() as stage:
+        export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
+    if arguments.json:
+        print_json({"step": str(step), "folder": str(out), "format": arguments.format})
+    else:
+        verified = "not read back" if arguments.no_verify else "read back and equal"
+        say(f"{out} holds {step} as {arguments.format} ({verified})")
+    return 0
+
+
+@contextlib.contextmanager
+def progress_bars() -> Generator[Callable[[str, int], Callable[[int], None]]]:
+    """Bars on a terminal, one for each stage; gives what begins a stage of so many bytes."""
+    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+
+        def begin(stage: str, total: int) -> Callable[[int], None]:
+            task = progress.add_task(escape(printable(stage)), total=total)
+            return lambda count: progress.advance(task, count)
+
+        yield begin
+
+
+def _step(path: Path) -> Path:
+    """The step in `path`, or the newest good one of a run.
+
+    Raises:
+        UsageError: there is none.
+    """
+    if (path / FILE_NAME).exists():
+        return path
+    for root in (path / "checkpoints", path):
+        folder, passed_over = CheckpointStore(root).newest_good(content=False)
+        for problem in passed_over:
+            say(f"passed over: {problem}")
+        if folder is not None:
+            return folder
+    raise UsageError(f"{path}: is no checkpoint, and there are none in it")
+
+
+def _bytes_of(text: str) -> int:
+    try:
+        return bytes_of(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
