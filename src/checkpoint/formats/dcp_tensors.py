@@ -1,0 +1,125 @@
+"""Tensors of a PyTorch distributed checkpoint, read in parts from the chunks that its ranks wrote."""
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+import torch
+from awscrt.checksums import crc32  # pyright: ignore[reportMissingTypeStubs]
+
+from cairn.checkpoint.dtypes import DTYPE_NAMES
+from cairn.checkpoint.formats.dcp_metadata import Chunk, DcpTensor
+from cairn.checkpoint.formats.torch_stream import Values, locate
+from cairn.checkpoint.layout import TensorSpec
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.reader import Piece, as_memory, read_pieces
+
+
+@dataclass
+class _Seen:
+    """How far a chunk has been read from its beginning without gaps, and the CRC-32 so far."""
+
+    end: int = 0
+    crc: int = 0
+
+
+@dataclass(frozen=True)
+class DcpSource:
+    """A whole tensor of a folder.
+
+    The CRC-32 that torch wrote beside each chunk is checked for those chunks that are read from the first
+    value to the last.
+    """
+
+    spec: TensorSpec
+    _tensor: DcpTensor
+    _located: dict[Chunk, Values] = field(default_factory=dict[Chunk, Values], compare=False)
+    _seen: dict[Chunk, _Seen] = field(default_factory=dict[Chunk, _Seen], compare=False)
+
+    @classmethod
+    def of(cls, name: str, tensor: DcpTensor) -> "DcpSource":
+        """The tensor, under a name of the caller's choice."""
+        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor)
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """Read consecutive values; see `content.Source`.
+
+        Raises:
+            Damaged: a file ends too early, or is not what its metadata says.
+        """
+        shape = self._tensor.shape or (1,)
+        inner = math.prod(shape[1:])
+        if not into.numel():
+            return
+        begin, end = first // inner, -(-(first + into.numel()) // inner)
+        for chunk, low, high in self._overlaps(begin, end):
+            values = self._values(chunk)
+            if chunk.shape[1:] == shape[1:] and values.strides == _row_major(chunk.shape):
+                top = (chunk.begin or (0,))[0] * inner  # the chunk's values lie together in `into`
+                low, high = max(low * inner, first), min(high * inner, first + into.numel())
+                self._read(chunk, values.first + low - top, into[low - first : high - first])
+            else:
+                self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
+
+    def _overlaps(self, begin: int, end: int) -> Iterator[tuple[Chunk, int, int]]:
+        """The chunks that hold rows from `begin` to `end`, with the first and last of these rows in each."""
+        for chunk in self._tensor.chunks:
+            top, count = (chunk.begin or (0,))[0], (chunk.shape or (1,))[0]
+            low, high = max(begin, top), min(end, top + count)
+            if low < high:
+                yield chunk, low, high
+
+    def _values(self, chunk: Chunk) -> Values:
+        """Where a chunk's values are."""
+        if chunk not in self._located:
+            self._located[chunk] = locate(chunk.stream, self._tensor.dtype, chunk.shape)
+        return self._located[chunk]
+
+    def _rows(self, chunk: Chunk, low: int, high: int) -> torch.Tensor:
+        """The part of a chunk of two dimensions or more that is in the tensor's rows `low` to `high`."""
+        values, top = self._values(chunk), chunk.begin[0]
+        if values.strides != _row_major(chunk.shape):  # the rank wrote it as it lay in memory
+            storage = torch.empty(values.count, dtype=values.dtype)
+            self._read(chunk, 0, storage)
+            return storage.as_strided(chunk.shape, values.strides, values.first)[low - top : high - top]
+        inner = math.prod(chunk.shape[1:])
+        rows = torch.empty((high - low) * inner, dtype=values.dtype)
+        self._read(chunk, values.first + (low - top) * inner, rows)
+        return rows.view(high - low, *chunk.shape[1:])
+
+    def _read(self, chunk: Chunk, first: int, into: torch.Tensor) -> None:
+        """Read values of a chunk's storage, beginning with item `first`, and check them."""
+        values = self._values(chunk)
+        offset, end = values.offset + first * values.dtype.itemsize, first + into.numel()
+        read_pieces([Piece(values.path, offset, values.dtype, into, counted=False)])
+        seen = self._seen.setdefault(chunk, _Seen())
+        if first == 0:
+            seen.end, seen.crc = 0, 0
+        if first <= seen.end < end and values.crc:
+            new = as_memory(into[seen.end - first :])
+            seen.end, seen.crc = end, crc32(new, seen.crc)  # pyright: ignore[reportArgumentType] # takes buffers
+            if seen.end == values.count and seen.crc != values.crc:
+                raise Damaged(f"{values.path}: {self.spec.name} differs from its checksum (CRC-32)")
+
+    def _scatter(self, chunk: Chunk, low: int, rows: torch.Tensor, first: int, into: torch.Tensor) -> None:
+        """Put rows of a chunk where they belong in `into`; the chunk may lack parts of these rows."""
+        shape = self._tensor.shape or (1,)
+        inner = math.prod(shape[1:])
+        where = tuple(slice(b, b + n) for b, n in zip(chunk.begin[1:], chunk.shape[1:], strict=True))
+        for number, row in enumerate(rows, start=low):
+            start = number * inner - first
+            if start >= 0 and start + inner <= into.numel():
+                into[start : start + inner].view(shape[1:])[where] = row
+                continue
+            skip, stop = max(-start, 0), min(inner, into.numel() - start)  # a row that `into` holds in part
+            mine = torch.zeros(shape[1:], dtype=torch.bool)
+            mine[where] = True
+            whole = torch.zeros(shape[1:], dtype=row.dtype)
+            whole[where] = row
+            mine, whole = mine.view(-1)[skip:stop], whole.view(-1)[skip:stop]
+            target = into[start + skip : start + stop]
+            target[mine] = whole[mine]
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

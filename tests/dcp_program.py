@@ -1,0 +1,137 @@
+"""A program of two ranks that trains with FSDP2 and saves with torch's own DCP, as others do."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from runs import join
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM
+
+from cairn.trainer.group import RankGroup
+
+STEPS = 2
+RATE = 1e-3
+WIDTH = 24
+Layout = Callable[[dict[str, Any], dict[str, Any]], dict[str, dict[str, Any]]]
+
+
+def tokens(step: int, vocabulary: int) -> torch.Tensor:
+    """The rows that a step learns: int64 [2, WIDTH]."""
+    draw = torch.Generator().manual_seed(step)
+    return torch.randint(0, vocabulary, (2, WIDTH), generator=draw)
+
+
+def train_all(rank: int, port: int, out: Path) -> None:
+    """Train each of the models `out/*/model`, and save beside it."""
+    group = join(rank, 2, port)
+    for folder in sorted(out.glob("*/model")):
+        train(group, folder, folder.parent)
+    group.leave()
+
+
+def train(group: RankGroup, model_folder: Path, out: Path) -> None:
+    """Train STEPS steps, save in every layout, and write the truth and the losses of the next two steps."""
+    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    for layer in model.model.layers:
+        fully_shard(layer, mesh=group.mesh)
+    fully_shard(model, mesh=group.mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(number: int) -> float:
+        rows = tokens(number, model.config.vocab_size)
+        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        return loss.item()
+
+    for number in range(1, STEPS + 1):
+        step(number)
+    weights, state = get_state_dict(model, optimizer)
+    _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
+    for name, folders in layouts(weights, state, flat).items():
+        for place, content in folders.items():
+            dcp.save(content, checkpoint_id=out / name / place)
+    whole = {name: full(tensor) for name, tensor in weights.items()}
+    moments = {f"{n}.{k}": full(v) for n, entries in state["state"].items() for k, v in entries.items()}
+    losses = [step(number) for number in (STEPS + 1, STEPS + 2)]
+    if group.rank == 0:
+        torch.save({"weights": whole, "state": moments}, out / "truth.pt")
+        (out / "losses.json").write_text(json.dumps(losses))
+    dist.barrier()
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    """A whole tensor, of a shard or not."""
+    whole = tensor.full_tensor() if isinstance(tensor, torch.distributed.tensor.DTensor) else tensor
+    return whole.detach().clone()
+
+
+def layouts(
+    weights: dict[str, Any], state: dict[str, Any], flat: dict[str, Any]
+) -> dict[str, dict[str, dict[str, Any]]]:
+    """What each program saves, by its name and the folder in its checkpoint."""
+    both = {"state": state["state"], "param_groups": state["param_groups"]}
+    schedule = {"last_epoch": STEPS, "base_lrs": [RATE], "lr_lambdas": [None]}
+    progress = {"step": STEPS, "total_tokens": 96, "total_samples": 4}
+    titan = {to_titan(name): value for name, value in weights.items()}
+    titan_state = {}
+    for key, value in flat.items():
+        kind, _, rest = key.partition(".")
+        name, _, what = rest.rpartition(".")
+        titan_state[f"{kind}.{to_titan(name)}.{what}"] = value
+    return {
+        "plain": {"": {"model": weights, "optim": both, "step": STEPS}},
+        "prime-rl": {
+            "trainer": {
+                "app": {
+                    "model": weights,
+                    "optimizers": both,
+                    "scheduler": schedule,
+                    "progress": progress,
+                }
+            }
+        },
+        "telescope": {"": {"model": weights, "optimizer": both, "scheduler": schedule, "step": STEPS}},
+        "torchtitan": {
+            "": {
+                **titan,
+                "optimizer": titan_state,
+                "lr_scheduler": {"last_epoch": STEPS},
+                "train_state": {"step": torch.tensor(STEPS), "ntokens_seen": torch.tensor(96)},
+            }
+        },
+        "nemo-rl": {
+            "policy/weights": {"model": weights},
+            "policy/optimizer": {"optim": {"optim": both, "sched": schedule}},
+        },
+    }
+
+
+def to_titan(name: str) -> str:
+    """torchtitan's name of a weight of Llama or Qwen3."""
+    parts = {
+        "model.embed_tokens": "tok_embeddings",
+        "model.layers": "layers",
+        "model.norm": "norm",
+        "self_attn.q_proj": "attention.qkv_linear.wq",
+        "self_attn.k_proj": "attention.qkv_linear.wk",
+        "self_attn.v_proj": "attention.qkv_linear.wv",
+        "self_attn.o_proj": "attention.wo",
+        "self_attn": "attention",
+        "mlp.gate_proj": "feed_forward.w1",
+        "mlp.down_proj": "feed_forward.w2",
+        "mlp.up_proj": "feed_forward.w3",
+        "input_layernorm": "attention_norm",
+        "post_attention_layernorm": "ffn_norm",
+    }
+    for theirs, titan in parts.items():
+        name = name.replace(theirs, titan)
+    return name

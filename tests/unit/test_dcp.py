@@ -1,0 +1,367 @@
+"""Checkpoints of PyTorch DCP, written by a program of two ranks with FSDP2 and by Cairn."""
+
+import json
+import os
+import pickle
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+import safetensors.torch
+import torch
+import torch.distributed.checkpoint as dcp
+from dcp_program import STEPS, WIDTH, tokens, train_all
+from families import make, make_config
+from one_rank import one_rank
+from runs import ABOUT, free_port, start_ranks
+from test_families import make_rows, start
+from torch.distributed.checkpoint.metadata import (
+    BytesStorageMetadata,
+    ChunkStorageMetadata,
+    Metadata,
+    MetadataIndex,
+    TensorProperties,
+    TensorStorageMetadata,
+)
+
+from cairn.checkpoint.dtypes import DTYPES
+from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.dcp import Dcp
+from cairn.checkpoint.formats.dcp_programs import FILE_NAME
+from cairn.checkpoint.formats.hub import hub_layout
+from cairn.checkpoint.formats.safe_pickle import Refused
+from cairn.checkpoint.formats.torch_stream import Stream, read_value
+from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.step import MODEL, OPTIMIZER
+from cairn.checkpoint.store import CheckpointStore
+from cairn.launch import main
+from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.trainer.group import RankGroup
+from cairn.trainer.losses import Likelihood
+from cairn.trainer.step import train_step
+
+group = one_rank
+
+MODELS = ("llama", "qwen3_tied")
+PROGRAMS = ("plain", "prime-rl", "telescope", "torchtitan", "nemo-rl")
+
+
+@pytest.fixture(scope="module")
+def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder for each model, with a folder for each program and the truth."""
+    out = tmp_path_factory.mktemp("dcp")
+    for family in MODELS:
+        make(family, out / family / "model")
+    ranks = start_ranks(train_all, free_port(), out, world_size=2)
+    while not ranks.join():
+        pass
+    return out
+
+
+@pytest.fixture
+def plain(written: Path, tmp_path: Path) -> Path:
+    """A copy of the Llama of the plain program."""
+    return shutil.copytree(written / "llama" / "plain", tmp_path / "plain")
+
+
+def values(source: Source, piece: int = 1 << 20) -> torch.Tensor:
+    """A whole tensor, read in pieces of so many values."""
+    whole = torch.empty(source.spec.shape, dtype=DTYPES[source.spec.dtype])
+    flat = whole.view(-1)
+    for first in range(0, len(flat), piece):
+        source.fill(first, flat[first : first + piece])
+    return whole
+
+
+@pytest.mark.parametrize("program", PROGRAMS)
+@pytest.mark.parametrize("family", MODELS)
+def test_every_bit_is_read(written: Path, family: str, program: str):
+    """Weights, moments and the step, whatever the program calls them."""
+    if (family, program) == ("llama", "torchtitan"):
+        with pytest.raises(CheckpointError, match="rows of its queries and keys are in another order"):
+            Dcp().read(written / family / program)
+        return
+    truth = torch.load(written / family / "truth.pt", weights_only=True)
+    assert Dcp().detect(written / family / program)
+    content = Dcp().read(written / family / program)
+    assert content.step == STEPS
+    assert content.optimizer == "AdamW"
+    assert content.settings["optimizer.lr"] == 1e-3
+    assert content.settings["optimizer.betas"] == (0.9, 0.95)
+    for stem, expected in ((MODEL, truth["weights"]), (OPTIMIZER, truth["state"])):
+        assert content.tensors[stem].keys() == expected.keys()
+        for name, tensor in expected.items():
+            found = values(content.tensors[stem][name])
+            assert found.dtype == tensor.dtype, name
+            assert torch.equal(found, tensor), name
+
+
+def test_pieces_of_any_size(written: Path):
+    """Pieces end in the middle of rows and of the ranks' chunks."""
+    truth = torch.load(written / "llama" / "truth.pt", weights_only=True)["weights"]
+    weights = Dcp().read(written / "llama" / "plain").tensors[MODEL]
+    for name in ("model.norm.weight", "model.layers.0.self_attn.k_proj.weight"):
+        assert torch.equal(values(weights[name], piece=37), truth[name])
+
+
+def test_chunks_cut_in_two_dimensions(tmp_path: Path):
+    """As tensor parallelism cuts them, beside chunks whose values lie in columns."""
+    whole = torch.arange(6 * 10, dtype=torch.float32).view(6, 10)
+    dcp.save({"model": {"a": whole.clone(), "b": whole.T}}, checkpoint_id=tmp_path, no_dist=True)
+    metadata = pickle.loads((tmp_path / FILE_NAME).read_bytes())
+    chunks, streams = [], b""
+    for top, left, rows, columns in ((0, 0, 4, 3), (0, 3, 4, 7), (4, 0, 2, 3), (4, 3, 2, 7)):
+        path = tmp_path / "part"
+        torch.save(whole[top : top + rows, left : left + columns].clone(), path)
+        place = torch.Size([top, left])
+        chunks.append(ChunkStorageMetadata(place, torch.Size([rows, columns])))
+        info = next(iter(metadata.storage_data.values()))
+        metadata.storage_data[MetadataIndex("model.a", place)] = replace(
+            info, relative_path="__1_0.distcp", offset=len(streams), length=path.stat().st_size
+        )
+        streams += path.read_bytes()
+    (tmp_path / "__1_0.distcp").write_bytes(streams)
+    metadata.state_dict_metadata["model.a"].chunks = chunks
+    (tmp_path / FILE_NAME).write_bytes(pickle.dumps(metadata))
+    weights = Dcp().read(tmp_path).tensors[MODEL]
+    for piece in (1, 7, 10, 13, 60):
+        assert torch.equal(values(weights["a"], piece), whole)
+        assert torch.equal(values(weights["b"], piece), whole.T)
+
+
+def test_keys_without_counterpart_are_listed(tmp_path: Path):
+    """And so is the state of another optimiser."""
+    weights = {"lm_head.weight": torch.ones(2, 2)}
+    dcp.save({"model": weights, "teacher": {"w": torch.ones(2)}}, checkpoint_id=tmp_path / "a", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"no counterpart in Cairn: teacher\.w"):
+        Dcp().read(tmp_path / "a")
+    state = {"state": {"lm_head.weight": {"momentum_buffer": torch.ones(2, 2)}}}
+    dcp.save({"model": weights, "optim": state}, checkpoint_id=tmp_path / "b", no_dist=True)
+    with pytest.raises(CheckpointError, match=r"optim\.state\.lm_head\.weight\.momentum_buffer"):
+        Dcp().read(tmp_path / "b")
+
+
+class Runs:
+    """Runs a command when it is unpickled."""
+
+    def __init__(self, function: Callable[..., object], *arguments: object):
+        self.call = function, arguments
+
+    def __reduce__(self) -> tuple[Callable[..., object], tuple[object, ...]]:
+        return self.call
+
+
+def metadata_of(folder: Path) -> Metadata:
+    """What the folder's `.metadata` holds."""
+    return pickle.loads((folder / FILE_NAME).read_bytes())
+
+
+def test_code_in_metadata_does_not_run(plain: Path):
+    """It is refused by the name of what it calls."""
+    marker = plain / "marker"
+    metadata = metadata_of(plain)
+    for function, name in (
+        (os.system, r"posix\.system"),
+        (eval, r"builtins\.eval"),
+        (getattr, r"builtins\.getattr"),
+    ):
+        metadata.planner_data = Runs(function, f"touch {marker}")
+        (plain / FILE_NAME).write_bytes(pickle.dumps(metadata))
+        with pytest.raises(Refused, match=f"names {name}, which is not allowed"):
+            Dcp().read(plain)
+    assert not marker.exists()
+
+
+def test_code_in_a_value_does_not_run(tmp_path: Path):
+    """Nor in values beside tensors, which are pickles, too."""
+    marker = tmp_path / "marker"
+    path = tmp_path / "value"
+    torch.save({"lr": Runs(os.system, f"touch {marker}")}, path)
+    with pytest.raises(Refused, match=r"names posix\.system"):
+        read_value(Stream(path, 0, path.stat().st_size))
+    assert not marker.exists()
+
+
+@pytest.mark.parametrize(
+    ("data", "said"),
+    [
+        (b"\x80\x04Nr\xff\xff\xff\xff.", "holds a NoneType"),  # slot 4 billion of the memo
+        (
+            b"\x80\x05\x96\xff\xff\xff\xff\xff\x00\x00\x00.",
+            "instruction that is not allowed",
+        ),  # 1 TiB of zeros
+        (b"\x80\x04" + b"\x8c\x01a\x85" * 9, "not a whole pickle"),
+        (b"", "not a whole pickle"),
+        (b"\x80\x04K\x01.", "holds a int where a Metadata should be"),
+    ],
+)
+def test_hostile_pickles(tmp_path: Path, data: bytes, said: str):
+    """They take no memory."""
+    (tmp_path / FILE_NAME).write_bytes(data)
+    with pytest.raises(Damaged, match=said):
+        Dcp().read(tmp_path)
+
+
+def absurd_shape(metadata: Metadata) -> None:
+    """A tensor of more values than disks hold."""
+    size = torch.Size([1 << 40, 1 << 20])
+    chunk = ChunkStorageMetadata(torch.Size([0, 0]), size)
+    entry = TensorStorageMetadata(TensorProperties(torch.float32), size, [chunk])
+    metadata.state_dict_metadata["model.model.norm.weight"] = entry
+    where = MetadataIndex("model.model.norm.weight", torch.Size([0, 0]))
+    metadata.storage_data[where] = next(iter(metadata.storage_data.values()))
+
+
+def other_folder(metadata: Metadata) -> None:
+    """A file outside the folder."""
+    for info in metadata.storage_data.values():
+        info.relative_path = f"../plain/{info.relative_path}"
+
+
+def beyond_the_end(metadata: Metadata) -> None:
+    """Bytes after the end of a file."""
+    for info in metadata.storage_data.values():
+        info.offset += 1 << 40
+
+
+def compressed(metadata: Metadata) -> None:
+    """Torch's zstd extension."""
+    for info in metadata.storage_data.values():
+        info.transform_descriptors = ["stream.zstd"]
+
+
+def missing_chunk(metadata: Metadata) -> None:
+    """Half a tensor."""
+    metadata.state_dict_metadata["model.lm_head.weight"].chunks.pop()
+
+
+def same_chunk_twice(metadata: Metadata) -> None:
+    """As many values as the tensor has, but some of them twice."""
+    chunks = metadata.state_dict_metadata["model.lm_head.weight"].chunks
+    chunks[1] = chunks[0]
+
+
+def without_file(metadata: Metadata) -> None:
+    """A value that no file holds."""
+    metadata.state_dict_metadata["model.more"] = BytesStorageMetadata()
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (absurd_shape, "absurd shape"),
+        (other_folder, "not a plain file name"),
+        (beyond_the_end, "ends at byte"),
+        (compressed, "is compressed"),
+        (missing_chunk, "do not hold each of its values once"),
+        (same_chunk_twice, "hold the same values"),
+        (without_file, r"no file holds model\.more"),
+    ],
+)
+def test_wrong_metadata_is_refused(plain: Path, change: Callable[[Metadata], None], said: str):
+    """Before a value is read."""
+    metadata = metadata_of(plain)
+    change(metadata)
+    (plain / FILE_NAME).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Damaged, match=said):
+        Dcp().read(plain)
+
+
+def test_a_flipped_bit_is_found(plain: Path):
+    """By the CRC-32 that torch wrote, where a tensor is read from its first to its last value."""
+    source = Dcp().read(plain).tensors[MODEL]["model.layers.0.mlp.up_proj.weight"]
+    wanted = values(source)
+    for path in plain.glob("*.distcp"):
+        data = bytearray(path.read_bytes())
+        at = data.find(wanted.numpy().tobytes()[:64])
+        if at >= 0:
+            data[at + 5] ^= 1
+            path.write_bytes(data)
+    with pytest.raises(Damaged, match=r"up_proj.weight differs from its checksum"):
+        values(Dcp().read(plain).tensors[MODEL]["model.layers.0.mlp.up_proj.weight"], piece=1000)
+
+
+def test_a_tensor_that_is_not_what_the_metadata_says(plain: Path):
+    """Its file holds another data type than the metadata."""
+    metadata = metadata_of(plain)
+    metadata.state_dict_metadata["model.lm_head.weight"].properties.dtype = torch.int32
+    (plain / FILE_NAME).write_bytes(pickle.dumps(metadata))
+    with pytest.raises(Damaged, match=r"holds a tensor of torch\.float32"):
+        values(Dcp().read(plain).tensors[MODEL]["lm_head.weight"])
+
+
+def as_step(content: Content, family: str, folder: Path) -> Path:
+    """A step of Cairn with the content of a foreign checkpoint."""
+    config = make_config(family)
+    weights = {n: values(s) for n, s in content.tensors[MODEL].items() if n not in hub_layout(config).tied}
+    state = {name: values(source) for name, source in content.tensors[OPTIMIZER].items()}
+    store = CheckpointStore(folder / "checkpoints")
+    files = {
+        "model/model.safetensors": safetensors.torch.save(weights, {"format": "pt"}),
+        "model/config.json": config.to_json_string().encode(),
+        "trainer/optimizer.safetensors": safetensors.torch.save(state, {"format": "pt"}),
+        "trainer/state.json": json.dumps(
+            {
+                "progress": {"step": content.step},
+                "optimizer": content.optimizer,
+                "recipe": {"settings": dict(content.settings)},
+            }
+        ).encode(),
+    }
+    store.begin(STEPS, ["model", "trainer"])
+    store.write_part(STEPS, "files", files, "run:1")
+    store.commit(STEPS, {"files": "run:1"}, timeout=0.0, about=ABOUT)
+    return store.folder(STEPS)
+
+
+@pytest.mark.parametrize(
+    ("family", "program"), [("llama", "plain"), ("qwen3_tied", "prime-rl"), ("qwen3_tied", "torchtitan")]
+)
+def test_cairn_goes_on_with_the_programs_next_losses(
+    group: RankGroup, written: Path, tmp_path: Path, family: str, program: str
+):
+    """The first shows the weights, the second the optimiser's state."""
+    expected = json.loads((written / family / "losses.json").read_text())
+    step = as_step(Dcp().read(written / family / program), family, tmp_path)
+    state = start(step / "model", group)
+    state.load(step)
+    for number, loss in zip((STEPS + 1, STEPS + 2), expected, strict=True):
+        rows = tokens(number, make_config(family).vocab_size).to(torch.int32).numpy()
+        batch = Batch([Sample(row, np.arange(WIDTH) >= 1) for row in rows], sampling=FROM_TEXT)
+        found = train_step(state, make_rows(state, batch), number, Likelihood())["loss"]
+        assert found == pytest.approx(loss, rel=1e-5)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_torch_loads_an_exported_step(
+    written: Path, tmp_path: Path, family: str, monkeypatch: pytest.MonkeyPatch
+):
+    """In a program's own nested state, through `dcp.load`; tied weights have each of their names."""
+    truth = torch.load(written / family / "truth.pt", weights_only=True)
+    step = as_step(Dcp().read(written / family / "plain"), family, tmp_path)
+    command = ["ckpt", "export", str(step), str(tmp_path / "out"), "--format", "dcp"]
+    monkeypatch.setattr("sys.argv", command)
+    assert main.ckpt() == 0
+    state: dict[str, dict[str, torch.Tensor]] = {}
+    for name, tensor in truth["state"].items():
+        owner, _, what = name.rpartition(".")
+        state.setdefault(owner, {})[what] = torch.empty_like(tensor)
+    groups = [{"params": [], "lr": 1.0, "weight_decay": 1.0, "decoupled_weight_decay": False}]
+    found = {
+        "model": {name: torch.empty_like(tensor) for name, tensor in truth["weights"].items()},
+        "optim": {"state": state, "param_groups": groups},
+        "step": 0,
+    }
+    dcp.load(found, checkpoint_id=tmp_path / "out", no_dist=True)
+    assert found["step"] == STEPS
+    assert set(found["optim"]["param_groups"][0]["params"]) == set(state)
+    assert found["optim"]["param_groups"][0]["decoupled_weight_decay"] is True
+    assert found["optim"]["param_groups"][0]["lr"] == 1e-3
+    for name, tensor in truth["weights"].items():
+        assert torch.equal(found["model"][name], tensor), name
+    for name, tensor in truth["state"].items():
+        owner, _, what = name.rpartition(".")
+        assert torch.equal(state[owner][what], tensor), name
