@@ -20,11 +20,12 @@ OURS = {
     "logprobs-mode": None,
     "generation-config": None,
     "weight-transfer-config": None,
+    "hf-overrides": None,
     "api-key": None,
 }
 """vLLM arguments that Cairn sets itself, with Cairn's setting for each. Those without one must not be
-changed: the trainer's loss needs logprobs of the distribution that was sampled from, and no default sampling
-parameters."""
+changed: the trainer's loss needs logprobs of the distribution that was sampled from, no default sampling
+parameters, and a model that computes what the trainer's does (config.json is the place to change both)."""
 
 
 class InferenceConfig(CommandConfig):

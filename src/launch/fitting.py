@@ -72,7 +72,7 @@ def serving_needs(folder: str, config: InferenceConfig) -> Need:
     Raises:
         Uncountable: the model can't be counted.
     """
-    from cairn.inference.server import served_dtype
+    from cairn.inference.vllm_command import served_dtype
 
     dtype = served_dtype(config, folder, on_gpu=True)
     elements = _count(folder, compute="bfloat16", activation_checkpointing=False).elements

@@ -31,7 +31,7 @@ from vllm import LLM, SamplingParams
 from vllm.config import WeightTransferConfig
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 
-from cairn.inference.server import overrides
+from cairn.inference.vllm_command import overrides
 
 families.FAMILIES["heads_of_16"] = families.Family("llama", "dense", {**families.SIZE, "head_dim": 16})
 TOKENS = [3 + i * i % 97 for i in range(40)]

@@ -164,6 +164,7 @@ def test_documented_flags_exist(command: str, flag: str):
     [
         ("--logprobs-mode=raw_logprobs", "runs depend on its value"),
         ("--generation_config", "runs depend on its value"),
+        ('--hf-overrides={"rope_theta": 1}', "runs depend on its value"),  # the trainer would not follow
         ("--port=1", "set it with --port"),
         ("--tensor-parallel-size", "set it with --tensor-parallel"),
     ],

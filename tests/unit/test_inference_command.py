@@ -9,7 +9,7 @@ import pytest
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import Unauthorized, token_file, token_for
-from cairn.inference.server import command
+from cairn.inference.vllm_command import command
 
 
 def option(argv: list[str], name: str) -> str:

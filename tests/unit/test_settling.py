@@ -17,7 +17,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import PrecisionConfig, RayConfig, SFTConfig, TrainerConfig
-from cairn.inference import server
+from cairn.inference import vllm_command
 from cairn.launch import commands, main, ray_gpus
 from cairn.launch.exits import RoleFailed
 from cairn.launch.recipe import plan_recipe
@@ -143,22 +143,21 @@ def test_a_rank_computes_with_the_precision_that_was_chosen(monkeypatch: pytest.
 @pytest.fixture
 def gpu_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """As if vLLM's build for GPUs were installed."""
-    monkeypatch.setattr(server, "installed_build", lambda: "gpu")
-    monkeypatch.setattr(server, "serves_on_gpus", lambda: True)
+    monkeypatch.setattr(vllm_command, "installed_build", lambda: "gpu")
 
 
 @pytest.mark.usefixtures("gpu_build")
 def test_the_command_of_a_server_on_gpus(tmp_path: Path):
-    argv, _ = server.command(InferenceConfig(tensor_parallel=2), str(tmp_path))
+    argv, _ = vllm_command.command(InferenceConfig(tensor_parallel=2), str(tmp_path))
     assert not {"--enforce-eager", "--max-num-seqs", "--load-format"} & set(argv)
     assert option(argv, "--tensor-parallel-size") == "2"
-    argv, _ = server.command(InferenceConfig(compile=False, max_num_seqs=5), str(tmp_path))
+    argv, _ = vllm_command.command(InferenceConfig(compile=False, max_num_seqs=5), str(tmp_path))
     assert "--enforce-eager" in argv
     assert option(argv, "--max-num-seqs") == "5"
 
 
 def test_the_command_of_a_server_on_cpus(tmp_path: Path):
-    argv, env = server.command(InferenceConfig(), str(tmp_path))
+    argv, env = vllm_command.command(InferenceConfig(), str(tmp_path))
     assert "--enforce-eager" in argv
     assert env["TORCHDYNAMO_DISABLE"] == "1"
     assert option(argv, "--max-num-seqs") == "64"
@@ -167,11 +166,11 @@ def test_the_command_of_a_server_on_cpus(tmp_path: Path):
 @pytest.mark.usefixtures("gpu_build")
 def test_servers_on_gpus_make_logits_in_float32_as_the_trainer_does(tmp_path: Path):
     """By vLLM's own setting, beside what else it has to read otherwise."""
-    argv, _ = server.command(InferenceConfig(), str(tmp_path))
+    argv, _ = vllm_command.command(InferenceConfig(), str(tmp_path))
     assert json.loads(option(argv, "--hf-overrides")) == {"head_dtype": "float32"}
-    assert "--hf-overrides" not in server.command(InferenceConfig(head="model"), str(tmp_path))[0]
+    assert "--hf-overrides" not in vllm_command.command(InferenceConfig(head="model"), str(tmp_path))[0]
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "cohere2", "sliding_window": 9}))
-    argv, _ = server.command(InferenceConfig(), str(tmp_path))
+    argv, _ = vllm_command.command(InferenceConfig(), str(tmp_path))
     assert json.loads(option(argv, "--hf-overrides")) == {"sliding_window": 8, "head_dtype": "float32"}
 
 
@@ -180,10 +179,10 @@ def test_float32_checkpoints_are_served_in_bfloat16_on_gpus(tmp_path: Path):
     """Unless asked: vLLM's Triton attention takes float32."""
     for saved, expected in [("float32", "bfloat16"), ("bfloat16", "bfloat16"), ("float16", "float16")]:
         (tmp_path / "config.json").write_text(json.dumps({"dtype": saved}))
-        argv, _ = server.command(InferenceConfig(), str(tmp_path))
+        argv, _ = vllm_command.command(InferenceConfig(), str(tmp_path))
         assert option(argv, "--dtype") == expected
     (tmp_path / "config.json").write_text(json.dumps({"dtype": "float32"}))
-    argv, _ = server.command(InferenceConfig(dtype="float32"), str(tmp_path))
+    argv, _ = vllm_command.command(InferenceConfig(dtype="float32"), str(tmp_path))
     assert option(argv, "--dtype") == "float32"
 
 

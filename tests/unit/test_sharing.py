@@ -34,7 +34,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.inference import server
+from cairn.inference import vllm_command
 from cairn.inference.client import InferenceClient
 from cairn.launch.exits import END_SERVER
 from cairn.launch.placing import placed
@@ -54,7 +54,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.rl import ShippedBatches
 from cairn.trainer.sharing import make_sharing
-from cairn.trainer.transports import Transport
+from cairn.trainer.transports import Filling, Transport
 
 __all__ = ["configuration", "one_rank"]  # fixtures
 
@@ -382,7 +382,14 @@ class NoWeights(Transport):
     def __init__(self) -> None:
         pass
 
-    def fill(self, folder: Path, step: int, *, last: bool) -> None:
+    def take(self, step: int, *, last: bool) -> Filling:
+        return NoTensors()
+
+
+class NoTensors(Filling):
+    """Nothing to write."""
+
+    def begin(self, folder: Path) -> None:
         pass
 
 
@@ -396,6 +403,8 @@ def test_the_trainer_makes_room_before_servers_may_wake(one_rank: RankGroup, tmp
     )
     publisher.publish(1, save=False, last=False)
     publisher.publish(2, save=False, last=False)
+    publisher.finish()
+    publisher.close()
     assert known == [[], [], [1]]
 
 
@@ -403,9 +412,9 @@ def test_the_trainer_makes_room_before_servers_may_wake(one_rank: RankGroup, tmp
 def test_a_server_on_a_gpu_is_started_so_that_it_can_sleep(
     monkeypatch: pytest.MonkeyPatch, build: str, colocated: bool
 ):
-    monkeypatch.setattr(server, "installed_build", lambda: build)
+    monkeypatch.setattr(vllm_command, "installed_build", lambda: build)
     config = InferenceConfig(colocated=colocated, max_num_seqs=8)
-    argv, _ = server.command(config, "some/model")
+    argv, _ = vllm_command.command(config, "some/model")
     assert ("--enable-sleep-mode" in argv) == (build == "gpu" and colocated)
 
 

@@ -1,0 +1,99 @@
+"""The command line and environment of vLLM's server, from the settings. Imports neither torch nor vllm."""
+
+import json
+import os
+import sys
+from pathlib import Path
+
+from cairn.config.inference import InferenceConfig
+from cairn.inference.build import installed_build
+
+
+def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
+    """The command line of vLLM's server, and what it needs in its environment beyond ours.
+
+    `model` is a Hugging Face directory or hub name. Starts and changes nothing.
+
+    Raises:
+        UsageError: vLLM is not installed, or not as a whole.
+    """
+    cpu = installed_build() == "cpu"
+    config = config.settled(gpu_servers=not cpu)
+    argv = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]
+    argv += ["--model", model, "--host", config.host, "--port", str(config.port)]
+    argv += ["--dtype", served_dtype(config, model, on_gpu=not cpu)]
+    if config.max_num_seqs is not None:
+        argv += ["--max-num-seqs", str(config.max_num_seqs)]
+    # auto: the model's own limit, or what fits into the KV cache if that is less.
+    argv += ["--max-model-len", str(config.max_model_len or "auto")]
+    argv += ["--enable-scale-out"]  # generation with token ids in and out
+    argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled from
+    argv += ["--generation-config", "vllm"]  # no sampling defaults from the model's directory
+    argv += ["--weight-transfer-config", '{"backend": "filesystem"}']
+    argv += ["--disable-log-stats", "--disable-uvicorn-access-log"]
+    env = {
+        "VLLM_PLUGINS": "cairn",  # endpoint plugins load only if named
+        "VLLM_SERVER_DEV_MODE": "0",  # would open the RL routes without a token
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if os.path.isdir(model):
+        env["HF_HUB_OFFLINE"] = "1"
+    kv_cache_memory = config.kv_cache_memory
+    if not config.compile:
+        argv += ["--enforce-eager"]
+    if cpu:
+        kv_cache_memory = kv_cache_memory or "1G"
+        argv += ["--load-format", "cairn", "--distributed-executor-backend", "uni"]
+        # A prompt in several chunks kills vLLM's CPU engine if the request has a seed.
+        argv += ["--no-enable-chunked-prefill"]
+        env |= {
+            "VLLM_HOST_IP": "127.0.0.1",
+            "VLLM_CPU_OMP_THREADS_BIND": "nobind",  # the cores are shared with the trainer
+            "OMP_NUM_THREADS": str(config.threads),
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        }
+        if not config.compile:
+            env["TORCHDYNAMO_DISABLE"] = "1"
+    else:
+        argv += ["--tensor-parallel-size", str(config.tensor_parallel)]
+        # Where the engine's own processes meet: vLLM would take the address towards the internet.
+        env["VLLM_HOST_IP"] = os.environ.get("VLLM_HOST_IP") or "127.0.0.1"
+        if config.colocated:  # puts weights and KV cache where they can be freed; on a CPU nothing is
+            argv += ["--enable-sleep-mode"]
+    changes: dict[str, int | str] = {**overrides(model)}
+    if config.head == "float32":
+        changes["head_dtype"] = "float32"  # vLLM's name for logits in float32 of a model in 16 bits
+    if changes:
+        argv += ["--hf-overrides", json.dumps(changes)]
+    if kv_cache_memory:
+        argv += ["--kv-cache-memory-bytes", kv_cache_memory]
+    return argv + config.vllm_args, env
+
+
+def served_dtype(config: InferenceConfig, model: str, *, on_gpu: bool) -> str:
+    """The data type to ask vLLM for, where the model's files may have another.
+
+    On CPUs, float32 stays float32, which vLLM's own `auto` would turn into 16 bits. On GPUs it becomes
+    bfloat16, in which its kernels are fast and a checkpoint of master weights takes half the memory.
+    """
+    if config.dtype != "auto":
+        return config.dtype
+    try:
+        saved = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return "auto"
+    dtype = saved.get("dtype") or saved.get("torch_dtype")
+    if dtype == "float32" and on_gpu:
+        return "bfloat16"
+    return dtype if dtype in ("float32", "bfloat16", "float16") else "auto"
+
+
+def overrides(model: str) -> dict[str, int]:
+    """What vLLM has to read otherwise in the config.json of `model` to compute what transformers does."""
+    try:
+        settings = json.loads((Path(model) / "config.json").read_text())
+    except OSError:
+        return {}
+    if settings.get("model_type") == "cohere2" and settings.get("sliding_window"):
+        return {"sliding_window": settings["sliding_window"] - 1}  # vLLM adds the token itself
+    return {}
