@@ -124,7 +124,7 @@ def measure_bare(task: common.Task, warmup: int, steps: int) -> dict:
     from cairn.trainer.packing import make_micro_batches
     from cairn.trainer.sft_data import SFTData
 
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     config = SFTDataConfig(name=str(task.data), batch_size=task.batch_size)
     data = SFTData(config, AutoTokenizer.from_pretrained(task.model), 0, 0)
     size = {"row_length": task.seq_len, "rows_each": 8, "rank": 0, "world_size": 1}

@@ -51,11 +51,13 @@ def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
         input_ids=tokens,
         position_ids=tokens,
         loss_mask=mask,
+        is_token=torch.ones_like(mask),
         columns={"logprobs": sampler, "advantages": advantages},
         learned=mask.flatten().nonzero()[:, 0],
         bounds=torch.arange(66, dtype=torch.int32),
         samples=65,
         longest=1,
+        tokens=tokens.numel(),
         index=0,
     )
     return logprobs, micro
