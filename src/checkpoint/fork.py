@@ -19,19 +19,38 @@ def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
         OSError: a file can't be written; the error names it.
     """
     manifest = verify(step)
-    run, source = RunDirectory(output_dir), step.resolve()
+    source = step.resolve()
     if source in (target := output_dir.resolve(), *target.parents):
         raise UsageError(f"{output_dir}: is inside the checkpoint itself; give a new folder")
-    if any(path.exists() and not path.is_dir() for path in (run.checkpoints, run.path, *run.path.parents)):
-        raise UsageError(f"{output_dir}: is not a folder and can't be created; give another one")
-    if run.roles.exists():
-        raise UsageError(f"{output_dir}: a run has begun here; give a new folder")
-    store = CheckpointStore(run.checkpoints)
+    store = fresh_store(output_dir)
     parent = Origin(run_id=manifest.run_id, step=manifest.step)
     new = {"run_id": secrets.token_hex(4), "attempt": 0, "branch": "branch_1", "parent": parent}
     forked = manifest.model_copy(update=new)
     make_folders(store.root)
     with store.alone():
-        if store.steps():
-            raise UsageError(f"{output_dir}: has checkpoints already; give a new folder")
+        check_empty(store, output_dir)
         return store.adopt(step, forked), forked
+
+
+def fresh_store(output_dir: Path) -> CheckpointStore:
+    """The store of a run that has not begun.
+
+    Raises:
+        UsageError: `output_dir` belongs to another run, or is not a folder.
+    """
+    run = RunDirectory(output_dir)
+    if any(path.exists() and not path.is_dir() for path in (run.checkpoints, run.path, *run.path.parents)):
+        raise UsageError(f"{output_dir}: is not a folder and can't be created; give another one")
+    if run.roles.exists():
+        raise UsageError(f"{output_dir}: a run has begun here; give a new folder")
+    return CheckpointStore(run.checkpoints)
+
+
+def check_empty(store: CheckpointStore, output_dir: Path) -> None:
+    """Check that a new run has no steps yet, while no other command can add one.
+
+    Raises:
+        UsageError: it has.
+    """
+    if store.steps():
+        raise UsageError(f"{output_dir}: has checkpoints already; give a new folder")

@@ -15,7 +15,7 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json
-from cairn.tools.ckpt_formats import add_export, export_step, progress_bars
+from cairn.tools.ckpt_formats import add_export, add_import, export_step, import_step, progress_bars
 from cairn.tools.ckpt_output import (
     print_audit,
     print_diff,
@@ -78,6 +78,7 @@ def run() -> int:
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
     branch.add_argument("step", type=Path, help="a step_N folder")
     branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    add_import(add("import", "make a new run of another program's checkpoint", import_step))
     add_export(add("export", "write a checkpoint in the format of another program", export_step))
     proof = add("audit", "check that a run trained on everything exactly once; exit code 1 if not", _audit)
     proof.add_argument("run", type=Path, help="an output folder; the run may be going on")

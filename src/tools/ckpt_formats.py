@@ -9,7 +9,7 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
-from cairn.checkpoint.formats import EXPORTERS, WriteOptions
+from cairn.checkpoint.formats import EXPORTERS, FORMATS, WriteOptions, format_of
 from cairn.checkpoint.layout import MAX_FILE_BYTES
 from cairn.checkpoint.manifest import FILE_NAME
 from cairn.checkpoint.store import CheckpointStore
@@ -59,6 +59,66 @@ def export_step(arguments: argparse.Namespace) -> int:
     else:
         verified = "not read back" if arguments.no_verify else "read back and equal"
         say(f"{out} holds {step} as {arguments.format} ({verified})")
+    return 0
+
+
+def add_import(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt import`."""
+    command.add_argument("source", type=Path, help="a checkpoint of another program: a folder or a file")
+    command.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    command.add_argument(
+        "--format", choices=sorted(FORMATS), help="the source's format (default: by the names of its files)"
+    )
+    command.add_argument(
+        "--model", type=Path, help="folder with config.json and tokenizer (default: those beside the source)"
+    )
+
+
+def import_step(arguments: argparse.Namespace) -> int:
+    """Run `ckpt import`."""
+    from cairn.checkpoint.importing import import_checkpoint  # imports torch, which --help has no time for
+
+    source, output_dir = arguments.source, arguments.output_dir
+    if not source.exists():
+        raise UsageError(f"{source}: there is no such file or folder")
+    if (source / FILE_NAME).exists():
+        raise UsageError(f"{source}: is a checkpoint of Cairn; ckpt fork makes a new run of it")
+    name = arguments.format or format_of(source)
+    if name is None:
+        raise UsageError(f"{source}: has none of the formats {', '.join(FORMATS)}")
+    if not arguments.json:
+        say(f"{source} has the format {name}{'' if arguments.format else ', by its files'}")
+    with progress_bars() as stage:
+        try:
+            folder, manifest, content = import_checkpoint(
+                source, output_dir, name, model=arguments.model, stage=stage
+            )
+        except FileNotFoundError as error:
+            raise UsageError(f"{error.filename}: {error.strerror}") from None
+    weights_only = manifest.parts == ["model"]
+    if arguments.json:
+        print_json(
+            {
+                "folder": str(folder),
+                "format": name,
+                "step": manifest.step,
+                "run_id": manifest.run_id,
+                "weights_only": weights_only,
+                "settings": dict(content.settings),
+                "left_out": list(content.left_out),
+            }
+        )
+        return 0
+    for line in content.left_out:
+        say(f"left out: {line}")
+    for key, value in content.settings.items():
+        say(f"the source's {key}: {value}")
+    if weights_only:
+        say(f"{folder} holds weights only; start a run from them with")
+        say(f"  --model.name {folder}")
+    else:
+        say(f"{folder} is step {manifest.step} of the new run {manifest.run_id}; resume it with")
+        say(f"  --output-dir {output_dir} --ckpt.resume latest")
     return 0
 
 

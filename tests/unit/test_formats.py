@@ -1,5 +1,8 @@
 """Checkpoints in the formats of other programs: written, read, and refused where they are hostile."""
 
+import json
+import os
+import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -7,13 +10,13 @@ import pytest
 import torch
 from families import make, make_model
 from runs import ABOUT, Finished
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from cairn.checkpoint.exporting import UNFINISHED
-from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
-from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import write_tensors
+from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
+from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.config.trainer import OptimizerConfig
 from cairn.launch import main
 from cairn.trainer.model import companions
@@ -164,3 +167,154 @@ def test_an_export_that_fails_leaves_nothing(ckpt, step: Path, tmp_path: Path):
     refused = ckpt("export", step, tmp_path / "other")
     assert (refused.code, "changed between bytes" in refused.output) == (1, True)
     assert sorted(names_in(tmp_path)) == ["hf", "out", "run"]
+
+
+# Trainer's folders
+
+
+def trainer_folder(trained: Trained, folder: Path, family: str) -> torch.optim.AdamW:
+    """A checkpoint-2 as transformers' Trainer writes it, of two further steps; returns its optimiser."""
+    module = trained.module
+    decay = {name: p for name, p in module.named_parameters() if "norm" not in name}
+    others = {name: p for name, p in module.named_parameters() if "norm" in name}
+    groups = [
+        {"params": list(decay.values()), "weight_decay": 0.01},
+        {"params": list(others.values()), "weight_decay": 0.0},
+    ]
+    optimizer = torch.optim.AdamW(groups, lr=1e-2, betas=(0.9, 0.99))
+    trained.optimizer = optimizer
+    update(trained)
+    update(trained)
+    make(family, folder)
+    module.save_pretrained(folder)
+    torch.save(optimizer.state_dict(), folder / "optimizer.pt")
+    (folder / "trainer_state.json").write_text(json.dumps({"global_step": 2, "epoch": 0.5}))
+    (folder / "training_args.bin").write_bytes(b"a pickle")
+    return optimizer
+
+
+def test_a_run_goes_on_from_trainers_checkpoint(ckpt, trained: Trained, family: str, tmp_path: Path):
+    """The step that is made has the weights and AdamW's state: the next updates are the source's own."""
+    folder = tmp_path / "checkpoint-2"
+    trainer_folder(trained, folder, family)
+    finished = ckpt("import", folder, tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert "has the format hf-trainer, by its files" in finished.output
+    assert "left out: training_args.bin" in finished.output
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    manifest = verify(store.folder(2))
+    assert (store.latest(), manifest.parts) == (2, ["trainer"])
+    record = StepFolder(store.folder(2)).trainer_state()
+    assert record is not None
+    assert record.progress == {"step": 2, "total_tokens": 0, "total_samples": 0}
+    assert record.recipe is not None
+    assert record.recipe["settings"]["optimizer.betas"] == [0.9, 0.99]
+    model = make_model(family, seed=9).train()
+    config = OptimizerConfig(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01)
+    resumed = Trained(model, make_optimizer(model.parameters(), config))
+    resumed.create_optimizer_state(StepFolder(store.folder(2)).tensors(OPTIMIZER))
+    load_step(store.folder(2), {**resumed.tensors(), MODEL: resumed.loaded(store.folder(2) / "model")})
+    for _ in range(3):
+        assert update(resumed) == pytest.approx(update(trained), rel=1e-5)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
+def test_what_does_not_fit_is_listed(ckpt, trained: Trained, family: str, tmp_path: Path):
+    """Weights that are missing, and state of something else; nothing is left behind."""
+    folder = tmp_path / "checkpoint-2"
+    optimizer = trainer_folder(trained, folder, family)
+    weights = load_file(folder / "model.safetensors")
+    whole = dict(weights)
+    del weights["model.norm.weight"], weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors")
+    finished = ckpt("import", folder, tmp_path / "run")
+    assert finished.code == 1
+    assert "missing: model.layers.1.mlp.up_proj.weight, model.norm.weight" in finished.output
+    save_file({**whole, "model.extra": torch.zeros(3)}, folder / "model.safetensors")
+    finished = ckpt("import", folder, tmp_path / "run")
+    assert "have no place in the model that config.json describes: model.extra" in finished.output
+    save_file(whole, folder / "model.safetensors")
+    state = optimizer.state_dict()
+    state["state"][0]["exp_avg"] = torch.zeros(3)
+    torch.save(state, folder / "optimizer.pt")
+    finished = ckpt("import", folder, tmp_path / "run")
+    assert "the state of weight 0 has shape [3]" in finished.output
+    assert CheckpointStore(tmp_path / "run" / "checkpoints").debris() == []
+
+
+# Files of torch.save
+
+
+@pytest.mark.parametrize("entry", [None, "model", "state_dict"])
+def test_weights_in_one_file(ckpt, family: str, tmp_path: Path, entry: str | None):
+    """They make a step of weights only, by the hub's names, whatever they are called in the file."""
+    folder = make(family, tmp_path / "hf")
+    model = make_model(family)
+    content = {entry: model.state_dict(), "epoch": 3} if entry else model.state_dict()
+    torch.save(content, tmp_path / "weights.pt")
+    refused = ckpt("import", tmp_path / "weights.pt", tmp_path / "run")
+    assert (refused.code, "--model FOLDER" in refused.output) == (2, True)
+    finished = ckpt("import", tmp_path / "weights.pt", tmp_path / "run", "--model", folder)
+    assert finished.code == 0, finished.output
+    assert "--model.name" in finished.output
+    assert ("left out: epoch" in finished.output) == bool(entry)
+    step = CheckpointStore(tmp_path / "run" / "checkpoints").folder(1)
+    assert verify(step).parts == ["model"]
+    ours, theirs = load_file(step / "model" / "model.safetensors"), load_file(folder / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+
+
+class Command:
+    """Unpickled, it makes a file."""
+
+    def __init__(self, target: Path):
+        self.target = target
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.target}",)
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
+@pytest.mark.parametrize("legacy", [False, True])
+def test_nothing_in_a_file_is_executed(ckpt, family: str, tmp_path: Path, legacy: bool):
+    """The function that it would have called is named, in today's and in the older layout."""
+    folder, target = make(family, tmp_path / "hf"), tmp_path / "executed"
+    torch.save({"model": Command(target)}, folder / "w.pt", _use_new_zipfile_serialization=not legacy)
+    finished = ckpt("import", folder / "w.pt", tmp_path / "run")
+    assert (finished.code, "system" in finished.output) == (1, True), finished.output
+    assert not target.exists()
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
+def test_absurd_sizes_are_refused(ckpt, family: str, tmp_path: Path):
+    """An archive that would unfold, a tensor that repeats one value for ever, and an index that leaves."""
+    folder = make(family, tmp_path / "hf")
+    with zipfile.ZipFile(folder / "bomb.pt", "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("bomb/data.pkl", bytes(10**7))
+    finished = ckpt("import", folder / "bomb.pt", tmp_path / "run")
+    assert (finished.code, "would be 10000000 bytes" in finished.output) == (1, True), finished.output
+    torch.save({"w": torch.zeros(1).expand(10**12)}, folder / "wide.pt")
+    finished = ckpt("import", folder / "wide.pt", tmp_path / "run")
+    assert (finished.code, "the file holds fewer" in finished.output) == (1, True), finished.output
+    (folder / "model.safetensors").unlink()
+    index = {"weight_map": {"w": "../../../etc/passwd"}}
+    (folder / "model.safetensors.index.json").write_text(json.dumps(index))
+    finished = ckpt("import", folder, tmp_path / "run")
+    assert (finished.code, "outside its folder" in finished.output) == (1, True), finished.output
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
+def test_what_is_exported_with_its_state_comes_back(ckpt, step: Path, tmp_path: Path):
+    """A step that went out as PyTorch DCP and came in again has the same weights, state and step."""
+    assert ckpt("export", step, tmp_path / "out", "--format", "dcp").code == 0
+    finished = ckpt("import", tmp_path / "out", tmp_path / "new", "--model", step / "model")
+    assert finished.code == 0, finished.output
+    assert "has the format dcp" in finished.output
+    again = CheckpointStore(tmp_path / "new" / "checkpoints").folder(2)
+    assert verify(again).parts == ["trainer"]
+    for name in ("model/model.safetensors", "trainer/optimizer.safetensors"):
+        ours, theirs = load_file(again / name), load_file(step / name)
+        assert ours.keys() == theirs.keys()
+        assert all(torch.equal(ours[key], theirs[key]) for key in ours)
