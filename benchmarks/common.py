@@ -4,6 +4,7 @@ import contextlib
 import functools
 import json
 import os
+import shutil
 import socket
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from cairn.run.jsonlines import JsonLines
 from cairn.run.processes import die_with
@@ -80,6 +82,31 @@ def command(name: str, flags: tuple[object, ...]) -> list[str]:
     """A Cairn command, run from the environment of this script."""
     code = f"import sys; from cairn.launch.main import {name}; sys.exit({name}())"
     return [sys.executable, "-c", code, *map(str, flags)]
+
+
+def make_model(folder: Path, changes: dict[str, Any], *, endless: bool = False) -> Path:
+    """A Hugging Face folder with random weights: the README's model but for `changes`; all of it in `folder`.
+
+    endless: no token ends an answer.
+    """
+    source = folder / "source"
+    shutil.copytree(CONFIGS / "model", source)
+    config = json.loads((source / "config.json").read_text()) | changes
+    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
+    (source / "config.json").write_text(json.dumps(config))
+    if endless:
+        no_end_of_text(source)
+    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
+    (folder / "model").symlink_to(with_random_weights(source))
+    return folder / "model"
+
+
+def no_end_of_text(folder: Path) -> None:
+    """Make a model folder in which no token ends an answer."""
+    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
+        if (file := folder / name).exists():
+            content = json.loads(file.read_text())
+            file.write_text(json.dumps({k: v for k, v in content.items() if not k.startswith("eos_token")}))
 
 
 def with_random_weights(folder: Path) -> str:

@@ -16,10 +16,8 @@ CI runs on a CPU. How all of this is computed is in docs/gpu.md.
 
 import argparse
 import json
-import os
 import random
 import re
-import shutil
 import statistics
 import tempfile
 import time
@@ -131,7 +129,7 @@ def measure(
 ) -> dict[str, Any]:
     """All parts for one shape, one after the other."""
     shape = SHAPES[name]
-    model = make_model(shape, folder)
+    model = common.make_model(folder, shape.model)
     write_records(shape, folder / "data.jsonl", devices)
     found: dict[str, Any] = {}
     flops = flops_per_token(model, shape.seq_len)
@@ -158,18 +156,6 @@ def measure(
     if "rl" in arguments.parts:
         found["rl"] = measure_rl(shape, arguments, folder, devices)
     return found
-
-
-def make_model(shape: Shape, folder: Path) -> Path:
-    """A Hugging Face folder with random weights."""
-    source = folder / "source"
-    shutil.copytree(common.CONFIGS / "model", source)
-    config = json.loads((source / "config.json").read_text()) | shape.model
-    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
-    (source / "config.json").write_text(json.dumps(config))
-    os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
-    (folder / "model").symlink_to(common.with_random_weights(source))
-    return folder / "model"
 
 
 def write_records(shape: Shape, path: Path, devices: int) -> None:

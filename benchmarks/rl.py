@@ -24,8 +24,6 @@ the other systems are run.
 import argparse
 import contextlib
 import json
-import os
-import shutil
 import statistics
 import subprocess
 import tempfile
@@ -107,7 +105,7 @@ def main() -> None:
 def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
     """All systems in turn, round after round."""
     task = TASKS[name]
-    model = make_model(task, folder / "model")
+    model = common.make_model(folder, task.model, endless=task.whole_answers)
     rounds: dict[str, list[dict[str, float]]] = {system: [] for system in arguments.systems}
     for number in range(arguments.rounds):
         with server(task, model, arguments, folder / "server.log") as url:
@@ -140,28 +138,6 @@ def compare(name: str, arguments: argparse.Namespace, folder: Path) -> dict:
         for trl in [system for system in steps if system.startswith("trl")]:
             report["ratios"] |= {f"{trl} / {s}": steps[trl] / seconds for s, seconds in steps.items()}
     return report
-
-
-def make_model(task: RLTask, folder: Path) -> Path:
-    """A Hugging Face folder with random weights."""
-    source = folder.with_name("source")
-    shutil.copytree(common.CONFIGS / "model", source)
-    config = json.loads((source / "config.json").read_text()) | task.model
-    config["layer_types"] = ["full_attention"] * config["num_hidden_layers"]
-    (source / "config.json").write_text(json.dumps(config))
-    if task.whole_answers:
-        no_end_of_text(source)
-    os.environ["XDG_CACHE_HOME"] = str(folder.with_name("cache"))
-    folder.symlink_to(common.with_random_weights(source))
-    return folder
-
-
-def no_end_of_text(folder: Path) -> None:
-    """Make a model folder in which no token ends an answer."""
-    for name in ("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"):
-        if (file := folder / name).exists():
-            content = json.loads(file.read_text())
-            file.write_text(json.dumps({k: v for k, v in content.items() if not k.startswith("eos_token")}))
 
 
 @contextlib.contextmanager

@@ -2,7 +2,6 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of a complete RL run: those of each role, and those that they share."""
 
-from ipaddress import ip_address
 from typing import Any, ClassVar, Self
 from urllib.parse import urlsplit
 
@@ -13,6 +12,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.shared import CommandConfig, SharedConfig
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.run.addresses import is_loopback
 
 ROLES: dict[str, type[CommandConfig]] = {
     "trainer": TrainerConfig,
@@ -64,7 +64,7 @@ class RLConfig(SharedConfig, SupervisionConfig):
     def towards_servers(self) -> Self:
         """With ranks that listen on the network of the first server which is not on this machine."""
         hosts = (urlsplit(url).hostname for url in self.orchestrator.inference_url)
-        elsewhere = next((host for host in hosts if host and not _is_loopback(host)), None)
+        elsewhere = next((host for host in hosts if host and not is_loopback(host)), None)
         host = self.trainer.weight_host or elsewhere
         return self.model_copy(update={"trainer": self.trainer.model_copy(update={"weight_host": host})})
 
@@ -76,13 +76,6 @@ class RLConfig(SharedConfig, SupervisionConfig):
             for role, keys in SHARED.items()
         }
         return super().sharing(**values, **roles)
-
-
-def _is_loopback(host: str) -> bool:
-    try:
-        return ip_address(host).is_loopback
-    except ValueError:
-        return host == "localhost"
 
 
 def _merge(low: Any, high: Any) -> Any:

@@ -27,6 +27,7 @@ from cairn.inference.log_reason import reason
 from cairn.inference.signs import ServerSigns
 from cairn.inference.vllm_command import command
 from cairn.run import heartbeat
+from cairn.run.addresses import is_loopback
 from cairn.run.output import outlive_terminal
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import Patience
@@ -285,7 +286,7 @@ def run(
         on_stop_signals(interrupt, server.kill, [end_signal] if end_signal else STOP_SIGNALS)
     )
     try:
-        if not _is_loopback(config.host):
+        if not is_loopback(config.host):
             console.print(
                 f"warning: anyone on the network who reaches {config.host} port {config.port} can generate "
                 "(loading weights needs the token)",
@@ -319,7 +320,3 @@ def run(
         ending = True
         server.stop()
         signals.close()
-
-
-def _is_loopback(host: str) -> bool:
-    return host == "localhost" or host == "::1" or host.startswith("127.")

@@ -22,7 +22,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.inference.build import Build
 from cairn.launch.colocation import taking_turns
 from cairn.run.errors import UsageError
-from cairn.run.machine import VISIBLE, Gpu, Machine
+from cairn.run.machine import VISIBLE, Gpu, Machine, gpus_named
 
 Config = TypeVar("Config", bound=RunConfig)
 
@@ -352,8 +352,7 @@ def _find(value: str | None, machine: Machine, flag: str) -> tuple[Gpu, ...] | N
         return None
     found: list[Gpu] = []
     for name in names:
-        matching = [gpu for gpu in machine.gpus if name in (str(gpu.index), gpu.uuid)]
-        matching = matching or [gpu for gpu in machine.gpus if gpu.uuid.startswith(name)]
+        matching = gpus_named(machine.gpus, name)
         if len(matching) != 1:
             raise UsageError(f"{flag} {value}: there is no GPU {name}; {_this(machine)}")
         if matching[0] in found:

@@ -4,7 +4,7 @@
 import contextlib
 import os
 import re
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,12 +68,17 @@ def visible(gpus: list[Gpu], names: str | None) -> tuple[Gpu, ...]:
         return tuple(gpus)
     chosen: list[Gpu] = []
     for name in map(str.strip, names.split(",")):
-        found = [gpu for gpu in gpus if name in (str(gpu.index), gpu.uuid)]
-        found = found or [gpu for gpu in gpus if name and gpu.uuid.startswith(name)]
+        found = gpus_named(gpus, name)
         if len(found) != 1 or found[0] in chosen:
             break
         chosen += found
     return tuple(chosen)
+
+
+def gpus_named(gpus: Sequence[Gpu], name: str) -> list[Gpu]:
+    """The GPUs that an index, a UUID or the beginning of UUIDs names."""
+    exact = [gpu for gpu in gpus if name in (str(gpu.index), gpu.uuid)]
+    return exact or [gpu for gpu in gpus if name and gpu.uuid.startswith(name)]
 
 
 def machine_of(words: str) -> Machine:

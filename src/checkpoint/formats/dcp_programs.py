@@ -59,6 +59,10 @@ class Program:
 _SCHEDULE = "the state of the learning rate's schedule; set `[trainer.scheduler]`"
 _DATA = "the position in the data; Cairn begins with its own data set"
 _RANDOM = "the state of random generators; Cairn draws by seed and step"
+_USUAL = (
+    *(("scheduler.", _SCHEDULE), ("lr_scheduler.", _SCHEDULE), ("dataloader.", _DATA)),
+    ("rng", _RANDOM),
+)
 PROGRAMS = (
     Program(
         "prime-rl",
@@ -94,10 +98,7 @@ PROGRAMS = (
         state="optimizer.state.",
         groups="optimizer.param_groups.",
         step="step",
-        passed=(
-            *(("scheduler.", _SCHEDULE), ("lr_scheduler.", _SCHEDULE), ("dataloader.", _DATA)),
-            ("rng", _RANDOM),
-        ),
+        passed=_USUAL,
     ),
     Program(
         "a program of its own",
@@ -105,10 +106,7 @@ PROGRAMS = (
         state="optim.state.",
         groups="optim.param_groups.",
         step="step",
-        passed=(
-            *(("scheduler.", _SCHEDULE), ("lr_scheduler.", _SCHEDULE), ("dataloader.", _DATA)),
-            ("rng", _RANDOM),
-        ),
+        passed=_USUAL,
     ),
 )
 """In the order in which they are tried."""
