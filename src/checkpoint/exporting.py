@@ -2,27 +2,18 @@
 
 import os
 import shutil
-from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
-from cairn.checkpoint.formats import EXPORTERS, FORMATS, Content, WriteOptions
-from cairn.checkpoint.formats.huggingface import written_dtypes
+from cairn.checkpoint.formats import EXPORTERS, Content, Stage, WriteOptions, no_progress
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
 from cairn.checkpoint.store import verify
-from cairn.checkpoint.streaming import check_equal
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, sync
 
 UNFINISHED = ".unfinished"
 """Ends the name of a folder that is still being written."""
-Stage = Callable[[str, int], Callable[[int], None]]
-"""Begins a stage of so many bytes, for a progress bar; returns what is told how many more are done."""
-
-
-def no_progress(stage: str, total: int) -> Callable[[int], None]:
-    """A `Stage` that shows nothing."""
-    return lambda count: None
 
 
 def content_of_step(folder: Path) -> Content:
@@ -52,14 +43,17 @@ def content_of_step(folder: Path) -> Content:
 
 def export(
     step: Path, out: Path, name: str, options: WriteOptions, *, check: bool = True, stage: Stage = no_progress
-) -> None:
+) -> str:
     """Write the step in the folder `step` to the new folder `out`, in the format `name`.
 
     Every byte of the step is verified first. A process that is killed leaves `out` with UNFINISHED at the end
     of its name, which the next call removes.
 
     Args:
-        check: read the result back and compare it with the step, bit for bit.
+        check: read the result back and compare it with the step; see `Exporter.verify`.
+
+    Returns:
+        What the check found, as the command prints it.
 
     Raises:
         UsageError: `out` exists, or can't be made.
@@ -79,30 +73,13 @@ def export(
         raise UsageError(f"{out}: can't be made: {error.filename} is not a folder") from None
     try:
         progress = stage(f"writing {name}", nbytes)
-        EXPORTERS[name].write(
-            content, unfinished, WriteOptions(options.dtype, options.max_file_bytes, progress)
-        )
+        EXPORTERS[name].write(content, unfinished, replace(options, on_bytes=progress))
         for path in (*unfinished.rglob("*"), unfinished):
             sync(path)
-        if check:
-            _check(content, unfinished, name, options, stage)
+        found = EXPORTERS[name].verify(content, unfinished, options, stage) if check else "not read back"
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
     unfinished.rename(out)
     sync(out.absolute().parent)
-
-
-def _check(content: Content, folder: Path, name: str, options: WriteOptions, stage: Stage) -> None:
-    """Read back what was written, and compare it with the step.
-
-    Raises:
-        Damaged: it is something else.
-    """
-    back = FORMATS[name].read(folder)
-    dtypes = written_dtypes(content, options.dtype)
-    for stem, named in back.tensors.items():
-        progress = stage(f"comparing {stem}", sum(source.spec.nbytes for source in named.values()))
-        check_equal(named, content.tensors[stem], folder, dtypes=dtypes, on_bytes=progress)
-    if back.step not in (None, content.step):
-        raise Damaged(f"{folder}: says step {back.step}, but the checkpoint is of step {content.step}")
+    return found

@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.exporting import Stage, no_progress
 from cairn.checkpoint.fork import check_empty, fresh_store
-from cairn.checkpoint.formats import FORMATS, Content, Source
+from cairn.checkpoint.formats import FORMATS, Content, Source, Stage, no_progress
 from cairn.checkpoint.formats.hub import Layout, Place, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
 from cairn.checkpoint.layout import TensorSpec

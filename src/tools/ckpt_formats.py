@@ -53,12 +53,11 @@ def export_step(arguments: argparse.Namespace) -> int:
     step, out = _step(arguments.step), arguments.out
     options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size)
     with progress_bars() as stage:
-        export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
+        found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
     if arguments.json:
-        print_json({"step": str(step), "folder": str(out), "format": arguments.format})
+        print_json({"step": str(step), "folder": str(out), "format": arguments.format, "check": found})
     else:
-        verified = "not read back" if arguments.no_verify else "read back and equal"
-        say(f"{out} holds {step} as {arguments.format} ({verified})")
+        say(f"{out} holds {step} as {arguments.format} ({found})")
     return 0
 
 

@@ -2,13 +2,32 @@
 
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, Exporter, Format, Source, WriteOptions
+from cairn.checkpoint.formats.content import (
+    Content,
+    Exporter,
+    Format,
+    Source,
+    Stage,
+    WriteOptions,
+    no_progress,
+)
 from cairn.checkpoint.formats.dcp import Dcp
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
 from cairn.checkpoint.formats.plain import PlainFile
 
-__all__ = ["EXPORTERS", "FORMATS", "Content", "Exporter", "Format", "Source", "WriteOptions", "format_of"]
+__all__ = [
+    "EXPORTERS",
+    "FORMATS",
+    "Content",
+    "Exporter",
+    "Format",
+    "Source",
+    "Stage",
+    "WriteOptions",
+    "format_of",
+    "no_progress",
+]
 
 FORMATS: dict[str, Format] = {
     "dcp": Dcp(),
@@ -18,7 +37,7 @@ FORMATS: dict[str, Format] = {
 }
 """The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
 EXPORTERS: dict[str, Exporter] = {"dcp": Dcp(), "hf": HuggingFace()}
-"""The formats that are written. Each is in FORMATS, too, so that the result can be read back."""
+"""The formats that are written."""
 
 
 def format_of(source: Path) -> str | None:

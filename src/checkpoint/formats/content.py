@@ -10,6 +10,14 @@ from cairn.checkpoint.layout import MAX_FILE_BYTES, TensorSpec
 if TYPE_CHECKING:
     import torch
 
+Stage = Callable[[str, int], Callable[[int], None]]
+"""Begins a stage of so many bytes, for a progress bar; returns what is told how many more are done."""
+
+
+def no_progress(stage: str, total: int) -> Callable[[int], None]:
+    """A `Stage` that shows nothing."""
+    return lambda count: None
+
 
 class Source(Protocol):
     """A whole tensor whose values stay where they are until they are read, in pieces of any size."""
@@ -103,5 +111,16 @@ class Exporter(Protocol):
         Raises:
             CheckpointError: something in `content` has no counterpart in this format; the message lists it.
             OSError: a file can't be written; the error names it.
+        """
+        ...
+
+    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+        """Check what `write` has written; `read_back` does for formats that keep every value.
+
+        Returns:
+            What was found, as the command prints it.
+
+        Raises:
+            Damaged: `folder` does not hold what `content` does.
         """
         ...

@@ -2,8 +2,9 @@
 
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, WriteOptions
+from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
+from cairn.checkpoint.formats.reading_back import read_back
 
 PLACES = (("",), ("trainer",), ("policy/weights", "policy/optimizer"))
 """Where the folders with `.metadata` lie in what a program saves: in itself, prime-rl's and NeMo-RL's."""
@@ -45,6 +46,10 @@ class Dcp:
         from cairn.checkpoint.formats.dcp_writer import write  # imports torch
 
         write(content, folder, options)
+
+    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+        """See `Exporter.verify`."""
+        return read_back(self, content, folder, options, stage)
 
 
 def folders_in(source: Path) -> list[Path]:

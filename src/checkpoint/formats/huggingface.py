@@ -5,7 +5,8 @@ import shutil
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cairn.checkpoint.formats.content import Content, WriteOptions
+from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.reading_back import read_back
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL
@@ -51,6 +52,10 @@ class HuggingFace:
             max_file_bytes=options.max_file_bytes,
             on_bytes=options.on_bytes,
         )
+
+    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+        """See `Exporter.verify`."""
+        return read_back(self, content, folder, options, stage)
 
 
 def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
