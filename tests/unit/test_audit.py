@@ -374,6 +374,34 @@ def test_a_snapshot_says_what_the_ledger_says(run: Run):
     assert kinds(run.audit()) == {"snapshot"}
 
 
+@pytest.mark.parametrize("damage", ["removed", "garbage", "empty", "behind"])
+def test_a_complete_run_is_proved_by_the_newest_copy_of_a_ledger_that_a_power_cut_damaged(
+    run: Run, damage: str
+):
+    """A complete run is not resumed, so nothing replaces its ledger. A row lost in the middle is no such case."""
+    path, folder = run.path / "ledger.sqlite", run.path / f"checkpoints/step_{LAST}"
+    files = {"orchestrator/ledger.sqlite": {"size": 0, "crc64nvme": []}}
+    run.save(LAST, {"run_id": RUN, "step": SAVED[-1]}, files=files)
+    (folder / "orchestrator").mkdir()
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        copy = folder / "orchestrator" / "ledger.sqlite"
+        copy.write_bytes(database.serialize())
+    if damage == "behind":
+        run.sql("DELETE FROM batches WHERE step > 2")
+    else:
+        for leftover in run.path.glob("ledger.sqlite-*"):
+            leftover.unlink()
+        path.unlink()
+        if damage != "removed":
+            path.write_bytes(b"x" * 5000 if damage == "garbage" else b"")
+    report = run.audit()
+    assert report.violations == []
+    assert [note for note in report.notes if f"the copy in checkpoint {LAST} was audited instead" in note]
+    path.write_bytes(copy.read_bytes())
+    run.sql("DELETE FROM batches WHERE step = 2")
+    assert {"batch", "snapshot"} <= kinds(run.audit())
+
+
 # SFT
 
 

@@ -54,13 +54,13 @@ def test_one_of_the_two_builds_of_vllm():
     assert groups["cpu"][0].split("==")[1] == groups["gpu"][0].split("==")[1]
 
 
-def test_what_benchmarks_compare_with_is_not_installed_unasked():
+def test_what_benchmarks_and_opt_in_tests_compare_with_is_not_installed_unasked():
     groups, lock = PROJECT["dependency-groups"], (ROOT / "requirements.lock").read_text()
-    assert "bench" not in PROJECT["tool"]["uv"]["default-groups"]
-    for requirement in groups["bench"]:
-        name, exact = requirement.replace("_", "-").split("==")
-        assert exact
-        assert f"\n{name}==" not in lock
+    for group in ("bench", "megatron", "deepspeed"):
+        assert group not in PROJECT["tool"]["uv"]["default-groups"]
+        for requirement in groups[group]:
+            name = re.split("[=>]=", requirement.replace("_", "-"))[0]
+            assert f"\n{name}==" not in lock
 
 
 @pytest.mark.parametrize(
@@ -83,8 +83,12 @@ class TestRequirementsLock:
     def test_has_what_pyproject_names(self, file, groups, other):
         pins = dict(re.findall(r"^([a-z0-9-]+)==([^ ;]+)", (ROOT / file).read_text(), re.MULTILINE))
         wanted = PROJECT["project"]["dependencies"] + [
-            requirement for group in groups for requirement in PROJECT["dependency-groups"][group]
+            requirement
+            for group in (*groups, "formats")
+            for requirement in PROJECT["dependency-groups"][group]
+            if requirement != {"include-group": "formats"}
         ]
+        assert {"include-group": "formats"} in PROJECT["dependency-groups"]["dev"]
         for requirement in wanted:
             name, exact = re.fullmatch(r"([\w-]+)(?:\[.*\])?(?:==(.*)|>=.*)?", requirement).groups()
             assert name in pins

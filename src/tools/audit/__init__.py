@@ -9,10 +9,9 @@ from pathlib import Path
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import kind_of
-from cairn.orchestrator.ledger import read_ledger
 from cairn.run.errors import UsageError
 from cairn.run.view import RunView
-from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots
+from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_whole_ledger
 from cairn.tools.audit.positions import check_records
 from cairn.tools.audit.recipes import check_recipes, read_recipes
 from cairn.tools.audit.report import Report
@@ -26,7 +25,7 @@ def audit(path: Path) -> Report:
 
     Raises:
         UsageError: it is not a run directory, or its kind of run is unknown to this version.
-        CheckpointError: the run's ledger is missing or damaged.
+        CheckpointError: the run's ledger is missing or damaged, and no checkpoint has a copy.
     """
     view = RunView(path)
     run, attempt, config = view.run, view.run.attempt(), view.config()
@@ -47,7 +46,7 @@ def audit(path: Path) -> Report:
     if kind.epochs_of == "records":
         check_records(recipes, rows, report)
     else:
-        ledger = read_ledger(run.ledger)
+        ledger = read_whole_ledger(run, store, manifests, report)
         add_unnoted(ledger, run, attempt)
         check_ledger(ledger, rows, manifests, attempt, report)
         check_snapshots(store, manifests, ledger, report)

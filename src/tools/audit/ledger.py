@@ -1,6 +1,7 @@
 """RL: checks what the ledger says about each prompt, answer and batch."""
 
 import bisect
+import contextlib
 import math
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict
@@ -14,6 +15,44 @@ from cairn.run.directory import RunDirectory
 from cairn.run.messages import PolicyName, ShippedBatch
 from cairn.run.seeds import permutation
 from cairn.tools.audit.report import Epoch, Report, Row
+
+
+def read_whole_ledger(
+    run: RunDirectory, store: CheckpointStore, manifests: dict[int, Manifest], report: Report
+) -> LedgerContent:
+    """The run's ledger; if it was damaged or lost its last rows, the newest checkpoint's copy, with a note.
+
+    A resumed run replaces such a ledger by that copy. A run that is complete doesn't, since it isn't resumed.
+
+    Raises:
+        CheckpointError: the ledger can't be read, and no checkpoint has a copy.
+    """
+    copies = [step for step, manifest in manifests.items() if LEDGER in manifest.files]
+    if not copies:
+        return read_ledger(run.ledger)
+    path = StepFolder(store.folder(max(copies))).ledger
+    try:
+        ledger = read_ledger(run.ledger)
+    except CheckpointError as error:
+        with contextlib.suppress(CheckpointError):
+            copy = read_ledger(path, immutable=True)
+            report.notes.append(f"{error}; {_COPY.format(max(copies))}")
+            return copy
+        raise
+    try:
+        copy = read_ledger(path, immutable=True)
+    except CheckpointError:
+        return ledger  # check_snapshots reports the copy
+    end = max(ledger.batches, default=0)
+    lost = [step for step in copy.batches if step > end]
+    if lost and ledger.batches == {step: batch for step, batch in copy.batches.items() if step <= end}:
+        what = f"{run.ledger}: has lost the rows after batch {end}, as a power cut may do"
+        report.notes.append(f"{what}; {_COPY.format(max(copies))}")
+        return copy
+    return ledger
+
+
+_COPY = "the copy in checkpoint {} was audited instead, and a resumed run goes on from a checkpoint's copy"
 
 
 def add_unnoted(ledger: LedgerContent, run: RunDirectory, attempt: Attempt) -> None:
