@@ -378,7 +378,7 @@ def test_a_snapshot_says_what_the_ledger_says(run: Run):
 def test_a_complete_run_is_proved_by_the_newest_copy_of_a_ledger_that_a_power_cut_damaged(
     run: Run, damage: str
 ):
-    """A complete run is not resumed, so nothing replaces its ledger. A row lost in the middle is no such case."""
+    """A complete run is not resumed, so nothing replaces its ledger. Rows lost inside it are a violation."""
     path, folder = run.path / "ledger.sqlite", run.path / f"checkpoints/step_{LAST}"
     files = {"orchestrator/ledger.sqlite": {"size": 0, "crc64nvme": []}}
     run.save(LAST, {"run_id": RUN, "step": SAVED[-1]}, files=files)
