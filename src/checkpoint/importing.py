@@ -4,13 +4,14 @@ import importlib.metadata
 import secrets
 import shutil
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
 from cairn.checkpoint.formats import FORMATS, Content, Source, Stage, no_progress
+from cairn.checkpoint.formats.content import listed
+from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.hub import Layout, Place, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
 from cairn.checkpoint.layout import TensorSpec
@@ -21,26 +22,8 @@ from cairn.checkpoint.streaming import write_sources
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, sync, write_json
 
-if TYPE_CHECKING:
-    import torch
-
 NOT_OF_A_MODEL = {"trainer_state.json"}
 """Files beside a model that belong to its training."""
-LISTED = 20
-"""Names of tensors in an error; the rest are counted."""
-
-
-@dataclass(frozen=True)
-class Section:
-    """A run of values of another tensor; a `Source`."""
-
-    source: Source
-    first: int
-    spec: TensorSpec
-
-    def fill(self, first: int, into: "torch.Tensor") -> None:
-        """See `Source.fill`."""
-        self.source.fill(self.first + first, into)
 
 
 def import_checkpoint(
@@ -223,5 +206,4 @@ def _refuse(names: Sequence[str], where: Path, what: str) -> None:
         CheckpointError: there are some.
     """
     if names:
-        more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-        raise CheckpointError(f"{where}: {what}: {', '.join(names[:LISTED])}{more}")
+        raise CheckpointError(f"{where}: {what}: {listed(names)}")

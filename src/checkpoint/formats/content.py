@@ -1,6 +1,6 @@
 """What a format of checkpoints must offer, and what it finds in a file or folder."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -17,6 +17,17 @@ Stage = Callable[[str, int], Callable[[int], None]]
 def no_progress(stage: str, total: int) -> Callable[[int], None]:
     """A `Stage` that shows nothing."""
     return lambda count: None
+
+
+LISTED = 10
+"""Names in an error; the rest are counted."""
+
+
+def listed(names: Iterable[str]) -> str:
+    """Names for an error, sorted; not more than LISTED."""
+    names = sorted(names)
+    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
+    return ", ".join(names[:LISTED]) + more
 
 
 class Source(Protocol):

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import MOMENTS, PROGRAMS, Program
 from cairn.checkpoint.formats.dcp_tensors import DcpSource
@@ -24,7 +24,6 @@ BESIDE = {
     "orchestrator": "orchestrator/ is a pickle of the program's own classes",
 }
 """Files beside the checkpoint that are not read."""
-LISTED = 10
 
 
 def read(source: Path, folders: Iterable[Path]) -> Content:
@@ -213,9 +212,3 @@ def _number(source: DcpSource) -> float | int:
     value = torch.empty(1, dtype=DTYPES[source.spec.dtype])
     source.fill(0, value)
     return value.item()
-
-
-def listed(names: Iterable[str]) -> str:
-    names = sorted(names)
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more

@@ -16,8 +16,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import AutoConfig, PreTrainedConfig
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions
-from cairn.checkpoint.formats.dcp_reading import listed
+from cairn.checkpoint.formats.content import Content, Source, WriteOptions, listed
 from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.huggingface import written_dtypes
 from cairn.checkpoint.manifest import CheckpointError
