@@ -15,7 +15,8 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json
-from cairn.tools.ckpt_formats import add_export, add_import, export_step, import_step, progress_bars
+from cairn.run.progress import progress_bars
+from cairn.tools.ckpt_formats import add_export, add_import, export_step, import_step
 from cairn.tools.ckpt_output import (
     print_audit,
     print_diff,

@@ -1,13 +1,7 @@
 """The commands `ckpt export` and `ckpt import`: checkpoints in the formats of other programs."""
 
 import argparse
-import contextlib
-from collections.abc import Callable, Generator
 from pathlib import Path
-
-from rich.console import Console
-from rich.markup import escape
-from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TransferSpeedColumn
 
 from cairn.checkpoint.formats import EXPORTERS, FORMATS, WriteOptions, format_of
 from cairn.checkpoint.layout import MAX_FILE_BYTES
@@ -15,7 +9,7 @@ from cairn.checkpoint.manifest import FILE_NAME
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
-from cairn.run.output import printable
+from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 
 DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
@@ -119,20 +113,6 @@ def import_step(arguments: argparse.Namespace) -> int:
         say(f"{folder} is step {manifest.step} of the new run {manifest.run_id}; resume it with")
         say(f"  --output-dir {output_dir} --ckpt.resume latest")
     return 0
-
-
-@contextlib.contextmanager
-def progress_bars() -> Generator[Callable[[str, int], Callable[[int], None]]]:
-    """Bars on a terminal, one for each stage; gives what begins a stage of so many bytes."""
-    columns = TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn()
-    console = Console(stderr=True)
-    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
-
-        def begin(stage: str, total: int) -> Callable[[int], None]:
-            task = progress.add_task(escape(printable(stage)), total=total)
-            return lambda count: progress.advance(task, count)
-
-        yield begin
 
 
 def _step(path: Path) -> Path:

@@ -9,12 +9,12 @@ from cairn.checkpoint.formats.content import (
     Source,
     Stage,
     WriteOptions,
-    no_progress,
 )
 from cairn.checkpoint.formats.dcp import Dcp
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
 from cairn.checkpoint.formats.plain import PlainFile
+from cairn.run.progress import no_progress
 
 __all__ = [
     "EXPORTERS",

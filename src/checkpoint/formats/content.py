@@ -6,17 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from cairn.checkpoint.layout import MAX_FILE_BYTES, TensorSpec
+from cairn.run.progress import Stage
 
 if TYPE_CHECKING:
     import torch
-
-Stage = Callable[[str, int], Callable[[int], None]]
-"""Begins a stage of so many bytes, for a progress bar; returns what is told how many more are done."""
-
-
-def no_progress(stage: str, total: int) -> Callable[[int], None]:
-    """A `Stage` that shows nothing."""
-    return lambda count: None
 
 
 LISTED = 10
