@@ -23,7 +23,7 @@ from cairn.checkpoint.manifest import Damaged
 MAX_READ_BYTES = 64 << 20
 """Limit of what is read at once of an archive beside tensors: its directory, and `data.pkl`."""
 LOCAL_HEADER_BYTES = 30
-_STORAGES = {
+STORAGES = {
     "DoubleStorage": torch.float64,
     "FloatStorage": torch.float32,
     "HalfStorage": torch.float16,
@@ -38,7 +38,7 @@ _STORAGES = {
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): ordered_dict,
     ("torch._utils", "_rebuild_tensor_v2"): call("_rebuild_tensor_v2"),
-    **{("torch", name): dtype for name, dtype in _STORAGES.items()},
+    **{("torch", name): dtype for name, dtype in STORAGES.items()},
 }
 _PLAIN = {("collections", "OrderedDict"): ordered_dict}
 
