@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from runs import join
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM
 
@@ -35,23 +35,55 @@ def train_all(rank: int, port: int, out: Path) -> None:
     group.leave()
 
 
-def train(group: RankGroup, model_folder: Path, out: Path) -> None:
-    """Train STEPS steps, save in every layout, and write the truth and the losses of the next two steps."""
-    model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
-    for layer in model.model.layers:
-        fully_shard(layer, mesh=group.mesh)
-    fully_shard(model, mesh=group.mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+def go_on_all(rank: int, port: int, out: Path) -> None:
+    """Go on from each checkpoint `out/*/out-<format>` with the next two steps; write their losses."""
+    group = join(rank, 2, port)
+    for folder in sorted(out.glob("*/out-*")):
+        name = folder.name.removeprefix("out-")
+        program = Program(group, folder.parent / "model")
+        program.load(folder, name)
+        losses = [program.step(number) for number in (STEPS + 1, STEPS + 2)]
+        if group.rank == 0:
+            (folder.parent / f"losses-{name}.json").write_text(json.dumps(losses))
+    dist.barrier()
+    group.leave()
 
-    def step(number: int) -> float:
-        rows = tokens(number, model.config.vocab_size)
-        loss = model(input_ids=rows, labels=rows, use_cache=False).loss
+
+class Program:
+    """A model and its optimiser."""
+
+    def __init__(self, group: RankGroup, model_folder: Path):
+        self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        for layer in self.model.model.layers:
+            fully_shard(layer, mesh=group.mesh)
+        fully_shard(self.model, mesh=group.mesh)
+        self.optimizer = torch.optim.AdamW(
+            self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0
+        )
+
+    def step(self, number: int) -> float:
+        """Train a step; returns the loss before it."""
+        rows = tokens(number, self.model.config.vocab_size)
+        loss = self.model(input_ids=rows, labels=rows, use_cache=False).loss
         loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
+        torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
         return loss.item()
 
+    def load(self, folder: Path, name: str) -> None:
+        """Load a checkpoint, in the way of the program for which the format `name` is."""
+        weights, state = get_state_dict(self.model, self.optimizer)
+        content = {"model": weights, "optim": state, "step": 0}
+        dcp.load(content, checkpoint_id=folder)
+        assert content["step"] == STEPS
+        set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=state)
+
+
+def train(group: RankGroup, model_folder: Path, out: Path) -> None:
+    """Train STEPS steps, save in every layout, and write the truth and the losses of the next two steps."""
+    program = Program(group, model_folder)
+    model, optimizer, step = program.model, program.optimizer, program.step
     for number in range(1, STEPS + 1):
         step(number)
     weights, state = get_state_dict(model, optimizer)

@@ -3,19 +3,16 @@
 import importlib.metadata
 import secrets
 import shutil
-from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
-from cairn.checkpoint.formats import FORMATS, Content, Source, Stage, no_progress
-from cairn.checkpoint.formats.content import listed
-from cairn.checkpoint.formats.derived import Section
-from cairn.checkpoint.formats.hub import Layout, Place, hub_layout
+from cairn.checkpoint.formats import FORMATS, Content, Stage, no_progress
+from cairn.checkpoint.formats.fitting import state_of, weights_of
+from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
-from cairn.checkpoint.layout import TensorSpec
-from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.receipts import make_receipt
 from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.streaming import write_sources
@@ -54,8 +51,8 @@ def import_checkpoint(
     """
     from transformers import AutoConfig
 
-    content = FORMATS[name].read(source)
-    companions = model or content.model
+    content = FORMATS[name].read(source, model)
+    companions = content.model
     if companions is None or not (companions / "config.json").is_file():
         raise UsageError(
             f"{source}: has no config.json beside it; give the folder of its model with --model FOLDER"
@@ -125,85 +122,3 @@ def import_checkpoint(
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     return folder, manifest, content
-
-
-def weights_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Source]:
-    """A model's weights by the hub's names, from those with any names that transformers knows.
-
-    Raises:
-        CheckpointError: some are missing, have another shape, or have no place in the model.
-    """
-    places = _places(found, layout, where)
-    exact = {places[name]: source for name, source in found.items() if name in places}
-    whole = {place.name: source for place, source in exact.items() if _is_whole(place, layout)}
-    weights: dict[str, Source] = {}
-    missing: list[str] = []
-    for name, place in layout.places.items():
-        if place in exact:
-            weights[name] = exact[place]
-        elif place.name in whole:
-            source = whole[place.name]
-            weights[name] = Section(source, place.first, TensorSpec(name, source.spec.dtype, place.shape))
-        else:
-            missing.append(name)
-    _refuse(missing, where, "these weights of the model are missing")
-    return weights
-
-
-def state_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Source]:
-    """The optimiser's state by transformers' names, from that with any names that transformers knows.
-
-    Raises:
-        CheckpointError: some of it is missing, has another shape, or has no place in the model.
-    """
-    kinds: dict[str, dict[str, Source]] = {}
-    for name, source in found.items():
-        weight, _, kind = name.rpartition(".")
-        kinds.setdefault(kind, {})[weight] = source
-    state: dict[str, Source] = {}
-    for kind, by_weight in kinds.items():
-        shaped = {name: source for name, source in by_weight.items() if kind != "step"}
-        places = _places(shaped, layout, where) if shaped else layout.find(by_weight.keys())
-        whole = {places[name].name: source for name, source in by_weight.items() if name in places}
-        cut = [name for name in by_weight if name in places and not _is_whole(places[name], layout)]
-        _refuse(cut, where, "the optimiser's state of these is that of parts of what transformers trains")
-        state |= {f"{name}.{kind}": source for name, source in whole.items()}
-        _refuse(
-            sorted(layout.shapes.keys() - layout.buffers - whole.keys()),
-            where,
-            f"the optimiser's {kind} is missing for these weights",
-        )
-    return state
-
-
-def _places(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Place]:
-    """The place of each tensor; copies of tied ones have none.
-
-    Raises:
-        CheckpointError: a tensor has another shape than its place, or no place.
-    """
-    places = {name: place for name, place in layout.find(found.keys()).items() if name in found}
-    tied = layout.tied.keys() | layout.tied_in_memory.keys()
-    unknown = sorted(found.keys() - places.keys() - tied)
-    _refuse(unknown, where, "these tensors have no place in the model that config.json describes")
-    other = [
-        f"{name} {list(found[name].spec.shape)} instead of {list(place.shape)}"
-        for name, place in places.items()
-        if found[name].spec.shape != place.shape
-    ]
-    _refuse(other, where, "these tensors have another shape than config.json says")
-    return places
-
-
-def _is_whole(place: Place, layout: Layout) -> bool:
-    return place.shape == layout.shapes[place.name]
-
-
-def _refuse(names: Sequence[str], where: Path, what: str) -> None:
-    """Raise an error that lists `names`, if there are any.
-
-    Raises:
-        CheckpointError: there are some.
-    """
-    if names:
-        raise CheckpointError(f"{where}: {what}: {listed(names)}")

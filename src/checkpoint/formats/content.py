@@ -77,8 +77,12 @@ class Format(Protocol):
         """Whether `source` has this format, judged by the names of its files."""
         ...
 
-    def read(self, source: Path) -> Content:
+    def read(self, source: Path, model: Path | None = None) -> Content:
         """The content; tensor values are not read, and no code in it is executed.
+
+        Args:
+            model: a folder with config.json and tokenizer, for sources that lack them or whose own are not to
+                be used.
 
         Raises:
             FileNotFoundError: a file that the format needs is missing.

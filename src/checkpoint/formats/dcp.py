@@ -17,7 +17,7 @@ class Dcp:
         """Whether `source` has such files, but not those of Megatron, which uses DCP inside."""
         return bool(folders_in(source)) and not (source / "common.pt").exists()
 
-    def read(self, source: Path) -> Content:
+    def read(self, source: Path, model: Path | None = None) -> Content:
         """The content; see `content.Format`.
 
         Raises:
@@ -31,16 +31,16 @@ class Dcp:
         folders = folders_in(source)
         if not folders:
             raise FileNotFoundError(2, f"holds no {FILE_NAME}", str(source))
-        return read(source, folders)
+        return read(source, folders, model)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
         """Write `{"model": ..., "optim": {"state": ..., "param_groups": ...}, "step": ...}`.
 
-        So do programs that save what torch's `get_state_dict` returns. Tied weights are stored under each of
-        their names, as there.
+        So do programs that save what torch's `get_state_dict` returns: weights have the names of
+        transformers' modules, and tied ones are stored under each of their names.
 
         Raises:
-            CheckpointError: the optimiser's state is of tensors that are several in the hub's files.
+            CheckpointError: there is no config.json.
             OSError: a file can't be written.
         """
         from cairn.checkpoint.formats.dcp_writer import write  # imports torch

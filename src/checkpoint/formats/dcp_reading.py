@@ -26,11 +26,11 @@ BESIDE = {
 """Files beside the checkpoint that are not read."""
 
 
-def read(source: Path, folders: Iterable[Path]) -> Content:
+def read(source: Path, folders: Iterable[Path], model: Path | None = None) -> Content:
     """The content of a checkpoint that is in these folders together; see `Dcp.read`."""
     index = _merge(read_metadata(folder) for folder in folders)
     program = _program(source, index.tensors.keys() | index.values.keys())
-    return _Reading(source, index, program).content()
+    return _Reading(source, index, program, model).content()
 
 
 @dataclass(frozen=True)
@@ -40,6 +40,7 @@ class _Reading:
     source: Path
     index: DcpIndex
     program: Program
+    model: Path | None
 
     def content(self) -> Content:
         """All of it."""
@@ -64,7 +65,7 @@ class _Reading:
         config = (self.source / place for place in MODEL_FOLDERS)
         return Content(
             tensors={MODEL: weights, **({OPTIMIZER: state} if state else {})},
-            model=next((folder for folder in config if (folder / "config.json").exists()), None),
+            model=self.model or next((f for f in config if (f / "config.json").exists()), None),
             step=max(steps) if steps else said,
             tokens=self._progress(self.program.tokens),
             samples=self._progress(self.program.samples),

@@ -6,7 +6,7 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +16,8 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 from transformers import AutoConfig, PreTrainedConfig
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, Source, WriteOptions
+from cairn.checkpoint.formats.fitting import in_memory
 from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.huggingface import written_dtypes
 from cairn.checkpoint.manifest import CheckpointError
@@ -27,26 +28,24 @@ from cairn.checkpoint.streaming import pieces_of
 def write(content: Content, folder: Path, options: WriteOptions) -> None:
     """Write `{"model": ..., "optim": {"state": ..., "param_groups": ...}, "step": ...}`.
 
-    So do programs that save what torch's `get_state_dict` returns. Tied weights are stored under each of
-    their names, as there.
+    So do programs that save what torch's `get_state_dict` returns: weights have the names of transformers'
+    modules, and tied ones are stored under each of their names.
 
     Raises:
-        CheckpointError: the optimiser's state is of tensors that are several in the hub's files.
+        CheckpointError: there is no config.json.
         OSError: a file can't be written.
     """
-
-    dtypes = written_dtypes(content, options.dtype)
-    weights = dict(content.tensors[MODEL])
+    if content.model is None:
+        raise CheckpointError("there is no config.json, which tells the names of the tensors in memory")
+    config: PreTrainedConfig = AutoConfig.from_pretrained(content.model)
+    layout = hub_layout(config)
+    weights = in_memory(content.tensors[MODEL], layout, content.model)
+    dtypes = written_dtypes(replace(content, tensors={MODEL: weights}), options.dtype)
     types = {name: dtypes.get(name, DTYPES[source.spec.dtype]) for name, source in weights.items()}
-    for name, of in _tied(content).items():
+    for name, of in layout.tied_in_memory.items():
         weights[name], types[name] = weights[of], types[of]
     moments = content.tensors.get(OPTIMIZER, {})
     owners = dict.fromkeys(name.rpartition(".")[0] for name in moments)
-    if strange := [name for name in owners if name not in weights]:
-        raise CheckpointError(
-            "the optimiser holds these tensors in one piece, and the hub's files in several, which can't "
-            f"be written as DCP: {listed(strange)}"
-        )
     tensors = {f"model.{name}": _Outgoing(source, types[name]) for name, source in weights.items()}
     own = {name: _Outgoing(source, DTYPES[source.spec.dtype]) for name, source in moments.items()}
     tensors |= {f"optim.state.{name}": source for name, source in own.items()}
@@ -61,16 +60,6 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     if content.step is not None:
         state["step"] = content.step
     _save(folder, tensors, state, options.on_bytes)
-
-
-def _tied(content: Content) -> dict[str, str]:
-    """The names of tied weights that are not stored, and of those that hold their values."""
-
-    if content.model is None:
-        return {}
-    config: PreTrainedConfig = AutoConfig.from_pretrained(content.model)
-    tied = hub_layout(config).tied
-    return {name: of for name, of in tied.items() if name not in content.tensors[MODEL]}
 
 
 def _param_groups(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:

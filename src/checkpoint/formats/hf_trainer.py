@@ -42,7 +42,7 @@ class HuggingFaceTrainer:
         """Whether `source` is a folder with a trainer_state.json."""
         return (source / STATE).exists()
 
-    def read(self, source: Path) -> Content:
+    def read(self, source: Path, model: Path | None = None) -> Content:
         """Weights, AdamW's state by name, the step, and the settings that the optimiser's groups have.
 
         Raises:
@@ -62,7 +62,7 @@ class HuggingFaceTrainer:
         ]
         return Content(
             {MODEL: find_tensors(source, "model"), OPTIMIZER: state},
-            model=source,
+            model=model or source,
             step=progress.global_step,
             tokens=progress.num_input_tokens_seen or None,
             optimizer="AdamW",

@@ -25,14 +25,14 @@ class HuggingFace:
         """Whether `source` is a folder with a config.json."""
         return (source / "config.json").exists()
 
-    def read(self, source: Path) -> Content:
+    def read(self, source: Path, model: Path | None = None) -> Content:
         """The weights, by their names in the folder.
 
         Raises:
             FileNotFoundError: the folder has no weights.
             Damaged: an index or a header is invalid.
         """
-        return Content(tensors={MODEL: find_tensors(source, "model")}, model=source)
+        return Content(tensors={MODEL: find_tensors(source, "model")}, model=model or source)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
         """Write the weights, and copies of the files beside them; config.json names the new data type.

@@ -19,7 +19,7 @@ class PlainFile:
         """Whether `source` is a file with a name that torch's files have."""
         return source.is_file() and source.suffix in SUFFIXES
 
-    def read(self, source: Path) -> Content:
+    def read(self, source: Path, model: Path | None = None) -> Content:
         """The weights.
 
         Raises:
@@ -45,4 +45,4 @@ class PlainFile:
             raise Damaged(f"{source}: holds no state dict: {wrong[0]} is no tensor")
         tensors = {str(name): held(str(name), tensor, source) for name, tensor in weights.items()}
         folder = source.parent if (source.parent / "config.json").is_file() else None
-        return Content({MODEL: tensors}, model=folder, left_out=left_out)
+        return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
