@@ -17,7 +17,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections import Counter
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,10 +61,12 @@ class Arena:
         max_file_bytes: int,
         room: Callable[[int], int] = lambda nbytes: nbytes,
         copies: Callable[[Iterable[torch.device]], HostCopies] = copies_from,
+        packed: Collection[str] = (),
     ):
         """Allocate it.
 
         Args:
+            packed: the folders within the step whose tensor files are packed.
             room: how many bytes of memory it may have, given how many the state takes.
             copies: makes what copies tensors that are on given devices.
         """
@@ -75,9 +78,12 @@ class Arena:
         self.indices: dict[str, bytes] = {}
         held: dict[str, list[tuple[int, int]]] = {}
         self._exchanged: set[str] = set()
+        widths: dict[int, int] = {}
         for stem, named in tensors.items():
             own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes)
             prefix = stem.rpartition("/")[0]
+            if prefix in packed:
+                widths |= {len(files) + i: _width(named[n] for n in f.offsets) for i, f in enumerate(own)}
             files += [_inside(file, prefix, stem) for file in own]
             if index is not None:
                 self.indices[f"{stem}.safetensors.index.json"] = index
@@ -119,6 +125,8 @@ class Arena:
                 "files": [[file.name, file.size] for file in files],
                 "extents": [[e.file, e.offset, e.nbytes, e.arena] for e in self.plan.extents],
                 "report": self.is_ring,
+                "rank": rank,
+                "packed": widths,
             }
         )
         self._copier = copies(tensor.device for named in tensors.values() for tensor in named.values())
@@ -238,6 +246,14 @@ class Arena:
 
 def _describe(tensors: Tensors) -> list[tuple[str, str, torch.dtype, torch.Size]]:
     return [(stem, name, t.dtype, t.shape) for stem, named in tensors.items() for name, t in named.items()]
+
+
+def _width(tensors: Iterable[Stored]) -> int:
+    """The size of most values of a file, by bytes."""
+    nbytes: Counter[int] = Counter()
+    for tensor in tensors:
+        nbytes[tensor.element_size()] += tensor.numel() * tensor.element_size()
+    return nbytes.most_common(1)[0][0]
 
 
 def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, int, int]]:

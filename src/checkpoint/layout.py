@@ -6,16 +6,18 @@ header length, a JSON header padded with spaces, then the tensors without gaps.
 """
 
 import errno
+import io
 import json
 import math
 import re
 import struct
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError, Damaged, refuse_repeated_keys
+from cairn.checkpoint.packed import PackedFile, packed_files
 
 if TYPE_CHECKING:
     import torch
@@ -188,11 +190,15 @@ def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[t
 
 @dataclass(frozen=True)
 class StoredTensor:
-    """The location of a tensor on disk, where its values lie in row-major order; a `formats.Source`."""
+    """The location of a tensor in a file, where its values lie in row-major order; a `formats.Source`.
+
+    packed: where the file's bytes are, if it is packed; there is then no file at `path`.
+    """
 
     path: Path
     offset: int
     spec: TensorSpec
+    packed: PackedFile | None = None
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
         """Read values, beginning with value `first`, into a flat tensor, converting the data type.
@@ -209,7 +215,8 @@ class StoredTensor:
                 f"{self.path}: {self.spec.name} has data type {self.spec.dtype}, which can't be read"
             )
         dtype = DTYPES[self.spec.dtype]
-        read_pieces([Piece(self.path, self.offset + first * dtype.itemsize, dtype, into)])
+        offset = self.offset + first * dtype.itemsize
+        read_pieces([Piece(self.path, offset, dtype, into, packed=self.packed)])
 
 
 def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
@@ -220,23 +227,27 @@ def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
         Damaged: the index or a header is invalid.
     """
     found: dict[str, StoredTensor] = {}
-    for path in tensor_files(folder, stem):
-        for tensor in read_header(path):
+    packed = packed_files(folder)
+    for path in tensor_files(folder, stem, packed):
+        for tensor in read_header(path, packed.get(path.name)):
             found[tensor.spec.name] = tensor
     return found
 
 
-def tensor_files(folder: Path, stem: str) -> list[Path]:
+def tensor_files(folder: Path, stem: str, packed: Collection[str] = ()) -> list[Path]:
     """`<stem>.safetensors` if it exists, as in transformers, otherwise the files that the index names.
 
     Every reader of a model folder calls this, so that all read the same tensors.
+
+    Args:
+        packed: the names of packed files in the folder; they count as files.
 
     Raises:
         FileNotFoundError: there is neither.
         Damaged: the index is invalid, or a file that it names is missing.
     """
     single = folder / f"{stem}.safetensors"
-    if single.exists():
+    if single.exists() or single.name in packed:
         return [single]
     index = folder / f"{stem}.safetensors.index.json"
     try:
@@ -248,27 +259,27 @@ def tensor_files(folder: Path, stem: str) -> list[Path]:
         raise Damaged(f"{index}: not an index of safetensors files: {error}") from None
     if outside := [name for name in names if type(name) is not str or not PLAIN_NAME.fullmatch(name)]:
         raise Damaged(f"{index}: names a file outside its folder: {outside[0]!r}")
-    if absent := [name for name in names if not (folder / name).is_file()]:
+    if absent := [name for name in names if name not in packed and not (folder / name).is_file()]:
         raise Damaged(f"{index}: names {absent[0]}, which does not exist")
     return [folder / name for name in names]
 
 
-def read_header(path: Path) -> list[StoredTensor]:
-    """The tensors of a safetensors file, in file order.
+def read_header(path: Path, packed: PackedFile | None = None) -> list[StoredTensor]:
+    """The tensors of a safetensors file, which may be packed, in file order.
 
     Raises:
         FileNotFoundError: there is no such file.
         Damaged: the header is too large, not valid JSON, or does not describe exactly the file's bytes.
     """
-    if path.is_dir():
+    if packed is None and path.is_dir():
         raise Damaged(f"{path}: is a folder, not a safetensors file")
-    size = path.stat().st_size
-    with open(path, "rb") as file:
+    size = packed.size if packed else path.stat().st_size
+    with io.BytesIO(packed.read(0, 8)) if packed else open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
         if length > min(MAX_HEADER_BYTES, size - 8):
             raise Damaged(f"{path}: not a whole safetensors file: the header would be {length} bytes long")
-        text = file.read(length)
+        text = packed.read(8, length) if packed else file.read(length)
     try:
         entries = json.loads(text, object_pairs_hook=refuse_repeated_keys)
         entries.pop("__metadata__", None)
@@ -282,7 +293,7 @@ def read_header(path: Path) -> list[StoredTensor]:
         position = end
     if position != size - 8 - length:
         raise Damaged(f"{path}: has {size} bytes, but its header describes {8 + length + position}")
-    return [StoredTensor(path, 8 + length + start, spec) for start, _, spec in spans]
+    return [StoredTensor(path, 8 + length + start, spec, packed) for start, _, spec in spans]
 
 
 def _span(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorSpec]:

@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal, cast
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator, model_validator
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, chunk_crc
 from cairn.run.errors import CairnError
@@ -56,7 +56,8 @@ class Manifest(BaseModel):
 
     model_config = ConfigDict(extra="forbid", strict=True)
 
-    format: Literal[1] = 1
+    format: Literal[1, 2] = 1
+    """2: some tensor files are packed (`checkpoint.packed`), which readers of 1 don't know."""
     step: int = Field(ge=1)
     run_id: str
     attempt: int
@@ -75,8 +76,11 @@ class Manifest(BaseModel):
     chunk_bytes: Literal[16777216] = 16777216
     """Always CHUNK_BYTES."""
     files: dict[str, FileEntry]
+    """The files that are stored."""
+    contents: dict[str, FileEntry] = Field(default_factory=dict[str, FileEntry], exclude_if=lambda v: not v)
+    """The files that are packed, as they are once unpacked; only in format 2."""
 
-    @field_validator("files")
+    @field_validator("files", "contents")
     @classmethod
     def _stay_inside(cls, files: dict[str, FileEntry]) -> dict[str, FileEntry]:
         for name in files:
@@ -86,9 +90,25 @@ class Manifest(BaseModel):
                 raise ValueError(f"{name!r} is not a plain path inside the checkpoint")
         return files
 
+    @field_validator("contents")
+    @classmethod
+    def _whole_entries(cls, contents: dict[str, FileEntry]) -> dict[str, FileEntry]:
+        for name, entry in contents.items():
+            if not name.endswith(".safetensors") or len(entry.crc64nvme) != -(-entry.size // CHUNK_BYTES):
+                raise ValueError(f"{name!r} is not a tensor file with a checksum for each chunk")
+        return contents
+
+    @model_validator(mode="after")
+    def _format_of_contents(self) -> "Manifest":
+        if (self.format == 2) != bool(self.contents):
+            raise ValueError(f"format {self.format} {'without' if self.format == 2 else 'with'} contents")
+        if twice := sorted(self.contents.keys() & self.files.keys()):
+            raise ValueError(f"{twice[0]!r} is there both packed and as it is")
+        return self
+
     @property
     def nbytes(self) -> int:
-        """The total size of all files in bytes."""
+        """The total size of all files as they are stored, in bytes."""
         return sum(entry.size for entry in self.files.values())
 
     def to_json(self) -> bytes:
@@ -110,9 +130,9 @@ def parse(text: bytes | str, where: str) -> Manifest:
     number = cast("dict[str, Any]", content).get("format") if isinstance(content, dict) else None
     if type(number) is not int:
         raise Damaged(f"{where}: not a manifest: its format is missing")
-    if number != 1:
+    if number not in (1, 2):
         raise CheckpointError(
-            f"{where}: format {number}, but this version of Cairn reads format 1; use a newer one"
+            f"{where}: format {number}, but this version of Cairn reads formats 1 and 2; use a newer one"
         )
     try:
         return Manifest.model_validate_json(text)
@@ -162,7 +182,12 @@ def load_manifest(folder: Path) -> Manifest:
 
 def holds_tensors(name: str) -> bool:
     """Whether the file is one of those that `tensors.load_step` verifies while loading."""
-    return name.endswith(".safetensors")
+    return name.endswith(".safetensors") or holds_blocks(name)
+
+
+def holds_blocks(name: str) -> bool:
+    """Whether the file is one of those in which packed files are stored (`checkpoint.packed`)."""
+    return bool(re.fullmatch(r"(?:.*/)?packed-(0|[1-9][0-9]*)\.bin", name))
 
 
 def check_files(

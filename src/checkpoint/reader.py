@@ -22,6 +22,8 @@ import torch
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, crc64
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.packed import Block as PackedBlock
+from cairn.checkpoint.packed import PackedFile
 
 READERS = 3
 """Threads per rank."""
@@ -49,7 +51,8 @@ class Piece:
     """A range of a file to read into a tensor.
 
     dtype: data type in the file. target: contiguous, one-dimensional, possibly of another data type. counted:
-    whether the range counts in the checksums that `read_pieces` returns.
+    whether the range counts in the checksums that `read_pieces` returns. packed: where the file's bytes are,
+    if it is packed.
     """
 
     path: Path
@@ -57,6 +60,7 @@ class Piece:
     dtype: torch.dtype
     target: torch.Tensor
     counted: bool = True
+    packed: PackedFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -83,18 +87,22 @@ def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
     """Fill the targets of all pieces; returns, by file, the checksum contributions of the counted pieces.
 
     Checksums are computed while the bytes are in the CPU's cache; adjacent pieces of a file are read
-    together.
+    together. A packed block of which several pieces hold a part is unpacked once. Checksums of packed files
+    are those of their contents.
 
     Raises:
-        Damaged: a file ends too early.
+        Damaged: a file ends too early, or a block can't be unpacked.
     """
-    pieces = [piece for piece in pieces if piece.nbytes]
-    seen: dict[Path, FileChecksum] = {}
+    pieces = list(pieces)
+    packed = [piece for piece in pieces if piece.nbytes and piece.packed]
+    pieces = [piece for piece in pieces if piece.nbytes and not piece.packed]
+    seen = {piece.path: FileChecksum(piece.packed.size) for piece in packed if piece.packed}
     with contextlib.ExitStack() as closing:
         files = {path: closing.enter_context(_File(path)) for path in {piece.path for piece in pieces}}
         pool = closing.enter_context(ThreadPoolExecutor(READERS))
         closing.callback(pool.shutdown, cancel_futures=True)
         jobs = [pool.submit(_read, files[stream[0].path], stream) for stream in _streams(pieces)]
+        jobs += [pool.submit(_unpack, block, parts) for block, parts in _by_block(packed)]
         for path, file in files.items():
             seen[path] = FileChecksum(file.size)
         for job in jobs:
@@ -306,3 +314,44 @@ def _read(file: _File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, 
         if not piece.in_place:
             piece.target.copy_(buffer)
     return first.path, sums if first.counted else []
+
+
+def _by_block(pieces: list[Piece]) -> Iterator[tuple[PackedBlock, list[Piece]]]:
+    """The blocks that hold some of the pieces, and the pieces' parts in each.
+
+    A value that lies in two blocks, which our own files do not have, is in the part of the first.
+    """
+    blocks: dict[PackedBlock, list[Piece]] = {}
+    for piece in pieces:
+        assert piece.packed
+        size, first = piece.dtype.itemsize, 0
+        for block in piece.packed.covering(piece.offset, piece.nbytes):
+            last = min(-(-(block.end - piece.offset) // size), piece.target.numel())
+            if last > first:
+                part = replace(piece, offset=piece.offset + first * size, target=piece.target[first:last])
+                blocks.setdefault(block, []).append(part)
+            first = max(first, last)
+    yield from blocks.items()
+
+
+def _unpack(block: PackedBlock, parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+    """Fill parts of pieces from a block; returns what `_read` returns."""
+    held = block.read()
+    sums: list[tuple[int, int, int]] = []
+    for part in parts:
+        assert part.packed
+        within = held[part.offset - block.offset :][: part.nbytes]
+        if len(within) < part.nbytes:  # a value goes on in the next block
+            within = memoryview(part.packed.read(part.offset, part.nbytes))
+        if len(within) < part.nbytes:
+            raise Damaged(f"{part.path}: ends at byte {part.packed.size}, but should be longer")
+        buffer = part.target if part.in_place else torch.empty(part.target.shape, dtype=part.dtype)
+        as_memory(buffer)[:] = within
+        if not part.in_place:
+            part.target.copy_(buffer)
+        begin = part.offset
+        while part.counted and within:
+            piece = within[: CHUNK_BYTES - begin % CHUNK_BYTES]
+            sums.append((begin, len(piece), crc64(piece)))
+            begin, within = begin + len(piece), within[len(piece) :]
+    return parts[0].path, sums

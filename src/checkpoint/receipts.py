@@ -4,7 +4,9 @@ A receipt is the file `.<name>.part.json` in the step's folder. It names its aut
 or an attempt of the run) and the author's contributions to the checksums of each file.
 """
 
-from typing import Any, TypedDict
+from collections.abc import Mapping
+from types import MappingProxyType
+from typing import Any, NotRequired, TypedDict
 
 from cairn.checkpoint.checksums import FileChecksum
 
@@ -22,11 +24,28 @@ class Receipt(TypedDict):
 
     attempt: str
     files: dict[str, _Written]
+    contents: NotRequired[dict[str, _Written]]
+    """Of files that were packed: what was packed of them."""
 
 
-def make_receipt(attempt: str, files: dict[str, FileChecksum]) -> Receipt:
-    """The receipt of `attempt` for the checksums that it computed while writing."""
-    entries: dict[str, _Written] = {
+def make_receipt(
+    attempt: str,
+    files: Mapping[str, FileChecksum],
+    contents: Mapping[str, FileChecksum] = MappingProxyType({}),
+) -> Receipt:
+    """The receipt of `attempt` for the checksums that it computed while writing.
+
+    Args:
+        contents: those of files that it packed.
+    """
+    receipt: Receipt = {"attempt": attempt, "files": _entries(files)}
+    if contents:
+        receipt["contents"] = _entries(contents)
+    return receipt
+
+
+def _entries(files: Mapping[str, FileChecksum]) -> dict[str, _Written]:
+    return {
         name: {
             "size": file.size,
             "nbytes": file.nbytes,
@@ -34,12 +53,11 @@ def make_receipt(attempt: str, files: dict[str, FileChecksum]) -> Receipt:
         }
         for name, file in files.items()
     }
-    return {"attempt": attempt, "files": entries}
 
 
-def read_receipt(content: dict[str, Any]) -> dict[str, FileChecksum]:
-    """The checksums in a receipt."""
+def read_receipt(content: dict[str, Any], kind: str = "files") -> dict[str, FileChecksum]:
+    """The checksums in a receipt: of `files`, or of packed files' `contents`."""
     return {
         name: FileChecksum(entry["size"], {k: int(v, 16) for k, v in entry["crcs"]}, entry["nbytes"])
-        for name, entry in content["files"].items()
+        for name, entry in content.get(kind, {}).items()
     }

@@ -10,7 +10,7 @@ next update, or if a save is due while the previous one is still in progress.
 import logging
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -51,13 +51,15 @@ class SaveOptions:
     part_timeout: seconds to wait for another rank's or role's part. read_back: read everything again from the
     disk and compare, before the save counts. max_file_bytes: a larger set of tensors is split into files.
     room: how many bytes of memory the copy of this rank's state may have, given how many it takes; with less,
-    the copy waits for the disk. Called by all ranks together.
+    the copy waits for the disk. Called by all ranks together. packed: folders within the step whose tensor
+    files are compressed (`checkpoint.packed`).
     """
 
     part_timeout: float = 300.0
     read_back: bool = False
     max_file_bytes: int = MAX_FILE_BYTES
     room: Callable[[int], int] = lambda nbytes: nbytes
+    packed: Collection[str] = ()
 
 
 class Saver:
@@ -108,7 +110,8 @@ class Saver:
         if self._arena is None or self._arena.broken or not self._arena.fits(tensors):
             self.finish()
             self.close()
-            self._arena = Arena(tensors, self.rank, self.how.max_file_bytes, self.how.room)
+            how = self.how
+            self._arena = Arena(tensors, self.rank, how.max_file_bytes, how.room, packed=how.packed)
 
     def save(self, step: int, tensors: Tensors, files: Mapping[str, bytes], about: dict[str, Any]) -> None:
         """Begin to save `step`; the tensors must not change until `before_update` has returned.

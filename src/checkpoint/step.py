@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.layout import StoredTensor, find_tensors
+from cairn.checkpoint.packed import packed_files
 from cairn.run.files import read_json
 
 MODEL = "model/model"
@@ -91,10 +92,12 @@ class StepFolder:
         Raises:
             Damaged: an index or a header is invalid.
         """
-        folder, _, name = stem.rpartition("/")
-        if not any((self.path / folder).glob(f"{name}*.safetensors")):
+        where, _, name = stem.rpartition("/")
+        folder = self.path / where
+        packed = any(file.startswith(name) for file in packed_files(folder))
+        if not packed and not any(folder.glob(f"{name}*.safetensors")):
             return {}
-        return find_tensors(self.path / folder, name)
+        return find_tensors(folder, name)
 
 
 def _to_json(content: dict[str, Any]) -> bytes:

@@ -24,6 +24,7 @@ from cairn.checkpoint.manifest import (
     check_files,
     load_manifest,
 )
+from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.receipts import make_receipt, read_receipt
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
@@ -202,6 +203,7 @@ class CheckpointStore:
             DeadlinePassed: a part did not arrive.
         """
         checksums: dict[str, FileChecksum] = {}
+        packed: dict[str, FileChecksum] = {}
         for part, writer in parts.items():
             content = wait_for(
                 lambda part=part, writer=writer: on_poll() or self._arrived(step, part, writer),
@@ -209,12 +211,14 @@ class CheckpointStore:
                 whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",
             )
-            for name, checksum in read_receipt(content).items():
-                checksums.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+            _merge(checksums, read_receipt(content))
+            _merge(packed, read_receipt(content, "contents"))
         fault_point("commit.before_manifest")
         manifest = Manifest(
+            format=2 if packed else 1,
             step=step,
-            files={name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())},
+            files=_file_entries(checksums),
+            contents=_file_entries(packed),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **about,
         )
@@ -250,6 +254,7 @@ class CheckpointStore:
                 if path.is_dir():
                     sync(path)
             check_files(folder, manifest)
+            check_tables(folder, manifest.contents)
         except (OSError, CheckpointError):
             shutil.rmtree(folder, ignore_errors=True)
             raise
@@ -336,6 +341,15 @@ class CheckpointStore:
         return aside
 
 
+def _merge(checksums: dict[str, FileChecksum], more: Mapping[str, FileChecksum]) -> None:
+    for name, checksum in more.items():
+        checksums.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+
+
+def _file_entries(checksums: Mapping[str, FileChecksum]) -> dict[str, FileEntry]:
+    return {name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())}
+
+
 def step_of(folder: "Path | os.DirEntry[str]") -> int:
     """The step number in a folder's name."""
     return int(folder.name.removeprefix("step_"))
@@ -381,4 +395,5 @@ def verify(
     """
     manifest = load_manifest(folder)
     check_files(folder, manifest, content=content, tensors=tensors, on_bytes=on_bytes)
+    check_tables(folder, manifest.contents)
     return manifest

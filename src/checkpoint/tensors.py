@@ -35,6 +35,7 @@ from cairn.checkpoint.manifest import (
     check_content,
     check_crc,
     check_size,
+    holds_blocks,
     holds_tensors,
     load_manifest,
 )
@@ -230,18 +231,20 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
                 scattered.append((local, flat))
             dtype = dtype_of(stored)
             pieces += [
-                Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, own)
+                Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, own, stored.packed)
                 for first, values, own in share.cut_by_owner(flat)
             ]
-        starts: dict[Path, int] = {}
+        firsts: dict[Path, StoredTensor] = {}
         for tensor in files.stored.values():
-            starts[tensor.path] = min(tensor.offset, starts.get(tensor.path, tensor.offset))
-        headers = [torch.empty(start if rank == 0 else 0, dtype=torch.uint8) for start in starts.values()]
-        pieces += [Piece(path, 0, torch.uint8, header) for path, header in zip(starts, headers, strict=True)]
+            firsts[tensor.path] = min(tensor, firsts.get(tensor.path, tensor), key=lambda t: t.offset)
+        for path, first in firsts.items():
+            header = torch.empty(first.offset if rank == 0 else 0, dtype=torch.uint8)
+            pieces.append(Piece(path, 0, torch.uint8, header, packed=first.packed))
     seen = read_pieces(pieces)
     for local, flat in scattered:
         local.copy_(flat.view(local.shape))
-    return {path: seen.get(path) or FileChecksum(path.stat().st_size) for path in {p.path for p in pieces}}
+    sizes = {p.path: p.packed.size if p.packed else p.path.stat().st_size for p in pieces}
+    return {path: seen.get(path) or FileChecksum(size) for path, size in sizes.items()}
 
 
 def load_step(
@@ -308,7 +311,12 @@ def _load_files(
         raise Damaged(f"{error.filename or folder}: {error.strerror}") from None
     seen = {path.relative_to(folder).as_posix(): checksum for path, checksum in checksums.items()}
     if rank == 0:  # verify files that no target needs, too
-        left = {n: e for n, e in manifest.files.items() if holds_tensors(n) and n not in seen}
+        unpacked = bool(manifest.contents) and manifest.contents.keys() <= seen.keys()
+        left = {
+            name: entry
+            for name, entry in manifest.files.items()
+            if holds_tensors(name) and name not in seen and not (unpacked and holds_blocks(name))
+        }
         check_content(folder, left)
     return seen
 
@@ -321,12 +329,15 @@ def _check_sums(folder: Path, manifest: Manifest, merged: Mapping[str, FileCheck
         Damaged: a file differs from its checksums.
     """
     for name, checksum in merged.items():
-        if name not in manifest.files:
+        entry = manifest.files.get(name) or manifest.contents.get(name)
+        if entry is None:
             raise Damaged(f"{folder / name}: does not belong to the checkpoint")
+        if checksum.size != entry.size:  # of a packed file: others have the size that was checked
+            raise Damaged(f"{folder / name}: has {checksum.size} bytes, but should have {entry.size}")
         if checksum.nbytes != checksum.size:
             raise CheckpointError(f"{folder / name}: holds tensors that this run does not have")
         for chunk, crc in enumerate(checksum.chunks()):
-            check_crc(folder / name, manifest.files[name], chunk, crc)
+            check_crc(folder / name, entry, chunk, crc)
 
 
 def dtype_of(stored: Source) -> torch.dtype:

@@ -18,13 +18,15 @@ import mmap
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
 
-from cairn.checkpoint.checksums import FileChecksum, crc64
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc, crc64
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent, ring_pieces
+from cairn.checkpoint.packed import PackWriter, pack, pack_blocks
 from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
 from cairn.run.file_system import file_system_of
@@ -38,11 +40,20 @@ WRITE_BYTES = 8 << 20
 WRITERS = 2  # concurrent writes
 
 
+@dataclass(frozen=True)
+class Packing:
+    """What a rank packs: by file number, the bytes of a value in that file."""
+
+    rank: int = 0
+    widths: Mapping[int, int] = field(default_factory=dict[int, int])
+
+
 class ArenaWriter:
     """Writes the planned extents of one rank from its arena.
 
     Args:
         written: of a ring, is told the arena position up to which all is written.
+        packing: which files to pack.
     """
 
     def __init__(
@@ -51,7 +62,9 @@ class ArenaWriter:
         files: list[tuple[str, int]],
         extents: list[Extent],
         written: Callable[[int], None] | None = None,
+        packing: Packing = Packing(),  # noqa: B008 # it is frozen
     ):
+        self.packing = packing
         self.arena = arena
         self.written = written
         self.files = files
@@ -77,25 +90,52 @@ class ArenaWriter:
             OSError: a write failed, for example because the disk is full.
         """
         checksums = {name: FileChecksum(size) for name, size in self.files}
+        names = [self.files[number][0] for number in self.packing.widths]
+        contents = {name: checksums.pop(name) for name in names}
         touched: list[Path] = []
-        with ThreadPoolExecutor(WRITERS) as pool:
+        packs: dict[str, PackWriter] = {}
+        with contextlib.ExitStack() as closing, ThreadPoolExecutor(WRITERS) as pool:
             for number, (name, size) in enumerate(self.files):
                 extents = [extent for extent in self.extents if extent.file == number]
-                if extents:
+                if not extents:
+                    continue
+                if number in self.packing.widths:
+                    where = name.rpartition("/")[0]
+                    if where not in packs:
+                        packs[where] = PackWriter(folder, where, self.packing.rank)
+                        closing.callback(packs[where].close)
+                    width = self.packing.widths[number]
+                    self._pack_file(packs[where], name, width, extents, contents[name], wait_for_copy, pool)
+                else:
                     self._write_file(folder / name, extents, checksums[name], size, wait_for_copy, pool)
                     touched.append(folder / name)
+            packed = {name: checksum for pack in packs.values() for name, checksum in pack.finish().items()}
+        touched += [folder / name for name in packed]
         fault_point("save.before_fsync")
         for path in touched:
             sync(path)
         for parent in sorted({path.parent for path in touched}):
             sync(parent)
         if read_back:
-            for number, (name, size) in enumerate(self.files):
-                extents = [extent for extent in self.extents if extent.file == number]
-                if extents and _read_back(folder / name, extents, size).crcs != checksums[name].crcs:
-                    raise written_otherwise(folder / name)
+            self._check_disk(folder, checksums, packed)
         fault_point("save.before_part")
-        write_json(receipt, make_receipt(attempt, checksums), durable=True)
+        write_json(receipt, make_receipt(attempt, checksums | packed, contents), durable=True)
+
+    def _check_disk(
+        self, folder: Path, checksums: Mapping[str, FileChecksum], packed: Mapping[str, FileChecksum]
+    ) -> None:
+        """Read everything again.
+
+        Raises:
+            OSError: the disk holds something else.
+        """
+        for number, (name, size) in enumerate(self.files):
+            extents = [extent for extent in self.extents if extent.file == number and name in checksums]
+            if extents and _read_back(folder / name, extents, size).crcs != checksums[name].crcs:
+                raise written_otherwise(folder / name)
+        for name, checksum in packed.items():
+            if _chunks_on_disk(folder / name, checksum.size) != checksum.chunks():
+                raise written_otherwise(folder / name)
 
     def _write_file(
         self,
@@ -139,6 +179,59 @@ class ArenaWriter:
                 settle(0)
             finally:
                 wait([write for write, _ in pending])  # they must finish before the file is closed
+
+    def _pack_file(
+        self,
+        packed: PackWriter,
+        name: str,
+        width: int,
+        extents: list[Extent],
+        checksum: FileChecksum,
+        wait_for_copy: Callable[[int, Callable[[], None]], None],
+        pool: ThreadPoolExecutor,
+    ) -> None:
+        """Append the blocks of a file, in order, while later ones are compressed."""
+        pending: list[tuple[Future[tuple[bytes, int, int]], int, int, int]] = []
+
+        def settle(most: int) -> None:
+            """Wait until at most so many blocks are being compressed; write and report the others."""
+            while len(pending) > most:
+                compressed, offset, nbytes, end = pending.pop(0)
+                stored, used, crc = compressed.result()
+                checksum.add_crc(offset, nbytes, crc)
+                packed.add(name, offset, nbytes, stored, used)
+                if self.written:
+                    self.written(end)
+
+        def before_waiting() -> None:
+            if self.written:  # the copy may be waiting for that
+                settle(0)
+
+        for extent in extents:
+            for offset, nbytes in pack_blocks(extent.offset, extent.nbytes):
+                start = extent.arena + offset - extent.offset
+                wait_for_copy(start + nbytes, before_waiting)
+                fault_point("save.write")
+                pending.append(
+                    (pool.submit(self._pack, start, nbytes, width), offset, nbytes, start + nbytes)
+                )
+                settle(2 * WRITERS)
+        settle(0)
+
+    def _pack(self, start: int, nbytes: int, width: int) -> tuple[bytes, int, int]:
+        """Compress a range of the arena; returns what `pack` does, and the range's CRC."""
+        pieces = [
+            self.arena[first : first + n] for _, first, n in ring_pieces(start, nbytes, len(self.arena))
+        ]
+        data = pieces[0] if len(pieces) == 1 else b"".join(pieces)
+        return (*pack(data, width), crc64(data))
+
+
+def _chunks_on_disk(path: Path, size: int) -> list[int]:
+    """The CRCs of a file's chunks as the disk, not the page cache, has them."""
+    with open(path, "rb") as file:
+        forget_cached(file.fileno())
+    return [chunk_crc(path, chunk) for chunk in range(-(-size // CHUNK_BYTES))]
 
 
 def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
@@ -246,7 +339,8 @@ def main() -> None:
     if plan is None:
         return
     extents = [Extent(*extent) for extent in plan["extents"]]
-    writer = ArenaWriter(arena, plan["files"], extents, _written if plan["report"] else None)
+    packing = Packing(plan["rank"], {int(number): width for number, width in plan["packed"].items()})
+    writer = ArenaWriter(arena, plan["files"], extents, _written if plan["report"] else None, packing)
     while (command := commands.next()) is not None:
         if "save" not in command:
             continue

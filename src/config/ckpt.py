@@ -33,6 +33,8 @@ class CkptConfig(BaseConfig):
     """Write in the background while training continues; off: wait until each save is committed."""
     training_state: bool = True
     """Save optimiser, scheduler and data position too; off: weights only, which can't be resumed."""
+    compress: bool = False
+    """Compress the optimiser's state: smaller by a sixth, for processor time; model/ stays as it is."""
     keep_last: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("keep_last", "keep"))
     """Keep the newest N steps (default: all, unless keep_best is given)."""
     keep_every: int | None = Field(default=None, ge=1)

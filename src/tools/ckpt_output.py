@@ -88,12 +88,16 @@ def _age(created: str) -> str:
 
 def print_manifest(manifest: Manifest) -> None:
     """Print the result of `ckpt show`."""
-    fields = manifest.model_dump(exclude={"files"})
+    fields = manifest.model_dump(exclude={"files", "contents"})
     if manifest.parent:
         fields["parent"] = f"step {manifest.parent.step} of run {manifest.parent.run_id}"
     _print_table(["", ""], ((key, _value(value)) for key, value in fields.items()), header=False)
     say("")
     _print_table(["file", "bytes"], ((name, f"{entry.size:,}") for name, entry in manifest.files.items()))
+    if manifest.contents:
+        say("")
+        unpacked = ((name, f"{entry.size:,}") for name, entry in manifest.contents.items())
+        _print_table(["packed file", "bytes unpacked"], unpacked)
 
 
 def _value(value: Any) -> str:

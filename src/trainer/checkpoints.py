@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 
 STAGING_SHARE = 0.8
 """Part of a host's available memory that copies of its ranks' states may take."""
+PACKED = ("trainer",)
+"""Folders of a step whose tensors `ckpt.compress` compresses; model/ must open in other programs."""
 PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
 
 
@@ -164,7 +166,10 @@ class TrainerCheckpoints:
             SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
             roles={part: self.attempt.id for part in self._others},
             how=SaveOptions(
-                part_timeout=ckpt.part_timeout, read_back=ckpt.verify == "save", room=self._staging_memory
+                part_timeout=ckpt.part_timeout,
+                read_back=ckpt.verify == "save",
+                room=self._staging_memory,
+                packed=PACKED if ckpt.compress else (),
             ),
             before_commit=context.run.metrics.make_durable,
             after_commit=committed,

@@ -12,6 +12,7 @@ import pytest
 import toy
 from toy import INTERVAL, KILLED, LAST, SAVE_FAILED, Toy
 
+from cairn.checkpoint.packed import packed_files
 from cairn.checkpoint.store import verify
 from cairn.run import faults
 from cairn.run.faults import POINTS, fault_point
@@ -122,6 +123,23 @@ def test_the_first_and_the_last_save_are_no_different(
     assert run.store.latest() == latest
     toy.assert_sound(run)
     goes_on(run, straight)
+
+
+@pytest.mark.parametrize("point", ["save.write:kill@6", "save.before_fsync:kill@2", "save.write:ENOSPC@6"])
+def test_packed_saves_are_no_different(point: str, straight: dict[str, bytes], tmp_path: Path):
+    """A writer that dies between blocks leaves debris, and the run arrives at the same state."""
+    run = Toy(tmp_path, fault=point, packed=("trainer",))
+    assert toy.run(run) == SAVE_FAILED
+    assert run.store.latest() == 2
+    toy.assert_sound(run)
+    assert run.store.debris() == [run.store.folder(4)]
+    assert toy.run(replace(run, attempt=2, fault="")) == 0
+    toy.assert_sound(run)
+    last = run.store.folder(LAST)
+    assert run.store.steps() == [LAST]
+    for name, content in straight.items():
+        file = packed_files(last / Path(name).parent).get(Path(name).name)
+        assert (file.read(0, file.size) if file else (last / name).read_bytes()) == content, name
 
 
 def test_two_accidents_in_a_row(straight: dict[str, bytes], tmp_path: Path):

@@ -48,6 +48,7 @@ class Toy:
     orchestrator: bool = False
     keep_last: int | None = 1
     dies_at: int = 0
+    packed: tuple[str, ...] = ()
 
     @property
     def store(self) -> CheckpointStore:
@@ -117,7 +118,7 @@ def train(toy: Toy, before_save: Callable[[Saver, int, dict], None] | None = Non
         store,
         SavingRank(0, 1, f"{toy.id} {os.getpid()}"),
         roles={"orchestrator": toy.id} if toy.orchestrator else None,
-        how=SaveOptions(part_timeout=PATIENCE),
+        how=SaveOptions(part_timeout=PATIENCE, packed=toy.packed),
         after_commit=lambda step: apply_retention(store, rules),
     )
     try:

@@ -178,11 +178,12 @@ def make_saver(root: Path, **options) -> Saver:
     return Saver(CheckpointStore(root), rank, how=how)
 
 
-def save(way: int | str) -> Callable[[Path], None]:
+def save(way: int | str, packed: tuple[str, ...] = ()) -> Callable[[Path], None]:
     """Saves steps 1 and 2, while the state changes."""
 
     def saving(root: Path) -> None:
-        saver, tensors = make_saver(root / f"world_{way}"), build(way)
+        name = f"packed_{way}" if packed else f"world_{way}"
+        saver, tensors = make_saver(root / name, packed=packed), build(way)
         for step in (1, 2):
             fill(tensors, step)
             saver.save(
@@ -224,7 +225,33 @@ def load(way: int | str, source: int | str) -> Callable[[Path], None]:
     return loading
 
 
+def load_packed(way: int | str) -> Callable[[Path], None]:
+    """Loads what was saved with the optimiser's state packed, and hears of damage in it."""
+
+    def loading(root: Path) -> None:
+        tensors = build(way)
+        for source in PACKED_SAVES:
+            fill(tensors, 99)
+            load_step(root / f"packed_{source}" / "step_2", tensors, rank=dist.get_rank(), gather=gather)
+            assert_filled(tensors, 2)
+        folder = root / "packed_2" / "step_1"
+        data = folder / "trainer" / "packed-1.bin"
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(data, data.stat().st_size // 2)
+        dist.barrier()
+        with pytest.raises(Damaged, match=r"packed-1\.bin|optimizer"):
+            load_step(folder, tensors, rank=dist.get_rank(), gather=gather)
+        dist.barrier()
+        if dist.get_rank() == 0:
+            flip(data, data.stat().st_size // 2)
+
+    return loading
+
+
 SAVES = {way: save(way) for way in WORLDS}
+PACKED_SAVES = {way: save(way, packed=("trainer",)) for way in (2, "tensor parallel")}
+PACKED_LOADS = {way: load_packed(way) for way in (1, 2, 3, "hsdp")}
 LOADS = {(way, source): load(way, source) for way in WORLDS for source in WORLDS}
 
 
@@ -279,6 +306,8 @@ def begin_late(root: Path) -> None:
 PLAN: list[tuple[int, Callable[[Path], None]]] = [
     *((WORLDS[way][0], part) for way, part in SAVES.items()),
     *((WORLDS[way][0], part) for (way, _), part in LOADS.items()),
+    *((WORLDS[way][0], part) for way, part in PACKED_SAVES.items()),
+    *((WORLDS[way][0], part) for way, part in PACKED_LOADS.items()),
     (2, load_damaged),
     (3, begin_late),
     (3, fail_on_one_rank),
@@ -384,6 +413,24 @@ def test_what_is_tied_or_empty_stands_once(left: Path):
 def test_any_ranks_load_what_any_others_saved(left: Path, way: int | str, source: int | str):
     """Each rank has its shards, bit by bit, and together they have checked every byte."""
     outcome_of(left, LOADS[way, source], WORLDS[way][0])
+
+
+@pytest.mark.parametrize("way", PACKED_LOADS)
+def test_any_ranks_load_what_others_packed(left: Path, way: int | str):
+    """Each rank unpacks the ranges that it holds; damage in a block is heard of on every rank."""
+    outcome_of(left, PACKED_LOADS[way], WORLDS[way][0])
+
+
+@pytest.mark.parametrize("way", PACKED_SAVES)
+def test_contents_of_packed_files_do_not_depend_on_the_ranks(left: Path, way: int | str):
+    """The checksums of their contents are those of the files of one rank that packs nothing."""
+    outcome_of(left, PACKED_SAVES[way], WORLDS[way][0])
+    plain, packed = manifest_of(left, 1, 2), verify(left / f"packed_{way}" / "step_2")
+    assert (plain.format, packed.format) == (1, 2)
+    assert packed.contents
+    assert packed.contents == {name: plain.files[name] for name in packed.contents}
+    assert not any(name.startswith("trainer/") and name.endswith(".safetensors") for name in packed.files)
+    assert packed.nbytes < plain.nbytes
 
 
 def test_damage_is_heard_of_on_every_rank(left: Path):

@@ -101,7 +101,19 @@ HOSTILE = {
     "a field too many": (content(pickle="x"), "pickle"),
     "no format": (content(format=...), ""),
     "an old format": (content(format=0), "format 0"),
-    "a new format": (content(format=2), "format 2"),
+    "a new format": (content(format=3), "format 3"),
+    "packed files in format 1": (content(contents={"a.safetensors": ENTRY}), "format 1 with contents"),
+    "no packed files in format 2": (content(format=2), "format 2 without contents"),
+    "a packed file without checksums": (
+        content(format=2, contents={"a.safetensors": {"size": 3, "crc64nvme": []}}),
+        "a.safetensors",
+    ),
+    "a packed file that is no tensor file": (content(format=2, contents={"a": ENTRY}), "contents"),
+    "a packed file out of the step": (content(format=2, contents={"../a.safetensors": ENTRY}), "../a"),
+    "a file packed and as it is": (
+        content(format=2, files={"a.safetensors": ENTRY}, contents={"a.safetensors": ENTRY}),
+        "a.safetensors",
+    ),
     "a new format with other fields": ({"format": 7, "tensors": {}}, "format 7"),
     "a format that is text": (content(format="1"), "format"),
     "a format that is a truth": (content(format=True), "format"),
@@ -196,7 +208,7 @@ def test_hostile_manifests_are_refused(tmp_path: Path, what: object, field: str)
 
 def test_other_formats_are_not_called_damaged(tmp_path: Path):
     """A checkpoint of a newer version is whole; the way out is another version, not an older step."""
-    path = written(tmp_path / "step_20", content(format=2))
+    path = written(tmp_path / "step_20", content(format=3))
     with pytest.raises(CheckpointError, match="newer") as caught:
         load_manifest(path.parent)
     assert not isinstance(caught.value, Damaged)

@@ -217,7 +217,8 @@ class ChaosRun:
         if latest != self.task.setting.last_step:
             self.result.violations.append(f"the newest checkpoint is step {latest}")
         else:
-            files = load_manifest(store.folder(self.task.setting.last_step)).files
+            manifest = load_manifest(store.folder(self.task.setting.last_step))
+            files = manifest.files | manifest.contents
             self.result.tensors = {
                 name: entry.model_dump() for name, entry in files.items() if name.endswith(".safetensors")
             }
