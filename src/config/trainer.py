@@ -1,5 +1,6 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
+import math
 import os
 from typing import ClassVar, Literal, Self
 
@@ -38,6 +39,19 @@ class SchedulerConfig(BaseConfig):
     """Step at which linear and cosine reach their end (default: max_steps)."""
     min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
     """Final learning rate of linear and cosine, as a fraction of the peak."""
+
+    def rate(self, step: int, peak: float, end: int) -> float:
+        """The rate of optimiser step `step`, counted from 1; `end` is where linear and cosine arrive.
+
+        It depends on nothing else, so a resumed run needs only its step.
+        """
+        if step <= self.warmup_steps:
+            return peak * step / self.warmup_steps
+        if self.type == "constant":
+            return peak
+        done = min((step - self.warmup_steps) / max(end - self.warmup_steps, 1), 1.0)
+        fall = (1 + math.cos(math.pi * done)) / 2 if self.type == "cosine" else 1 - done
+        return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
 
 class PrecisionConfig(BaseConfig):

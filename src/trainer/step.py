@@ -11,7 +11,6 @@ from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Loss, LossInputs, LossSums
-from cairn.trainer.optimizer import learning_rate
 from cairn.trainer.packing import BatchCounts, RankBatch
 from cairn.trainer.state import TrainerState
 
@@ -69,7 +68,7 @@ def train_step(
         raise TrainingDiverged(
             f"step {step}: the gradient's norm is {gradient_norm}; lower optimizer.lr, or look at the batch"
         )
-    rate = learning_rate(step, config.optimizer, config.scheduler, config.scheduler.steps or config.max_steps)
+    rate = config.scheduler.rate(step, config.optimizer.lr, config.scheduler.steps or config.max_steps)
     for parameters in policy.optimizer.param_groups:
         parameters["lr"] = rate
     before_update()

@@ -3,8 +3,9 @@
 import json
 import os
 import zipfile
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 import torch
@@ -49,14 +50,20 @@ def begun(family: str) -> Trained:
     return trained
 
 
-def commit(trained: Trained, store: CheckpointStore, step: int, source: Path) -> Path:
-    """The step that a run saves; returns its folder."""
+def commit(
+    trained: Trained,
+    store: CheckpointStore,
+    step: int,
+    source: Path,
+    settings: Mapping[str, object] = MappingProxyType({"optimizer.lr": 1e-2}),
+) -> Path:
+    """The step that a run with these settings saves; returns its folder."""
     files = {f"model/{name}": data for name, data in companions(trained.module, source).items()}
     record = TrainerRecord(
         progress={"step": step, "total_tokens": 48, "total_samples": 4},
         seed=0,
         optimizer="AdamW",
-        recipe={"settings": {"optimizer.lr": 1e-2}},
+        recipe={"settings": dict(settings)},
     )
     files[TRAINER_STATE] = record.to_json()
     store.begin(step, ["model", "trainer"])

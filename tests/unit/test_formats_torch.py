@@ -1,22 +1,32 @@
 """Files of `torch.save` that are written piece by piece."""
 
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from families import make
+from runs import Finished
+from safetensors.torch import load_file
+from test_formats import begun, ckpt, commit, loss_of
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.formats import torch_writer
+from cairn.checkpoint.formats.outgoing import Outgoing
 from cairn.checkpoint.formats.pickled import held
 from cairn.checkpoint.formats.torch_stream import Stream, locate
-from cairn.checkpoint.formats.torch_writer import ALIGNMENT, Outgoing
+from cairn.checkpoint.formats.torch_writer import ALIGNMENT
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.store import CheckpointStore
+
+ckpt = ckpt
 
 HERE = Path("here")
 
 
 def outgoing(tensor: torch.Tensor, dtype: torch.dtype | None = None) -> Outgoing:
-    return Outgoing(held("x", tensor, HERE), dtype)
+    return Outgoing(held("x", tensor, HERE), dtype or tensor.dtype)
 
 
 @pytest.mark.parametrize("mmap", [False, True])
@@ -71,3 +81,30 @@ def test_equal_values_make_equal_files(tmp_path: Path):
 def test_a_type_without_storage_is_refused(tmp_path: Path):
     with pytest.raises(CheckpointError, match="no plain storage of data type"):
         torch_writer.save(tmp_path / "w.pt", outgoing(torch.ones(3), torch.uint16))
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied", "qwen3_moe"])
+def test_a_state_dict_in_one_file(ckpt: Callable[..., Finished], tmp_path: Path, family: str):
+    """transformers' own model takes it as it is; and it comes back as a step of weights."""
+    trained = begun(family)
+    store = CheckpointStore(tmp_path / "run" / "checkpoints")
+    step = commit(trained, store, 2, make(family, tmp_path / "hf"))
+    for out, options in ((tmp_path / "out", ()), (tmp_path / "half", ("--dtype", "bfloat16"))):
+        finished = ckpt("export", step, out, "--format", "pt", *options)
+        assert finished.code == 0, finished.output
+        assert "read back and equal" in finished.output
+    weights = torch.load(tmp_path / "out" / "model.pt", weights_only=True)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(tmp_path / "out"))
+    model.load_state_dict(weights, strict=True)
+    assert loss_of(model.eval()) == loss_of(trained.module.eval())
+    tied = weights["lm_head.weight"].data_ptr() == weights["model.embed_tokens.weight"].data_ptr()
+    assert tied == (family == "qwen3_tied")
+    half = torch.load(tmp_path / "half" / "model.pt", weights_only=True)
+    assert half.keys() == weights.keys()
+    assert all(torch.equal(half[name], weights[name].bfloat16()) for name in half)
+    finished = ckpt("import", tmp_path / "out", tmp_path / "again")
+    assert "has the format pt, by its files" in finished.output
+    again = CheckpointStore(tmp_path / "again" / "checkpoints").folder(1) / "model" / "model.safetensors"
+    ours, theirs = load_file(again), load_file(step / "model" / "model.safetensors")
+    assert ours.keys() == theirs.keys()
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)

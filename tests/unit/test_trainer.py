@@ -39,7 +39,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
-from cairn.trainer.optimizer import learning_rate, make_optimizer
+from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, make_rank_batch, pack
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
@@ -454,7 +454,7 @@ SCHEDULERS = st.builds(
 @given(SCHEDULERS, st.integers(21, 100))
 def test_the_learning_rate_rises_to_its_peak_and_falls_to_its_end(scheduler: SchedulerConfig, end: int):
     """In straight steps up; then never up again; and it stays where it ends."""
-    rates = [learning_rate(step, OptimizerConfig(lr=2.0), scheduler, end) for step in range(1, end + 20)]
+    rates = [scheduler.rate(step, 2.0, end) for step in range(1, end + 20)]
     warmup = scheduler.warmup_steps
     assert rates[:warmup] == pytest.approx([2.0 * (i + 1) / warmup for i in range(warmup)])
     after = rates[max(warmup - 1, 0) :]
@@ -467,8 +467,8 @@ def test_half_way_down():
     """The linear and the cosine schedule cross in the middle."""
     for kind, quarter in (("linear", 0.75), ("cosine", (1 + math.cos(math.pi / 4)) / 2)):
         scheduler = SchedulerConfig(type=kind, warmup_steps=10)
-        assert learning_rate(60, OptimizerConfig(lr=1.0), scheduler, 110) == pytest.approx(0.5)
-        assert learning_rate(35, OptimizerConfig(lr=1.0), scheduler, 110) == pytest.approx(quarter)
+        assert scheduler.rate(60, 1.0, 110) == pytest.approx(0.5)
+        assert scheduler.rate(35, 1.0, 110) == pytest.approx(quarter)
 
 
 # Records to samples

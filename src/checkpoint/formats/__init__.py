@@ -36,7 +36,12 @@ FORMATS: dict[str, Format] = {
     "hf": HuggingFace(),
 }
 """The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
-EXPORTERS: dict[str, Exporter] = {"dcp": Dcp(), "hf": HuggingFace()}
+EXPORTERS: dict[str, Exporter] = {
+    "dcp": Dcp(),
+    "hf": HuggingFace(),
+    "hf-trainer": HuggingFaceTrainer(),
+    "pt": PlainFile(),
+}
 """The formats that are written."""
 
 

@@ -6,23 +6,16 @@
 
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
-from transformers import AutoConfig, PreTrainedConfig
 
-from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions
-from cairn.checkpoint.formats.fitting import in_memory
-from cairn.checkpoint.formats.hub import hub_layout
-from cairn.checkpoint.formats.huggingface import written_dtypes
-from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step import MODEL, OPTIMIZER
-from cairn.checkpoint.streaming import pieces_of
+from cairn.checkpoint.formats.content import Content, WriteOptions
+from cairn.checkpoint.formats.outgoing import Outgoing, state_dict_of
+from cairn.checkpoint.step import OPTIMIZER
 
 
 def write(content: Content, folder: Path, options: WriteOptions) -> None:
@@ -35,27 +28,19 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
         CheckpointError: there is no config.json.
         OSError: a file can't be written.
     """
-    if content.model is None:
-        raise CheckpointError("there is no config.json, which tells the names of the tensors in memory")
-    config: PreTrainedConfig = AutoConfig.from_pretrained(content.model)
-    layout = hub_layout(config)
-    weights = in_memory(content.tensors[MODEL], layout, content.model)
-    dtypes = written_dtypes(replace(content, tensors={MODEL: weights}), options.dtype)
-    types = {name: dtypes.get(name, DTYPES[source.spec.dtype]) for name, source in weights.items()}
-    for name, of in layout.tied_in_memory.items():
-        weights[name], types[name] = weights[of], types[of]
+    weights = state_dict_of(content, options.dtype)
     moments = content.tensors.get(OPTIMIZER, {})
     owners = dict.fromkeys(name.rpartition(".")[0] for name in moments)
-    tensors = {f"model.{name}": _Outgoing(source, types[name]) for name, source in weights.items()}
-    own = {name: _Outgoing(source, DTYPES[source.spec.dtype]) for name, source in moments.items()}
+    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
+    own = {name: Outgoing.of(source) for name, source in moments.items()}
     tensors |= {f"optim.state.{name}": source for name, source in own.items()}
-    state: dict[str, Any] = {"model": {name: tensors[f"model.{name}"].blank for name in weights}}
+    state: dict[str, Any] = {"model": {name: tensor.blank for name, tensor in weights.items()}}
     if own:
         by_owner: dict[str, dict[str, torch.Tensor]] = {name: {} for name in owners}
         for name, source in own.items():
             owner, _, what = name.rpartition(".")
             by_owner[owner][what] = source.blank
-        shapes = {name: weights[name].spec.shape for name in owners}
+        shapes = {name: weights[name].shape for name in owners}
         state["optim"] = {"state": by_owner, "param_groups": _param_groups(shapes, content.settings)}
     if content.step is not None:
         state["step"] = content.step
@@ -84,36 +69,10 @@ def _param_groups(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, 
     return [{"params": names, "weight_decay": own, **common} for names, own in groups if names]
 
 
-@dataclass(frozen=True)
-class _Outgoing:
-    """A tensor that is read when it is written. dtype: as which it is written."""
-
-    source: Source
-    dtype: torch.dtype
-
-    @property
-    def blank(self) -> torch.Tensor:
-        """A tensor of this shape and data type without values."""
-        return torch.empty(self.source.spec.shape, dtype=self.dtype, device="meta")
-
-    def read(self) -> torch.Tensor:
-        """The tensor.
-
-        Raises:
-            Damaged: the source is invalid.
-        """
-        whole = torch.empty(self.source.spec.shape, dtype=self.dtype)
-        flat, first = whole.view(-1), 0
-        for piece in pieces_of(self.source):
-            flat[first : first + len(piece)] = piece
-            first += len(piece)
-        return whole
-
-
 class _Planner(DefaultSavePlanner):
     """Plans with blank tensors, and reads each when its turn comes to be written."""
 
-    def __init__(self, tensors: Mapping[str, _Outgoing], on_bytes: Callable[[int], None]):
+    def __init__(self, tensors: Mapping[str, Outgoing], on_bytes: Callable[[int], None]):
         super().__init__()
         self._tensors = tensors
         self._on_bytes = on_bytes
@@ -128,7 +87,7 @@ class _Planner(DefaultSavePlanner):
 
 
 def _save(
-    folder: Path, tensors: Mapping[str, _Outgoing], state: Mapping[str, Any], on_bytes: Callable[[int], None]
+    folder: Path, tensors: Mapping[str, Outgoing], state: Mapping[str, Any], on_bytes: Callable[[int], None]
 ) -> None:
     """Write a checkpoint as a program of one rank does.
 

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions, listed
+from cairn.checkpoint.formats.reading_back import read_back
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
@@ -16,6 +17,7 @@ from cairn.run.files import read_json
 
 STATE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
+SCHEDULER_FILE = "scheduler.pt"
 KINDS = {"step", "exp_avg", "exp_avg_sq"}
 NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
 """What Trainer finds in the names of weights without weight decay (`Trainer.get_decay_parameter_names`)."""
@@ -53,13 +55,14 @@ class HuggingFaceTrainer:
         progress = read_json(source / STATE, TrainerState)
         if progress is None:
             raise FileNotFoundError(2, "no such file", str(source / STATE))
-        state, settings = _read_optimizer(source)
+        state, settings, notes = _read_optimizer(source, model or source)
         left_out = [
             f"{path.name}: {why}"
             for path in sorted(source.iterdir())
             for name, why in LEFT_OUT.items()
             if path.name.startswith(name)
         ]
+        left_out += [*notes, "the position in the data: Cairn begins the data anew, in its own order"]
         return Content(
             {MODEL: find_tensors(source, "model"), OPTIMIZER: state},
             model=model or source,
@@ -67,12 +70,40 @@ class HuggingFaceTrainer:
             tokens=progress.num_input_tokens_seen or None,
             optimizer="AdamW",
             settings=settings,
-            left_out=(*left_out, "the position in the data: Cairn begins the data anew, in its own order"),
+            left_out=(
+                *left_out,
+                *notes,
+                "the position in the data: Cairn begins the data anew, in its own order",
+            ),
         )
 
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+        """Write what `Trainer.train(resume_from_checkpoint=folder)` goes on from.
 
-def _read_optimizer(source: Path) -> tuple[dict[str, Source], dict[str, Any]]:
-    """AdamW's state by transformers' names, and the settings in its groups."""
+        Raises:
+            CheckpointError: the step lacks state or settings that Trainer needs, or Trainer's AdamW would
+                decay other weights.
+            OSError: a file can't be written.
+        """
+        from cairn.checkpoint.formats.hf_trainer_writer import write  # imports torch
+
+        write(content, folder, options)
+
+    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+        """Read weights, optimiser's state and step back, and compare them with `content`.
+
+        Raises:
+            Damaged: something differs.
+        """
+        return read_back(self, content, folder, options, stage)
+
+
+def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any], tuple[str, ...]]:
+    """AdamW's state by transformers' names, the settings in its groups, and what is left out of these.
+
+    Args:
+        model: has the model's config.json.
+    """
     from cairn.checkpoint.formats.pickled import held, load_pickled
 
     path = source / OPTIMIZER_FILE
@@ -90,12 +121,21 @@ def _read_optimizer(source: Path) -> tuple[dict[str, Source], dict[str, Any]]:
         raise Damaged(f"{path}: holds no state of an optimiser ({error!r})") from None
     if kinds != KINDS:
         raise CheckpointError(f"{path}: has {', '.join(sorted(map(str, kinds)))}, not the state of AdamW")
-    order = _order(source, [len(group["params"]) for group in groups])
-    if len(order) != len(numbers) or set(numbers) != set(states):
+    decaying, others = groups_of(model)
+    sizes = [len(group["params"]) for group in groups]
+    if sizes != [len(decaying), len(others)]:
         raise CheckpointError(
-            f"{path}: has the state of {len(states)} of {len(numbers)} weights, and the model in config.json "
-            f"has {len(order)}; all weights must have been trained"
+            f"{path}: has groups of {sizes} weights; Trainer makes one with weight decay, here of "
+            f"{len(decaying)}, and one of the other {len(others)}; all weights must have been trained"
         )
+    order = decaying | others
+    if set(numbers) != set(states):
+        raise CheckpointError(
+            f"{path}: has the state of {len(states)} of {len(numbers)} weights; all must have been trained"
+        )
+    notes = ()
+    if settings["optimizer.weight_decay"] and (wrong := decaying_otherwise(decaying, others)):
+        notes = (f"the weight decay of {listed(wrong)}, or that they have none: Cairn decays all matrices",)
     tensors: dict[str, Source] = {}
     for number, (name, shape) in zip(numbers, order.items(), strict=True):
         for kind, value in sorted(states[number].items()):
@@ -106,28 +146,38 @@ def _read_optimizer(source: Path) -> tuple[dict[str, Source], dict[str, Any]]:
                     f"which should be that, has {list(shape)}"
                 )
             tensors[f"{name}.{kind}"] = tensor
-    return tensors, settings
+    return tensors, settings, notes
 
 
-def _order(source: Path, sizes: list[int]) -> dict[str, tuple[int, ...]]:
-    """The shapes of the weights by name, in the order of Trainer's optimiser: with weight decay first."""
+def groups_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The shapes of the weights by name, as they are in the two groups of Trainer's optimiser.
+
+    Args:
+        folder: has the model's config.json.
+
+    Returns:
+        Those that decay, and those that don't.
+    """
     import torch
     from torch import nn
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.trainer_pt_utils import get_parameter_names
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(source))
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
     model.tie_weights()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     decay = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
-    ordered = [name for name in shapes if name in decay] + [name for name in shapes if name not in decay]
-    if len(sizes) != 2 or sizes[0] != sum(name in decay for name in shapes):
-        raise CheckpointError(
-            f"{source / OPTIMIZER_FILE}: has groups of {sizes} weights; Trainer makes one with weight decay, "
-            f"here of {sum(name in decay for name in shapes)}, and one without, of the rest"
-        )
-    return {name: shapes[name] for name in ordered}
+    others = {name: shape for name, shape in shapes.items() if name not in decay}
+    return {name: shape for name, shape in shapes.items() if name in decay}, others
+
+
+def decaying_otherwise(
+    decaying: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """The weights that decay in Trainer and not in Cairn, where matrices do, or the other way round."""
+    vectors = [name for name, shape in decaying.items() if len(shape) < 2]
+    return vectors + [name for name, shape in others.items() if len(shape) >= 2]
 
 
 def _settings(groups: list[Mapping[str, Any]]) -> dict[str, Any]:

@@ -4,19 +4,25 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from cairn.checkpoint.formats.content import Content
+from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.huggingface import copy_companions
+from cairn.checkpoint.formats.reading_back import read_back
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import MODEL
 
 SUFFIXES = (".pt", ".pth", ".bin")
 ENTRIES = ("model", "state_dict")
+FILE = "model.pt"
+"""The file in a folder that Cairn wrote."""
 
 
 class PlainFile:
     """A file of weights; config.json and tokenizer lie beside it, or are given."""
 
     def detect(self, source: Path) -> bool:
-        """Whether `source` is a file with a name that torch's files have."""
+        """Whether `source` is a file with a name that torch's files have, or a folder that `write` made."""
+        if source.is_dir():
+            return (source / FILE).is_file() and not any(source.glob("*.safetensors*"))
         return source.is_file() and source.suffix in SUFFIXES
 
     def read(self, source: Path, model: Path | None = None) -> Content:
@@ -30,6 +36,7 @@ class PlainFile:
 
         from cairn.checkpoint.formats.pickled import held, load_pickled
 
+        source = source / FILE if source.is_dir() else source
         found = load_pickled(source)
         left_out: tuple[str, ...] = ()
         for entry in ENTRIES:
@@ -46,3 +53,26 @@ class PlainFile:
         tensors = {str(name): held(str(name), tensor, source) for name, tensor in weights.items()}
         folder = source.parent if (source.parent / "config.json").is_file() else None
         return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
+
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+        """Write the state dict of transformers' model into FILE, and beside it what makes a model of it.
+
+        It is what `model.state_dict()` is: tied weights stand under each of their names, and share values.
+
+        Raises:
+            CheckpointError: there is no config.json.
+            OSError: a file can't be written.
+        """
+        from cairn.checkpoint.formats import torch_writer  # imports torch
+        from cairn.checkpoint.formats.outgoing import state_dict_of
+
+        copy_companions(content, folder, options.dtype)
+        torch_writer.save(folder / FILE, state_dict_of(content, options.dtype), options.on_bytes)
+
+    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+        """Read the weights back, and compare them with `content`.
+
+        Raises:
+            Damaged: something differs.
+        """
+        return read_back(self, content, folder, options, stage)

@@ -15,13 +15,12 @@ from typing import Any
 import torch
 from torch._utils import _rebuild_tensor_v2  # pyright: ignore # the name that every such file has
 
-from cairn.checkpoint.formats.content import Source
+from cairn.checkpoint.formats.outgoing import Outgoing
 from cairn.checkpoint.formats.torch_stream import LOCAL_HEADER_BYTES, STORAGES
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.reader import as_memory
 from cairn.checkpoint.streaming import pieces_of
-from cairn.checkpoint.tensors import dtype_of
 from cairn.run.files import naming
 
 ALIGNMENT = 64
@@ -31,24 +30,14 @@ ZIP64_BYTES = 1 << 30
 _STORAGE_NAMES = {dtype: name for name, dtype in STORAGES.items()}
 
 
-@dataclass(frozen=True, eq=False)
-class Outgoing:
-    """A tensor in a value for `save`, read when it is written; the same object twice shares its values.
-
-    dtype: as which it is written; None: as it is.
-    """
-
-    source: Source
-    dtype: torch.dtype | None = None
-
-
 def save(path: Path, value: Any, on_bytes: Callable[[int], None] = lambda count: None) -> None:
     """Write what `torch.load(path, weights_only=True)` reads as `value`, with tensors for its `Outgoing`s.
 
     The file is not fsynced.
 
     Args:
-        value: numbers, strings, None, and lists, tuples and dictionaries of such and of `Outgoing`.
+        value: numbers, strings, None, and lists, tuples and dictionaries of such and of `Outgoing`; the same
+            object twice shares its values.
         on_bytes: called with the number of bytes of tensors written since the last call.
 
     Raises:
@@ -65,13 +54,13 @@ def save(path: Path, value: Any, on_bytes: Callable[[int], None] = lambda count:
                 entry.write(data)
         for number, tensor in enumerate(pickler.found):
             info = _entry(f"data/{number}")
-            large = _nbytes(tensor) > ZIP64_BYTES
+            large = tensor.nbytes > ZIP64_BYTES
             begin = out.tell() + LOCAL_HEADER_BYTES + len(info.filename) + (20 if large else 0)
             padding = -(begin + 4) % ALIGNMENT
             info.extra = b"FB" + padding.to_bytes(2, "little") + bytes(padding)
             with archive.open(info, "w", force_zip64=large) as entry:
                 for piece in pieces_of(tensor.source):
-                    data = as_memory(piece.to(tensor.dtype or piece.dtype))
+                    data = as_memory(piece.to(tensor.dtype))
                     entry.write(data)
                     on_bytes(len(data))
         with archive.open(_entry("version"), "w") as entry:
@@ -81,10 +70,6 @@ def save(path: Path, value: Any, on_bytes: Callable[[int], None] = lambda count:
 def _entry(name: str) -> zipfile.ZipInfo:
     """An entry of the archive; equal content makes equal files."""
     return zipfile.ZipInfo(f"archive/{name}")
-
-
-def _nbytes(tensor: Outgoing) -> int:
-    return torch.Size(tensor.source.spec.shape).numel() * (tensor.dtype or dtype_of(tensor.source)).itemsize
 
 
 @dataclass(frozen=True)
@@ -108,15 +93,13 @@ class _Pickler(pickle.Pickler):
         if not isinstance(obj, Outgoing):
             return NotImplemented
         spec: TensorSpec = obj.source.spec
-        dtype = obj.dtype or dtype_of(obj.source)
-        if dtype not in _STORAGE_NAMES:
-            raise CheckpointError(f"{spec.name}: torch.save has no plain storage of data type {dtype}")
-        kind = getattr(torch, _STORAGE_NAMES[dtype])
+        if obj.dtype not in _STORAGE_NAMES:
+            raise CheckpointError(f"{spec.name}: torch.save has no plain storage of data type {obj.dtype}")
+        kind = getattr(torch, _STORAGE_NAMES[obj.dtype])
         storage = _Storage(str(len(self.found)), kind, torch.Size(spec.shape).numel())
         self.found.append(obj)
-        strides = torch.empty(spec.shape, device="meta").stride()
         hooks: OrderedDict[str, Any] = OrderedDict()  # of the backward pass: none
-        return _rebuild_tensor_v2, (storage, 0, tuple(spec.shape), strides, False, hooks)
+        return _rebuild_tensor_v2, (storage, 0, spec.shape, obj.blank.stride(), False, hooks)
 
     def persistent_id(self, obj: Any) -> Any:
         """What refers to an entry of the archive."""

@@ -1,0 +1,209 @@
+"""Checkpoints of a real Trainer of transformers: Cairn goes on from them, and Trainer from Cairn's."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from families import make
+from one_rank import one_rank
+from runs import Finished
+from test_families import make_rows
+from test_formats import begun, ckpt, commit, loss_of
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+
+from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.config.trainer import SFTConfig
+from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.recipe import TRAINER, settings_of
+from cairn.trainer.group import RankGroup
+from cairn.trainer.losses import Likelihood
+from cairn.trainer.model import build_model
+from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step import train_step
+from cairn.trainer.trained import Trained
+
+pytest.importorskip("accelerate", reason="transformers' Trainer needs it; it is in the group `formats`")
+
+group, ckpt = one_rank, ckpt
+
+FAMILIES = ["qwen3_tied", "llama", "qwen3_moe"]
+ROWS, WIDTH = 16, 12
+TOKENS = torch.arange(ROWS * WIDTH).reshape(ROWS, WIDTH) * 7 % 90 + 5
+OPTIMIZER_SETTINGS = {"lr": 1e-2, "betas": (0.9, 0.99), "weight_decay": 0.01}
+
+
+class Observed(Trainer):
+    """Trainer, which also notes what it trains on, and each loss as it is."""
+
+    def __init__(self, *arguments: Any, **options: Any):
+        super().__init__(*arguments, **options)
+        self.rows: list[torch.Tensor] = []
+        self.losses: list[float] = []
+
+    def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+        self.rows.append(inputs["input_ids"].clone())
+        loss = super().training_step(model, inputs, num_items_in_batch)
+        self.losses.append(loss.item())
+        return loss
+
+
+def trainer_of(model: PreTrainedModel, out: Path, **options: Any) -> Observed:
+    """A Trainer with AdamW, two rows a step."""
+    arguments = TrainingArguments(
+        str(out),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        adam_beta2=0.99,
+        weight_decay=0.01,
+        report_to="none",
+        use_cpu=True,
+        disable_tqdm=True,
+        **options,
+    )
+    return Observed(model, arguments, train_dataset=[{"input_ids": row, "labels": row} for row in TOKENS])
+
+
+def opened(folder: Path) -> PreTrainedModel:
+    """The model in a folder, of which every weight must have been found."""
+    model, about = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, output_loading_info=True)
+    assert not any(about.values()), about
+    return model
+
+
+def begin(folder: Path, group: RankGroup, **settings: Any) -> TrainerState:
+    """Cairn's state before its first step, the weights still undefined."""
+    config = SFTConfig(seq_len=40, optimizer=OPTIMIZER_SETTINGS, **settings)
+    model = build_model(folder, config, group.mesh)
+    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
+
+
+def update(state: TrainerState, number: int, rows: torch.Tensor) -> float:
+    """Cairn's optimiser step on these rows; returns the loss."""
+    samples = [Sample(row.numpy(), np.arange(WIDTH) >= 1) for row in rows.to(torch.int32)]
+    batch = make_rows(state, Batch(samples, sampling=FROM_TEXT))
+    return train_step(state, batch, number, Likelihood())["loss"]
+
+
+def assert_same_weights(state: TrainerState, folder: Path):
+    """Those of Cairn's model and of a folder that Trainer saved."""
+    theirs = opened(folder).state_dict()
+    for name, ours in state.policy.module.state_dict().items():
+        torch.testing.assert_close(
+            ours, theirs[name], rtol=1e-5, atol=2e-6, msg=lambda m, n=name: f"{n}: {m}"
+        )
+
+
+@dataclass
+class Ran:
+    """A Trainer that saved checkpoint-2 and made one more step, which it saved as well."""
+
+    trainer: Observed
+    out: Path
+
+
+@pytest.fixture(scope="module", params=FAMILIES)
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    out = tmp_path_factory.mktemp(request.param)
+    model = opened(make(request.param, out / "model"))
+    trainer = trainer_of(model, out, max_steps=3, save_steps=2, logging_steps=1)
+    trainer.train()
+    return Ran(trainer, out)
+
+
+def test_cairn_makes_trainers_next_step(
+    ckpt: Callable[..., Finished], group: RankGroup, ran: Ran, tmp_path: Path
+):
+    """From checkpoint-2: the same loss and, after the update, the same weights as Trainer itself."""
+    finished = ckpt("import", ran.out / "checkpoint-2", tmp_path / "run", "--model", ran.out / "model")
+    assert finished.code == 0, finished.output
+    step = CheckpointStore(tmp_path / "run" / "checkpoints").folder(2)
+    assert verify(step).parts == ["trainer"]
+    schedule = {"type": "linear", "warmup_steps": 1, "steps": 4}
+    state = begin(step / "model", group, scheduler=schedule)
+    state.load(step)
+    loss = update(state, 3, ran.trainer.rows[2])
+    assert loss == pytest.approx(ran.trainer.losses[2], rel=1e-5)
+    assert_same_weights(state, ran.out / "checkpoint-3")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_trainer_makes_cairns_next_steps(
+    ckpt: Callable[..., Finished], group: RankGroup, tmp_path: Path, family: str
+):
+    """From two steps of Cairn, and whatever weights it was made with: losses and weights are Cairn's."""
+    base = make(family, tmp_path / "base")
+    state = begin(base, group, scheduler={"type": "cosine", "warmup_steps": 1, "steps": 5})
+    state.policy.module.load_state_dict(opened(base).state_dict())
+    update(state, 1, TOKENS[:3])
+    update(state, 2, TOKENS[3:6])
+    settings = settings_of(state.config.model_dump(), TRAINER)
+    step = commit(state.policy, CheckpointStore(tmp_path / "run" / "checkpoints"), 2, base, settings)
+    out = tmp_path / "out" / "checkpoint-2"
+    finished = ckpt("export", step, out, "--format", "hf-trainer", "--shard-size", "100K")
+    assert finished.code == 0, finished.output
+    assert (out / "model.safetensors.index.json").exists()
+    assert loss_of(opened(out)) == loss_of(opened(step / "model"))
+
+    options = {"max_steps": 4, "lr_scheduler_type": "cosine", "logging_steps": 1}
+    trainer = trainer_of(opened(base), tmp_path / "out", **options)
+    trainer.train(resume_from_checkpoint=str(out))
+    assert trainer.state.global_step == 4
+    ours = [update(state, number, rows) for number, rows in zip((3, 4), trainer.rows, strict=True)]
+    assert ours == pytest.approx(trainer.losses, rel=1e-5)
+    assert_same_weights(state, tmp_path / "out" / "checkpoint-4")
+
+
+def test_what_trainer_could_not_go_on_from_is_refused(
+    ckpt: Callable[..., Finished], group: RankGroup, tmp_path: Path
+):
+    """A step that does not say its settings, one of weights only, and weights that Trainer would decay."""
+    base = make("qwen3_tied", tmp_path / "base")
+    state = begin(base, group)
+    state.policy.module.load_state_dict(opened(base).state_dict())
+    update(state, 1, TOKENS[:3])
+
+    def refused(settings: dict[str, object], trained: Trained = state.policy) -> str:
+        run = tmp_path / f"run{len(list(tmp_path.iterdir()))}"
+        step = commit(trained, CheckpointStore(run / "checkpoints"), 1, base, settings)
+        finished = ckpt("export", step, tmp_path / "out", "--format", "hf-trainer")
+        assert (finished.code, (tmp_path / "out").exists()) == (1, False)
+        return finished.output
+
+    settings = settings_of(state.config.model_dump(), TRAINER)
+    assert "does not say its optimizer.lr, optimizer.eps" in refused(
+        {name: v for name, v in settings.items() if name not in ("optimizer.lr", "optimizer.eps")}
+    )
+    ending = {**settings, "scheduler.type": "linear"}
+    ending.pop("scheduler.steps", None)
+    assert "does not say where its linear schedule ends" in refused(ending)
+    module = state.policy.module
+    untrained = Trained(module, make_optimizer(module.parameters(), state.config.optimizer))
+    assert "holds weights only" in refused(settings, untrained)
+
+
+def test_other_weights_that_decay_are_listed(ckpt: Callable[..., Finished], tmp_path: Path):
+    """Trainer decays vectors that are no biases and no norms; without weight decay nothing differs."""
+    base = make("mamba", tmp_path / "base")
+    settings = {"optimizer.lr": 1e-2, "optimizer.betas": [0.9, 0.95], "optimizer.eps": 1e-8}
+    trained = begun("mamba")
+    for decay, code in ((0.1, 1), (0.0, 0)):
+        store = CheckpointStore(tmp_path / f"run{code}" / "checkpoints")
+        step = commit(trained, store, 2, base, {**settings, "optimizer.weight_decay": decay})
+        finished = ckpt("export", step, tmp_path / "out", "--format", "hf-trainer")
+        assert finished.code == code, finished.output
+        assert ("differ in these weights: backbone.layers.0.mixer.D," in finished.output) == bool(decay)
+    finished = ckpt("import", tmp_path / "out", tmp_path / "again")
+    assert finished.code == 0, finished.output
+    assert "weight decay of" not in finished.output
+    state = torch.load(tmp_path / "out" / "optimizer.pt", weights_only=True)
+    for parameters in state["param_groups"][:1]:
+        parameters["weight_decay"] = 0.1
+    torch.save(state, tmp_path / "out" / "optimizer.pt")
+    finished = ckpt("import", tmp_path / "out", tmp_path / "decaying")
+    assert "left out: the weight decay of backbone.layers.0.mixer.D," in finished.output
