@@ -52,14 +52,14 @@ def go_on_all(rank: int, port: int, out: Path) -> None:
 class Program:
     """A model and its optimiser."""
 
-    def __init__(self, group: RankGroup, model_folder: Path):
+    def __init__(self, group: RankGroup, model_folder: Path, *, named: bool = False, **sharding: Any):
         self.model = AutoModelForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+        sharding = {"mesh": group.mesh, **sharding}
         for layer in self.model.model.layers:
-            fully_shard(layer, mesh=group.mesh)
-        fully_shard(self.model, mesh=group.mesh)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=RATE, betas=(0.9, 0.95), weight_decay=0.0
-        )
+            fully_shard(layer, **sharding)
+        fully_shard(self.model, **sharding)
+        weights = self.model.named_parameters() if named else self.model.parameters()
+        self.optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
 
     def step(self, number: int) -> float:
         """Train a step; returns the loss before it."""
@@ -91,11 +91,19 @@ def train(group: RankGroup, model_folder: Path, out: Path) -> None:
     for name, folders in layouts(weights, state, flat).items():
         for place, content in folders.items():
             dcp.save(content, checkpoint_id=out / name / place)
+    tell(group, program, out)
+
+
+def tell(group: RankGroup, program: Program, out: Path) -> None:
+    """Write the truth, and the losses of the next two steps and the weights after the first of them."""
+    weights, state = get_state_dict(program.model, program.optimizer)
     whole = {name: full(tensor) for name, tensor in weights.items()}
     moments = {f"{n}.{k}": full(v) for n, entries in state["state"].items() for k, v in entries.items()}
-    losses = [step(number) for number in (STEPS + 1, STEPS + 2)]
+    losses = [program.step(STEPS + 1)]
+    following = {name: full(tensor) for name, tensor in program.model.state_dict().items()}
+    losses.append(program.step(STEPS + 2))
     if group.rank == 0:
-        torch.save({"weights": whole, "state": moments}, out / "truth.pt")
+        torch.save({"weights": whole, "state": moments, "next": following}, out / "truth.pt")
         (out / "losses.json").write_text(json.dumps(losses))
     dist.barrier()
 

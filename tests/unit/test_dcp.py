@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from dcp_program import STEPS, WIDTH, go_on_all, tokens, train_all
+from dcp_program import STEPS, WIDTH, full, go_on_all, tokens, train_all
 from families import make, make_config
 from one_rank import one_rank
 from runs import free_port, start_ranks
@@ -316,15 +316,25 @@ def test_cairn_goes_on_with_the_programs_next_losses(
     group: RankGroup, written: Path, tmp_path: Path, family: str, program: str
 ):
     """The first shows the weights, the second the optimiser's state."""
-    expected = json.loads((written / family / "losses.json").read_text())
     step = imported(written, family, program, tmp_path)
+    assert_goes_on(step, group, written / family)
+
+
+def assert_goes_on(step: Path, group: RankGroup, truth: Path) -> None:
+    """Cairn's next two losses, and the weights between, are those of the program that wrote `truth`."""
+    weights = torch.load(truth / "truth.pt", weights_only=True)["next"]
     state = start(step / "model", group)
     state.load(step)
-    for number, loss in zip((STEPS + 1, STEPS + 2), expected, strict=True):
-        rows = tokens(number, make_config(family).vocab_size).to(torch.int32).numpy()
+    for number, loss in zip(
+        (STEPS + 1, STEPS + 2), json.loads((truth / "losses.json").read_text()), strict=True
+    ):
+        rows = tokens(number, state.policy.module.config.vocab_size).to(torch.int32).numpy()
         batch = Batch([Sample(row, np.arange(WIDTH) >= 1) for row in rows], sampling=FROM_TEXT)
         found = train_step(state, make_rows(state, batch), number, Likelihood())["loss"]
         assert found == pytest.approx(loss, rel=1e-5)
+        if number == STEPS + 1:
+            for name, tensor in state.policy.module.state_dict().items():
+                torch.testing.assert_close(full(tensor), weights[name], rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture(scope="module")

@@ -14,6 +14,7 @@ from cairn.checkpoint.formats.dcp import Dcp
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
 from cairn.checkpoint.formats.plain import PlainFile
+from cairn.checkpoint.formats.verl import Verl
 from cairn.run.progress import no_progress
 
 __all__ = [
@@ -31,6 +32,7 @@ __all__ = [
 
 FORMATS: dict[str, Format] = {
     "dcp": Dcp(),
+    "verl": Verl(),
     "hf-trainer": HuggingFaceTrainer(),
     "pt": PlainFile(),
     "hf": HuggingFace(),

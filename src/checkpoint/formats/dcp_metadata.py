@@ -14,14 +14,12 @@ import torch
 
 from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
-from cairn.checkpoint.formats.safe_pickle import Record, Refused, load, ordered_dict, record
-from cairn.checkpoint.formats.torch_stream import Stream
+from cairn.checkpoint.formats.safe_pickle import Record, Refused, ignored, load, ordered_dict, record
+from cairn.checkpoint.formats.torch_stream import MAX_VALUES, Size, Stream
 from cairn.checkpoint.layout import PLAIN_NAME
 from cairn.checkpoint.manifest import Damaged
 
 MAX_BYTES = 256 << 20
-MAX_DIMENSIONS = 64
-MAX_VALUES = 1 << 50
 
 
 @dataclass(frozen=True)
@@ -50,23 +48,6 @@ class DcpIndex:
     values: Mapping[str, Stream]
 
 
-class _Size(tuple[int, ...]):
-    """Stands for torch.Size."""
-
-    __slots__ = ()
-
-    def __new__(cls, lengths: object = ()) -> "_Size":
-        if not isinstance(lengths, (tuple, list)) or len(lengths) > MAX_DIMENSIONS:
-            raise Refused("a shape has too many dimensions")
-        if any(type(n) is not int or not 0 <= n <= MAX_VALUES for n in lengths):
-            raise Refused(f"a shape or an offset is not made of whole numbers from 0 to {MAX_VALUES}")
-        return super().__new__(cls, lengths)
-
-
-def _ignored(*_: object) -> None:
-    """Stands for what Cairn does not need."""
-
-
 _METADATA, _PLANNER = "torch.distributed.checkpoint.metadata", "torch.distributed.checkpoint.planner"
 _RECORDS = {
     (_METADATA, "Metadata"),
@@ -86,13 +67,13 @@ _RECORDS = {
 _RECORD_KINDS = {name: record(name[1]) for name in _RECORDS}
 ALLOWED: Mapping[tuple[str, str], Any] = {
     **_RECORD_KINDS,
-    ("torch", "Size"): _Size,
+    ("torch", "Size"): Size,
     **{("torch", str(dtype).removeprefix("torch.")): dtype for dtype in DTYPE_NAMES},
-    ("torch.serialization", "_get_layout"): _ignored,
-    (_METADATA, "_MEM_FORMAT_ENCODING"): _ignored,
-    (_PLANNER, "WriteItemType"): _ignored,
-    ("pathlib", "PosixPath"): _ignored,
-    ("pathlib._local", "PosixPath"): _ignored,
+    ("torch.serialization", "_get_layout"): ignored,
+    (_METADATA, "_MEM_FORMAT_ENCODING"): ignored,
+    (_PLANNER, "WriteItemType"): ignored,
+    ("pathlib", "PosixPath"): ignored,
+    ("pathlib._local", "PosixPath"): ignored,
     ("collections", "OrderedDict"): ordered_dict,
 }
 """What the file may name, all of which torch writes, and what stands for it."""
@@ -132,7 +113,7 @@ def _index(folder: Path, metadata: object, max_chunks: int) -> DcpIndex:
     for index, info in fields["storage_data"].items():
         where = _fields(index, "MetadataIndex")
         offset = where.get("offset")
-        if type(where["fqn"]) is not str or not (offset is None or isinstance(offset, _Size)):
+        if type(where["fqn"]) is not str or not (offset is None or isinstance(offset, Size)):
             raise Damaged("an entry has no name")
         key = (where["fqn"], None if offset is None else tuple(offset))
         if key in streams:
@@ -186,14 +167,14 @@ def _tensor(
     name: str, about: Mapping[str, Any], streams: Mapping[tuple[str, tuple[int, ...] | None], Stream]
 ) -> DcpTensor:
     dtype = next(iter(_values(about["properties"])), None)
-    if not isinstance(dtype, torch.dtype) or not isinstance(about["size"], _Size):
+    if not isinstance(dtype, torch.dtype) or not isinstance(about["size"], Size):
         raise Damaged(f"{name} has no data type or no shape")
     shape = tuple(about["size"])
     chunks: list[Chunk] = []
     for entry in about["chunks"]:
         part = _fields(entry, "ChunkStorageMetadata")
         begin, sizes = part["offsets"], part["sizes"]
-        if not isinstance(begin, _Size) or not isinstance(sizes, _Size):
+        if not isinstance(begin, Size) or not isinstance(sizes, Size):
             raise Damaged(f"a chunk of {name} has no place")
         if len(begin) != len(shape) or len(sizes) != len(shape):
             raise Damaged(f"a chunk of {name} has other dimensions than the tensor")
@@ -206,7 +187,7 @@ def _tensor(
         chunks.append(Chunk(tuple(begin), tuple(sizes), streams[name, tuple(begin)]))
     if math.prod(shape) > MAX_VALUES:
         raise Refused(f"{name} has the absurd shape {list(shape)}")
-    _check_covered(name, shape, chunks)
+    check_covered(name, shape, chunks)
     return DcpTensor(dtype, shape, tuple(chunks))
 
 
@@ -216,7 +197,7 @@ def _values(properties: object) -> tuple[Any, ...]:
     return properties.values
 
 
-def _check_covered(name: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> None:
+def check_covered(name: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) -> None:
     """Check that the chunks hold every value once.
 
     Raises:

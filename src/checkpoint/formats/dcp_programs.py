@@ -110,8 +110,6 @@ PROGRAMS = (
     ),
 )
 """In the order in which they are tried."""
-MOMENTS = ("exp_avg", "exp_avg_sq", "step")
-"""AdamW's state of one weight."""
 _TITAN = {
     r"tok_embeddings\.weight": "model.embed_tokens.weight",
     r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qkv])\.weight": (

@@ -8,9 +8,10 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.dtypes import DTYPES
+from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of
 from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
-from cairn.checkpoint.formats.dcp_programs import MOMENTS, PROGRAMS, Program
+from cairn.checkpoint.formats.dcp_programs import PROGRAMS, Program
 from cairn.checkpoint.formats.dcp_tensors import DcpSource
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.manifest import CheckpointError, Damaged
@@ -70,7 +71,7 @@ class _Reading:
             tokens=self._progress(self.program.tokens),
             samples=self._progress(self.program.samples),
             optimizer="AdamW" if state else None,
-            settings=self._settings(groups),
+            settings=settings_of(groups.values(), self.source),
             left_out=tuple(left_out),
         )
 
@@ -114,32 +115,11 @@ class _Reading:
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The settings of each group of parameters."""
         found: dict[str, dict[str, Any]] = {}
-        wanted = ("lr", "initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
         for key in self.index.tensors.keys() | self.index.values.keys():
             group, _, what = key.removeprefix(self.program.groups).rpartition(".")
-            if key.startswith(self.program.groups) and what in wanted:
+            if key.startswith(self.program.groups) and what in SETTINGS:
                 found.setdefault(group, {})[what] = self._value(key)
         yield from found.items()
-
-    def _settings(self, groups: Mapping[str, Mapping[str, Any]]) -> dict[str, Any]:
-        """The settings of the run; those of the group with the largest weight decay.
-
-        Raises:
-            CheckpointError: the optimiser is Adam with L2 regularisation.
-        """
-        if not groups:
-            return {}
-        group = max(groups.values(), key=lambda found: found.get("weight_decay") or 0.0)
-        if group.get("weight_decay") and group.get("decoupled_weight_decay") is False:
-            raise CheckpointError(f"{self.source}: the optimiser is Adam with L2 decay; Cairn has AdamW only")
-        rate = group.get("initial_lr", group.get("lr"))
-        settings = {
-            "optimizer.lr": rate,
-            "optimizer.betas": group.get("betas"),
-            "optimizer.eps": group.get("eps"),
-            "optimizer.weight_decay": group.get("weight_decay"),
-        }
-        return {name: value for name, value in settings.items() if value is not None}
 
     def _passed(self) -> Iterator[str]:
         """What is not taken over, one sentence each."""

@@ -41,6 +41,11 @@ class DcpSource:
         """The tensor, under a name of the caller's choice."""
         return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor)
 
+    @classmethod
+    def located(cls, name: str, tensor: DcpTensor, values: dict[Chunk, Values]) -> "DcpSource":
+        """The tensor, where the places of its chunks are known; the streams of the chunks are not used."""
+        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor, values)
+
     def fill(self, first: int, into: torch.Tensor) -> None:
         """Read consecutive values; see `content.Source`.
 

@@ -62,24 +62,15 @@ def record(name: str) -> type[Record]:
     return type(name, (Record,), {})
 
 
-class Call:
-    """A function that was named, with its arguments, which are not evaluated."""
-
-    def __init__(self, function: str, arguments: tuple[Any, ...]):
-        self.function = function
-        self.arguments = arguments
-
-
-def call(function: str) -> Callable[..., Call]:
-    """A stand-in for a function."""
-    return lambda *arguments: Call(function, arguments)
-
-
 def ordered_dict(*arguments: object) -> dict[Any, Any]:
     """A stand-in for OrderedDict, which is pickled empty and then filled."""
     if arguments:
         raise Refused("an OrderedDict is made from arguments")
     return {}
+
+
+def ignored(*_: object) -> None:
+    """Stands for what Cairn does not need."""
 
 
 class _Machine(pickle._Unpickler):
@@ -121,8 +112,10 @@ class _Machine(pickle._Unpickler):
         self.stack.append(self._made(function, arguments))
 
     def load_build(self) -> None:
-        """Give a record its fields."""
+        """Give a record its fields; attributes of a dictionary, such as `_metadata`, are dropped."""
         state, owner = self.stack.pop(), self.stack[-1]
+        if isinstance(owner, dict):
+            return
         if not isinstance(owner, Record):
             raise Refused(f"a {type(owner).__name__} is given fields")
         owner.set(state)

@@ -1,4 +1,4 @@
-"""Finds the bytes of a tensor that `torch.save` wrote, and reads plain values, without running pickles.
+"""Finds the bytes of tensors that `torch.save` wrote, and reads plain values, without running pickles.
 
 `torch.save` writes a ZIP archive whose entries are stored as they are: `data.pkl` describes the value, and
 `data/<key>` are the tensors' bytes. A tensor can so be read in parts.
@@ -11,13 +11,15 @@ import io
 import math
 import os
 import zipfile
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from cairn.checkpoint.formats.safe_pickle import Call, Refused, call, load, ordered_dict
+from cairn.checkpoint.formats.safe_pickle import Refused, load, ordered_dict
 from cairn.checkpoint.manifest import Damaged
 
 MAX_READ_BYTES = 64 << 20
@@ -37,10 +39,25 @@ STORAGES = {
 }
 _ALLOWED: dict[tuple[str, str], Any] = {
     ("collections", "OrderedDict"): ordered_dict,
-    ("torch._utils", "_rebuild_tensor_v2"): call("_rebuild_tensor_v2"),
     **{("torch", name): dtype for name, dtype in STORAGES.items()},
 }
+_REBUILD = ("torch._utils", "_rebuild_tensor_v2")
 _PLAIN = {("collections", "OrderedDict"): ordered_dict}
+MAX_DIMENSIONS = 64
+MAX_VALUES = 1 << 50
+
+
+class Size(tuple[int, ...]):
+    """Stands for torch.Size."""
+
+    __slots__ = ()
+
+    def __new__(cls, lengths: object = ()) -> "Size":
+        if not isinstance(lengths, (tuple, list)) or len(lengths) > MAX_DIMENSIONS:
+            raise Refused("a shape has too many dimensions")
+        if any(type(n) is not int or not 0 <= n <= MAX_VALUES for n in lengths):
+            raise Refused(f"a shape or an offset is not made of whole numbers from 0 to {MAX_VALUES}")
+        return super().__new__(cls, lengths)
 
 
 @dataclass(frozen=True)
@@ -69,6 +86,14 @@ class Values:
     crc: int
 
 
+@dataclass(frozen=True)
+class TensorInFile:
+    """A tensor whose values stay in the file."""
+
+    values: Values
+    shape: tuple[int, ...]
+
+
 def locate(stream: Stream, dtype: torch.dtype, shape: tuple[int, ...]) -> Values:
     """Where the bytes of the tensor in `stream` are; it must have this data type and shape.
 
@@ -76,27 +101,65 @@ def locate(stream: Stream, dtype: torch.dtype, shape: tuple[int, ...]) -> Values
         Refused: the stream names what is not allowed, or is compressed.
         Damaged: the stream holds anything else.
     """
+    found = read_object(stream)
+    if not isinstance(found, TensorInFile):
+        raise Damaged(f"{stream.path} at byte {stream.offset} holds no tensor")
+    if found.values.dtype != dtype or found.shape != shape:
+        raise Damaged(
+            f"{stream.path} at byte {stream.offset} holds a tensor of {found.values.dtype} "
+            f"{list(found.shape)}, not {dtype} {list(shape)}"
+        )
+    return found.values
+
+
+def read_object(stream: Stream, allowed: Mapping[tuple[str, str], Any] = MappingProxyType({})) -> Any:
+    """The value in `stream`, whose tensors are `TensorInFile`.
+
+    Args:
+        allowed: what stands for further names that the pickle may name; see `safe_pickle.load`.
+
+    Raises:
+        Refused: the stream names what is not allowed, or is compressed.
+        Damaged: the stream is no whole archive, or holds invalid tensors.
+    """
     with _Archive(stream) as archive:
-        value = load(archive.pickle(), _ALLOWED, lambda pid: pid)
-        arguments = value.arguments if isinstance(value, Call) else ()
-        if len(arguments) < 4:
-            raise Damaged(f"{archive.where} holds no tensor")
-        storage, first, size, strides = arguments[:4]
-        if not isinstance(storage, tuple) or len(storage) != 5 or storage[0] != "storage":
-            raise Damaged(f"{archive.where} holds a tensor without values")
-        _, found, key, _, count = storage
-        numbers = (first, count, *_numbers(size), *_numbers(strides))
-        if any(type(n) is not int or n < 0 for n in numbers) or len(strides) != len(shape):
-            raise Damaged(f"{archive.where} holds a tensor with invalid numbers")
-        if found != dtype or tuple(size) != shape:
-            raise Damaged(
-                f"{archive.where} holds a tensor of {found} {list(size)}, not {dtype} {list(shape)}"
-            )
-        last = first + sum((n - 1) * stride for n, stride in zip(shape, strides, strict=True))
-        if math.prod(shape) and last >= count:
-            raise Damaged(f"{archive.where}: the tensor reaches beyond its storage")
-        offset, crc = archive.storage(str(key), count * dtype.itemsize)
-        return Values(stream.path, offset, dtype, count, first, tuple(strides), crc)
+
+        def rebuild(*arguments: object) -> TensorInFile:
+            return _tensor(archive, arguments)
+
+        try:
+            return load(archive.pickle(), {**_ALLOWED, **allowed, _REBUILD: rebuild}, lambda pid: pid)
+        except Refused as error:
+            raise Refused(f"{archive.where}: {error}") from None
+
+
+def _tensor(archive: "_Archive", arguments: tuple[Any, ...]) -> TensorInFile:
+    """Where the values of a tensor in an archive are.
+
+    Args:
+        arguments: those of torch's function that makes the tensor.
+
+    Raises:
+        Damaged: the tensor is not in the archive.
+    """
+    if len(arguments) < 4:
+        raise Damaged(f"{archive.where} holds no tensor")
+    storage, first, size, strides = arguments[:4]
+    if not isinstance(storage, tuple) or len(storage) != 5 or storage[0] != "storage":
+        raise Damaged(f"{archive.where} holds a tensor without values")
+    _, dtype, key, _, count = storage
+    shape, steps = _numbers(size), _numbers(strides)
+    if any(type(n) is not int or n < 0 for n in (first, count, *shape, *steps)) or len(steps) != len(shape):
+        raise Damaged(f"{archive.where} holds a tensor with invalid numbers")
+    if not isinstance(dtype, torch.dtype):
+        raise Damaged(f"{archive.where} holds a tensor of an unknown data type")
+    last = first + sum((n - 1) * stride for n, stride in zip(shape, steps, strict=True))
+    if math.prod(shape) and last >= count:
+        raise Damaged(f"{archive.where}: a tensor reaches beyond its storage")
+    if math.prod(shape) > count:
+        raise Damaged(f"{archive.where} holds a tensor of {list(shape)}, and {count} values for it")
+    offset, crc = archive.storage(str(key), count * dtype.itemsize)
+    return TensorInFile(Values(archive.path, offset, dtype, count, first, steps, crc), shape)
 
 
 def read_value(stream: Stream) -> Any:
@@ -118,6 +181,7 @@ class _Archive:
     """The ZIP archive in a stream; a context manager."""
 
     def __init__(self, stream: Stream):
+        self.path = stream.path
         self.where = f"{stream.path} at byte {stream.offset}"
         self._stream = stream
         self._window = _Window(stream)
