@@ -28,6 +28,14 @@ def add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as they are)"
     )
+    add_shards(command)
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
+    )
+
+
+def add_shards(command: argparse.ArgumentParser) -> None:
+    """Add the argument for the largest size of a file."""
     command.add_argument(
         "--shard-size",
         type=_bytes_of,
@@ -35,16 +43,13 @@ def add_export(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest size of a file of weights, such as 2G (default: 5G)",
     )
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
-    )
 
 
 def export_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt export`."""
     from cairn.checkpoint.exporting import export  # imports torch, which --help has no time for
 
-    step, out = _step(arguments.step), arguments.out
+    step, out = step_in(arguments.step), arguments.out
     options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size)
     with progress_bars() as stage:
         found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
@@ -65,6 +70,9 @@ def add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", type=Path, help="folder with config.json and tokenizer (default: those beside the source)"
     )
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the step back to compare it with the source"
+    )
 
 
 def import_step(arguments: argparse.Namespace) -> int:
@@ -84,7 +92,7 @@ def import_step(arguments: argparse.Namespace) -> int:
     with progress_bars() as stage:
         try:
             folder, manifest, content = import_checkpoint(
-                source, output_dir, name, model=arguments.model, stage=stage
+                source, output_dir, name, model=arguments.model, check=not arguments.no_verify, stage=stage
             )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
@@ -115,7 +123,7 @@ def import_step(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _step(path: Path) -> Path:
+def step_in(path: Path) -> Path:
     """The step in `path`, or the newest good one of a run.
 
     Raises:
