@@ -272,6 +272,39 @@ def test_weights_in_one_file(ckpt, family: str, tmp_path: Path, entry: str | Non
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize("files", [1, 3])
+def test_older_hugging_face_folders(ckpt, family: str, tmp_path: Path, files: int):
+    """pytorch_model.bin, whole or in parts, under the hub's names; what lies in safetensors goes before."""
+    folder = make(family, tmp_path / "hf")
+    weights = load_file(folder / "model.safetensors")
+    (folder / "model.safetensors").unlink()
+    parts = {f"pytorch_model-{n}-of-{files}.bin": list(weights)[n::files] for n in range(files)}
+    if files == 1:
+        torch.save(weights, folder / "pytorch_model.bin")
+    else:
+        for name, members in parts.items():
+            torch.save({member: weights[member] for member in members}, folder / name)
+        places = {member: name for name, members in parts.items() for member in members}
+        index = folder / "pytorch_model.bin.index.json"
+        index.write_text(json.dumps({"metadata": {}, "weight_map": places}))
+    finished = ckpt("import", folder, tmp_path / "run")
+    assert finished.code == 0, finished.output
+    step = CheckpointStore(tmp_path / "run" / "checkpoints").folder(1)
+    ours = load_file(step / "model" / "model.safetensors")
+    assert ours.keys() == weights.keys()
+    assert all(torch.equal(ours[name], weights[name]) for name in ours)
+    assert not [name for name in names_in(step / "model") if "pytorch" in name]
+    if files == 1:
+        return
+    index.write_text(json.dumps({"weight_map": {**places, "lm_head.weight": "../x.bin"}}))
+    finished = ckpt("import", folder, tmp_path / "other")
+    assert (finished.code, "outside its folder: '../x.bin'" in finished.output) == (1, True)
+    index.write_text(json.dumps({"weight_map": {**places, "model.more": next(iter(parts))}}))
+    finished = ckpt("import", folder, tmp_path / "other")
+    assert (finished.code, "model.more, which is in none of its files" in finished.output) == (1, True)
+
+
 class Command:
     """Unpickled, it makes a file."""
 
@@ -287,9 +320,11 @@ class Command:
 def test_nothing_in_a_file_is_executed(ckpt, family: str, tmp_path: Path, legacy: bool):
     """The function that it would have called is named, in today's and in the older layout."""
     folder, target = make(family, tmp_path / "hf"), tmp_path / "executed"
-    torch.save({"model": Command(target)}, folder / "w.pt", _use_new_zipfile_serialization=not legacy)
-    finished = ckpt("import", folder / "w.pt", tmp_path / "run")
-    assert (finished.code, "system" in finished.output) == (1, True), finished.output
+    (folder / "model.safetensors").unlink()
+    for name, source in (("w.pt", folder / "w.pt"), ("pytorch_model.bin", folder)):
+        torch.save({"model": Command(target)}, folder / name, _use_new_zipfile_serialization=not legacy)
+        finished = ckpt("import", source, tmp_path / "run")
+        assert (finished.code, "system" in finished.output) == (1, True), finished.output
     assert not target.exists()
     assert not (tmp_path / "run").exists()
 

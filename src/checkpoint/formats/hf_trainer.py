@@ -9,18 +9,19 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions, listed
+from cairn.checkpoint.formats.hf_trainer_groups import (
+    KINDS,
+    OPTIMIZER_FILE,
+    STATE,
+    decaying_otherwise,
+    groups_of,
+)
+from cairn.checkpoint.formats.huggingface import weights_in
 from cairn.checkpoint.formats.reading_back import read_back
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.files import read_json
 
-STATE = "trainer_state.json"
-OPTIMIZER_FILE = "optimizer.pt"
-SCHEDULER_FILE = "scheduler.pt"
-KINDS = {"step", "exp_avg", "exp_avg_sq"}
-NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
-"""What Trainer finds in the names of weights without weight decay (`Trainer.get_decay_parameter_names`)."""
 LEFT_OUT = {
     "scheduler.pt": "Cairn's learning rate depends on the step alone: give it the same schedule",
     "rng_state": "Cairn seeds every draw anew, from the run's seed and the step",
@@ -64,7 +65,7 @@ class HuggingFaceTrainer:
         ]
         left_out += [*notes, "the position in the data: Cairn begins the data anew, in its own order"]
         return Content(
-            {MODEL: find_tensors(source, "model"), OPTIMIZER: state},
+            {MODEL: weights_in(source), OPTIMIZER: state},
             model=model or source,
             step=progress.global_step,
             tokens=progress.num_input_tokens_seen or None,
@@ -147,37 +148,6 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
                 )
             tensors[f"{name}.{kind}"] = tensor
     return tensors, settings, notes
-
-
-def groups_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
-    """The shapes of the weights by name, as they are in the two groups of Trainer's optimiser.
-
-    Args:
-        folder: has the model's config.json.
-
-    Returns:
-        Those that decay, and those that don't.
-    """
-    import torch
-    from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
-    from transformers.trainer_pt_utils import get_parameter_names
-
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-    model.tie_weights()
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    decay = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
-    others = {name: shape for name, shape in shapes.items() if name not in decay}
-    return {name: shape for name, shape in shapes.items() if name in decay}, others
-
-
-def decaying_otherwise(
-    decaying: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]
-) -> list[str]:
-    """The weights that decay in Trainer and not in Cairn, where matrices do, or the other way round."""
-    vectors = [name for name, shape in decaying.items() if len(shape) < 2]
-    return vectors + [name for name, shape in others.items() if len(shape) >= 2]
 
 
 def _settings(groups: list[Mapping[str, Any]]) -> dict[str, Any]:

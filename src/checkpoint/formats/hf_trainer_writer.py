@@ -12,7 +12,7 @@ from transformers.trainer_callback import TrainerControl, TrainerState
 from cairn.checkpoint.formats import torch_writer
 from cairn.checkpoint.formats.content import Content, Source, WriteOptions
 from cairn.checkpoint.formats.fitting import refuse
-from cairn.checkpoint.formats.hf_trainer import (
+from cairn.checkpoint.formats.hf_trainer_groups import (
     KINDS,
     OPTIMIZER_FILE,
     SCHEDULER_FILE,

@@ -1,18 +1,20 @@
-"""Hugging Face directories: config.json, a tokenizer, and safetensors files with the hub's names (`hub`)."""
+"""Hugging Face directories: config.json, a tokenizer, and files of weights with the hub's names (`hub`)."""
 
 import json
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
-from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions
+from cairn.checkpoint.formats.conversion import written_dtypes
 from cairn.checkpoint.formats.reading_back import read_back
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 COMPANIONS = (".json", ".jinja", ".txt", ".model")
 """Suffixes of the files beside the weights: configuration, tokenizer, chat template."""
@@ -26,13 +28,8 @@ class HuggingFace:
         return (source / "config.json").exists()
 
     def read(self, source: Path, model: Path | None = None) -> Content:
-        """The weights, by their names in the folder.
-
-        Raises:
-            FileNotFoundError: the folder has no weights.
-            Damaged: an index or a header is invalid.
-        """
-        return Content(tensors={MODEL: find_tensors(source, "model")}, model=model or source)
+        """The weights, by their names in the folder; see `weights_in`."""
+        return Content(tensors={MODEL: weights_in(source)}, model=model or source)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
         """Write the weights, and copies of the files beside them; config.json names the new data type.
@@ -56,6 +53,23 @@ class HuggingFace:
     def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
         """See `Exporter.verify`."""
         return read_back(self, content, folder, options, stage)
+
+
+def weights_in(folder: Path) -> Mapping[str, Source]:
+    """The weights, by their names in the folder: as transformers, from safetensors files if there are any.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        Damaged: an index or a file is invalid, or would execute code.
+    """
+    try:
+        return find_tensors(folder, "model")
+    except FileNotFoundError:
+        from cairn.checkpoint.formats.bin_files import has_bin_files, read_bin_files  # imports torch
+
+        if not has_bin_files(folder):
+            raise
+        return read_bin_files(folder)
 
 
 def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
@@ -92,27 +106,3 @@ def _torch_name(dtype: str) -> str:
     from cairn.checkpoint.dtypes import DTYPES
 
     return str(DTYPES[dtype]).removeprefix("torch.")
-
-
-def written_dtypes(content: Content, dtype: str | None) -> "dict[str, torch.dtype]":
-    """The data types of the weights that are converted, by name: buffers and whole numbers stay as they are.
-
-    Args:
-        content: that of a step, whose weights have the hub's names.
-        dtype: safetensors' name of the data type that is asked for; None converts nothing.
-    """
-    if dtype is None or content.model is None:
-        return {}
-    from transformers import AutoConfig
-
-    from cairn.checkpoint.dtypes import DTYPES
-    from cairn.checkpoint.formats.hub import hub_layout
-    from cairn.checkpoint.tensors import dtype_of
-
-    weights = content.tensors[MODEL]
-    layout = hub_layout(AutoConfig.from_pretrained(content.model))  # pyright: ignore # typed in part
-    return {
-        name: DTYPES[dtype]
-        for name, place in layout.find(weights.keys()).items()
-        if name in weights and dtype_of(weights[name]).is_floating_point and place.name not in layout.buffers
-    }

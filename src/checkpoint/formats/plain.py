@@ -7,7 +7,6 @@ from typing import Any, cast
 from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
 from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.reading_back import read_back
-from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import MODEL
 
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -32,12 +31,11 @@ class PlainFile:
             FileNotFoundError: there is no such file.
             Damaged: it is invalid, holds no state dict, or would execute code.
         """
-        import torch
-
-        from cairn.checkpoint.formats.pickled import held, load_pickled
+        from cairn.checkpoint.formats.bin_files import state_dict_in  # imports torch
+        from cairn.checkpoint.formats.pickled import load_pickled
 
         source = source / FILE if source.is_dir() else source
-        found = load_pickled(source)
+        found: Any = load_pickled(source)
         left_out: tuple[str, ...] = ()
         for entry in ENTRIES:
             if isinstance(found, Mapping) and isinstance(cast(Any, found).get(entry), Mapping):
@@ -45,12 +43,7 @@ class PlainFile:
                 left_out = tuple(f"{key}: only the weights in {entry!r} are taken over" for key in beside)
                 found = cast("Mapping[str, Any]", found)[entry]
                 break
-        if not isinstance(found, Mapping) or not found:
-            raise Damaged(f"{source}: holds no state dict")
-        weights = cast("Mapping[Any, Any]", found)
-        if wrong := [str(key) for key, value in weights.items() if not isinstance(value, torch.Tensor)]:
-            raise Damaged(f"{source}: holds no state dict: {wrong[0]} is no tensor")
-        tensors = {str(name): held(str(name), tensor, source) for name, tensor in weights.items()}
+        tensors = state_dict_in(cast("object", found), source)
         folder = source.parent if (source.parent / "config.json").is_file() else None
         return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
 

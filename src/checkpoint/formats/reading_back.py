@@ -17,7 +17,7 @@ def read_back(reader: Format, content: Content, folder: Path, options: WriteOpti
     Raises:
         Damaged: it is something else.
     """
-    from cairn.checkpoint.formats.huggingface import written_dtypes
+    from cairn.checkpoint.formats.conversion import written_dtypes
     from cairn.checkpoint.streaming import check_equal  # imports torch
 
     back = reader.read(folder, content.model)

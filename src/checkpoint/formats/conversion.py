@@ -1,0 +1,33 @@
+"""Which weights are converted when another data type is asked for."""
+
+from typing import TYPE_CHECKING
+
+from cairn.checkpoint.formats.content import Content
+from cairn.checkpoint.step import MODEL
+
+if TYPE_CHECKING:
+    import torch
+
+
+def written_dtypes(content: Content, dtype: str | None) -> "dict[str, torch.dtype]":
+    """The data types of the weights that are converted, by name: buffers and whole numbers stay as they are.
+
+    Args:
+        content: that of a step, whose weights have the hub's names.
+        dtype: safetensors' name of the data type that is asked for; None converts nothing.
+    """
+    if dtype is None or content.model is None:
+        return {}
+    from transformers import AutoConfig
+
+    from cairn.checkpoint.dtypes import DTYPES
+    from cairn.checkpoint.formats.hub import hub_layout
+    from cairn.checkpoint.tensors import dtype_of
+
+    weights = content.tensors[MODEL]
+    layout = hub_layout(AutoConfig.from_pretrained(content.model))  # pyright: ignore # typed in part
+    return {
+        name: DTYPES[dtype]
+        for name, place in layout.find(weights.keys()).items()
+        if name in weights and dtype_of(weights[name]).is_floating_point and place.name not in layout.buffers
+    }

@@ -1,0 +1,45 @@
+"""What Trainer's checkpoints hold, and in which groups its optimiser has a model's weights."""
+
+# torch and transformers are typed in part.
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+from collections.abc import Mapping
+from pathlib import Path
+
+STATE = "trainer_state.json"
+OPTIMIZER_FILE = "optimizer.pt"
+SCHEDULER_FILE = "scheduler.pt"
+KINDS = {"step", "exp_avg", "exp_avg_sq"}
+NO_DECAY = [r"bias", r"layernorm", r"rmsnorm", r"(?:^|\.)norm(?:$|\.)", r"_norm(?:$|\.)"]
+"""What Trainer finds in the names of weights without weight decay (`Trainer.get_decay_parameter_names`)."""
+
+
+def groups_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple[int, ...]]]:
+    """The shapes of the weights by name, as they are in the two groups of Trainer's optimiser.
+
+    Args:
+        folder: has the model's config.json.
+
+    Returns:
+        Those that decay, and those that don't.
+    """
+    import torch
+    from torch import nn
+    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers.trainer_pt_utils import get_parameter_names
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    model.tie_weights()
+    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    decay = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    others = {name: shape for name, shape in shapes.items() if name not in decay}
+    return {name: shape for name, shape in shapes.items() if name in decay}, others
+
+
+def decaying_otherwise(
+    decaying: Mapping[str, tuple[int, ...]], others: Mapping[str, tuple[int, ...]]
+) -> list[str]:
+    """The weights that decay in Trainer and not in Cairn, where matrices do, or the other way round."""
+    vectors = [name for name, shape in decaying.items() if len(shape) < 2]
+    return vectors + [name for name, shape in others.items() if len(shape) >= 2]
