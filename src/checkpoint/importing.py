@@ -1,9 +1,11 @@
 """Makes the first step of a new run from a checkpoint of another program."""
 
+import contextlib
 import importlib.metadata
 import secrets
 import shutil
-from collections.abc import Callable
+import tempfile
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
@@ -11,14 +13,13 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
 from cairn.checkpoint.formats import FORMATS, Content, Stage, no_progress
 from cairn.checkpoint.formats.fitting import state_of, weights_of
-from cairn.checkpoint.formats.hub import hub_layout
+from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
 from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.receipts import make_receipt
-from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
-from cairn.checkpoint.streaming import check_equal, write_sources
+from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, TrainerRecord
+from cairn.checkpoint.streaming import write_sources
 from cairn.run.errors import UsageError
-from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_json
 
 NOT_OF_A_MODEL = {"trainer_state.json"}
@@ -32,7 +33,6 @@ def import_checkpoint(
     *,
     model: Path | None = None,
     step: int | None = None,
-    check: bool = True,
     stage: Stage = no_progress,
 ) -> tuple[Path, Manifest, Content]:
     """Write what `source` holds, in the format `name`, as the first step of a new run in `output_dir`.
@@ -42,7 +42,6 @@ def import_checkpoint(
     Args:
         model: a folder with config.json and tokenizer; default: the one that belongs to the source.
         step: the number of the step; default: the source's, or 1 where it has none.
-        check: read the step back and compare it with the source, bit for bit, before it counts.
 
     Returns:
         The step's folder, its manifest, and the content of the source.
@@ -50,29 +49,17 @@ def import_checkpoint(
     Raises:
         UsageError: `output_dir` belongs to another run, or no configuration was found.
         CheckpointError: a tensor is missing, or has no place in the model; the message lists all of them.
-        Damaged: the source is invalid, holds what is not allowed in it, or is not what was read back.
+        Damaged: the source is invalid, or holds what is not allowed in it.
         OSError: a file can't be read or written; the error names it.
     """
-    from transformers import AutoConfig
-
     content = FORMATS[name].read(source, model)
-    companions = content.model
-    if companions is None or not (companions / "config.json").is_file():
-        raise UsageError(
-            f"{source}: has no config.json beside it; give the folder of its model with --model FOLDER"
-        )
-    layout = hub_layout(AutoConfig.from_pretrained(companions))  # pyright: ignore # typed in part
+    with _companions(content, source) as companions:
+        layout, files = _layout_and_files(companions)
     number = content.step if step is None else step
     number = 1 if number is None else number
     if number < 1:
         raise UsageError(f"{source}: is of step {number}, before any update; use it with --model.name")
     tensors = {MODEL: weights_of(content.tensors[MODEL], layout, source)}
-    files: dict[str, bytes] = {
-        f"model/{path.name}": path.read_bytes()
-        for path in sorted(companions.iterdir())
-        if path.is_file() and path.suffix in COMPANIONS and path.name not in NOT_OF_A_MODEL
-        if ".safetensors" not in path.name and not path.name.endswith(".bin.index.json")
-    }
     parts = ["model"]
     if state := content.tensors.get(OPTIMIZER):
         tensors[OPTIMIZER] = state_of(state, layout, source)
@@ -114,16 +101,9 @@ def import_checkpoint(
             for stem, named in tensors.items():
                 where, _, short = stem.rpartition("/")
                 progress = stage(f"writing {stem}", sum(tensor.spec.nbytes for tensor in named.values()))
-                sums = write_sources(folder / where, named, short, on_bytes=_faulty(progress))
+                sums = write_sources(folder / where, named, short, on_bytes=progress)
                 written |= {f"{where}/{file}": checksum for file, checksum in sums.items()}
-            fault_point("import.before_compare")
-            if check:
-                for stem, named in tensors.items():
-                    progress = stage(
-                        f"comparing {stem}", sum(tensor.spec.nbytes for tensor in named.values())
-                    )
-                    check_equal(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
-            store.write_part(number, "files", files, session, read_back=check)
+            store.write_part(number, "files", files, session)
             write_json(store.receipt_file(number, "tensors"), make_receipt(session, written), durable=True)
             for path in sorted(folder.iterdir()):
                 sync(path)
@@ -135,11 +115,33 @@ def import_checkpoint(
     return folder, manifest, content
 
 
-def _faulty(progress: Callable[[int], None]) -> Callable[[int], None]:
-    """The same progress, with a fault point after each piece."""
+@contextlib.contextmanager
+def _companions(content: Content, source: Path) -> Generator[Path]:
+    """The folder with config.json and tokenizer: the source's, or one that lasts as long as the context.
 
-    def on_bytes(count: int) -> None:
-        progress(count)
-        fault_point("import.write")
+    Raises:
+        UsageError: there is none.
+    """
+    if content.model is not None and (content.model / "config.json").is_file():
+        yield content.model
+    elif content.write_companions is not None:
+        with tempfile.TemporaryDirectory() as folder:
+            content.write_companions(Path(folder))
+            yield Path(folder)
+    else:
+        raise UsageError(
+            f"{source}: has no config.json beside it; give the folder of its model with --model FOLDER"
+        )
 
-    return on_bytes
+
+def _layout_and_files(companions: Path) -> tuple[Layout, dict[str, bytes]]:
+    """The layout of the model that config.json describes, and the files beside the weights by their paths."""
+    from transformers import AutoConfig
+
+    layout = hub_layout(AutoConfig.from_pretrained(companions))  # pyright: ignore # typed in part
+    return layout, {
+        f"model/{path.name}": path.read_bytes()
+        for path in sorted(companions.iterdir())
+        if path.is_file() and path.suffix in COMPANIONS and path.name not in NOT_OF_A_MODEL
+        if ".safetensors" not in path.name and not path.name.endswith(".bin.index.json")
+    }

@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from cairn.checkpoint.formats import EXPORTERS, FORMATS, WriteOptions, format_of
+from cairn.checkpoint.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
 from cairn.checkpoint.layout import MAX_FILE_BYTES
 from cairn.checkpoint.manifest import FILE_NAME
 from cairn.checkpoint.store import CheckpointStore
@@ -28,14 +28,6 @@ def add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as they are)"
     )
-    add_shards(command)
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
-    )
-
-
-def add_shards(command: argparse.ArgumentParser) -> None:
-    """Add the argument for the largest size of a file."""
     command.add_argument(
         "--shard-size",
         type=_bytes_of,
@@ -43,14 +35,22 @@ def add_shards(command: argparse.ArgumentParser) -> None:
         metavar="SIZE",
         help="largest size of a file of weights, such as 2G (default: 5G)",
     )
+    command.add_argument(
+        "--quantize",
+        choices=sorted({name for names in QUANTIZATIONS.values() for name in names}),
+        help="quantisation of the weights, in formats that have one (default: none)",
+    )
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
+    )
 
 
 def export_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt export`."""
     from cairn.checkpoint.exporting import export  # imports torch, which --help has no time for
 
-    step, out = step_in(arguments.step), arguments.out
-    options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size)
+    step, out = _step(arguments.step), arguments.out
+    options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
     with progress_bars() as stage:
         found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
     if arguments.json:
@@ -69,9 +69,6 @@ def add_import(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument(
         "--model", type=Path, help="folder with config.json and tokenizer (default: those beside the source)"
-    )
-    command.add_argument(
-        "--no-verify", action="store_true", help="don't read the step back to compare it with the source"
     )
 
 
@@ -92,7 +89,7 @@ def import_step(arguments: argparse.Namespace) -> int:
     with progress_bars() as stage:
         try:
             folder, manifest, content = import_checkpoint(
-                source, output_dir, name, model=arguments.model, check=not arguments.no_verify, stage=stage
+                source, output_dir, name, model=arguments.model, stage=stage
             )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
@@ -123,7 +120,7 @@ def import_step(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def step_in(path: Path) -> Path:
+def _step(path: Path) -> Path:
     """The step in `path`, or the newest good one of a run.
 
     Raises:

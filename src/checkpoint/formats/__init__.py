@@ -11,6 +11,7 @@ from cairn.checkpoint.formats.content import (
     WriteOptions,
 )
 from cairn.checkpoint.formats.dcp import Dcp
+from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
 from cairn.checkpoint.formats.plain import PlainFile
@@ -20,6 +21,7 @@ from cairn.run.progress import no_progress
 __all__ = [
     "EXPORTERS",
     "FORMATS",
+    "QUANTIZATIONS",
     "Content",
     "Exporter",
     "Format",
@@ -33,6 +35,7 @@ __all__ = [
 FORMATS: dict[str, Format] = {
     "dcp": Dcp(),
     "verl": Verl(),
+    "gguf": Gguf(),
     "hf-trainer": HuggingFaceTrainer(),
     "pt": PlainFile(),
     "hf": HuggingFace(),
@@ -40,11 +43,14 @@ FORMATS: dict[str, Format] = {
 """The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
 EXPORTERS: dict[str, Exporter] = {
     "dcp": Dcp(),
+    "gguf": Gguf(),
     "hf": HuggingFace(),
     "hf-trainer": HuggingFaceTrainer(),
     "pt": PlainFile(),
 }
 """The formats that are written."""
+QUANTIZATIONS: dict[str, tuple[str, ...]] = {"gguf": ("q8_0",)}
+"""What `WriteOptions.quantize` may be, by format; the others have none."""
 
 
 def format_of(source: Path) -> str | None:

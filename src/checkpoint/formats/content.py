@@ -58,6 +58,8 @@ class Content:
     settings: what the checkpoint says of the settings of the run, by the names that Cairn's have, such as
     `optimizer.lr`.
     left_out: what the source holds beside that and Cairn does not take over, one sentence each.
+    write_companions: writes config.json and tokenizer into a folder, for sources without such files that say
+    the same in another way.
     """
 
     tensors: Mapping[str, Mapping[str, Source]]
@@ -68,6 +70,7 @@ class Content:
     optimizer: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
+    write_companions: Callable[[Path], None] | None = None
 
 
 class Format(Protocol):
@@ -99,11 +102,13 @@ class WriteOptions:
     dtype: safetensors' name of the data type of floating-point weights; None leaves each as it is. The
     optimiser's state always keeps its own.
     max_file_bytes: more bytes of weights are split into several files, where the format can do that.
+    quantize: name of the quantisation of matrices, one of those that `QUANTIZATIONS` lists for the format.
     on_bytes: called with the number of bytes written since the last call, for a progress bar.
     """
 
     dtype: str | None = None
     max_file_bytes: int = MAX_FILE_BYTES
+    quantize: str | None = None
     on_bytes: Callable[[int], None] = lambda count: None
 
 
