@@ -13,10 +13,12 @@ from one_rank import one_rank
 from runs import Finished
 from test_families import make_rows
 from test_formats import begun, ckpt, commit, loss_of
-from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 
+from cairn.checkpoint.formats.hf_schedule import schedule_of
+from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore, verify
-from cairn.config.trainer import SFTConfig
+from cairn.config.trainer import SchedulerConfig, SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.group import RankGroup
@@ -124,7 +126,14 @@ def test_cairn_makes_trainers_next_step(
     assert finished.code == 0, finished.output
     step = CheckpointStore(tmp_path / "run" / "checkpoints").folder(2)
     assert verify(step).parts == ["trainer"]
-    schedule = {"type": "linear", "warmup_steps": 1, "steps": 4}
+    assert "the position in the data (step 2, epoch 0.25, 2 records at a time)" in finished.output
+    record = StepFolder(step).trainer_state()
+    assert record is not None
+    assert record.recipe is not None
+    settings = record.recipe["settings"]
+    schedule = {n.partition(".")[2]: v for n, v in settings.items() if n.startswith("scheduler.")}
+    assert schedule == {"type": "linear", "warmup_steps": 1, "steps": 4, "min_lr_ratio": 0.0}
+    assert settings["optimizer.lr"] == OPTIMIZER_SETTINGS["lr"]
     state = begin(step / "model", group, scheduler=schedule)
     state.load(step)
     loss = update(state, 3, ran.trainer.rows[2])
@@ -207,3 +216,71 @@ def test_other_weights_that_decay_are_listed(ckpt: Callable[..., Finished], tmp_
     torch.save(state, tmp_path / "out" / "optimizer.pt")
     finished = ckpt("import", tmp_path / "out", tmp_path / "decaying")
     assert "left out: the weight decay of backbone.layers.0.mixer.D," in finished.output
+
+
+# Schedules
+
+
+def rates_of(kind: str, warmup: int, end: int, **specific: Any) -> list[float]:
+    """The rates of transformers' own schedule with a peak of 1: item k is that of step k + 1."""
+    optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=1.0)
+    scheduler = get_scheduler(kind, optimizer, warmup, end, scheduler_specific_kwargs=specific)
+    rates = []
+    for _ in range(end):
+        rates.append(scheduler.get_last_lr()[0])
+        optimizer.step()
+        scheduler.step()
+    return rates
+
+
+def logged(rates: list[float], step: int, every: int, shift: int) -> list[dict[str, Any]]:
+    """The log of Trainer's first `step` steps; `shift` is 0 where it logs the next step's rate."""
+    numbers = range(every, step + 1, every)
+    return [{"step": n, "learning_rate": rates[n - shift], "loss": 1.0} for n in numbers] + [
+        {"eval_loss": 2.0}
+    ]
+
+
+@pytest.mark.parametrize("shift", [1, 0])
+@pytest.mark.parametrize(
+    ("kind", "warmup"),
+    [
+        ("constant", 0),
+        ("constant_with_warmup", 7),
+        ("linear", 0),
+        ("linear", 7),
+        ("cosine", 0),
+        ("cosine", 7),
+    ],
+)
+def test_the_schedule_is_told_by_its_rates(kind: str, warmup: int, shift: int):
+    """From the rates that were logged and the next one: Cairn's settings for it give all later rates."""
+    rates = rates_of(kind, warmup, end=60)
+    found = schedule_of(logged(rates, 40, 10, shift), rates[40], 40, 60)
+    names = {"type", "warmup_steps", "steps", "min_lr_ratio"}
+    settings = {name: found[f"scheduler.{name}"] for name in names if f"scheduler.{name}" in found}
+    steps = settings.get("steps", 0)
+    ours = [SchedulerConfig(**settings).rate(number, 1.0, steps) for number in range(41, 61)]
+    assert ours == pytest.approx(rates[40:], rel=1e-9)
+    assert settings["type"] == kind.removesuffix("_with_warmup")
+
+
+@pytest.mark.parametrize(
+    ("kind", "warmup", "specific"),
+    [
+        ("linear", 50, {}),
+        ("polynomial", 7, {"power": 2.0}),
+        ("inverse_sqrt", 7, {}),
+        ("cosine_with_restarts", 0, {"num_cycles": 2}),
+    ],
+)
+def test_what_the_rates_do_not_tell_is_not_said(kind: str, warmup: int, specific: dict[str, Any]):
+    """A warm-up that is not over, and schedules that Cairn lacks."""
+    rates = rates_of(kind, warmup, 60, **specific)
+    assert schedule_of(logged(rates, 40, 10, 1), rates[40], 40, 60) == {}
+
+
+def test_one_rate_does_not_tell_a_schedule():
+    """At the peak, it may be that of the last step of a warm-up."""
+    assert schedule_of([], 1.0, 40, 60) == {}
+    assert schedule_of([], 0.5, 0, 60) == {}

@@ -3,15 +3,17 @@
 # torch and transformers are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.formats.adamw import settings_of
 from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions, listed
 from cairn.checkpoint.formats.hf_trainer_groups import (
     KINDS,
     OPTIMIZER_FILE,
+    SCHEDULER_FILE,
     STATE,
     decaying_otherwise,
     groups_of,
@@ -23,7 +25,6 @@ from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.files import read_json
 
 LEFT_OUT = {
-    "scheduler.pt": "Cairn's learning rate depends on the step alone: give it the same schedule",
     "rng_state": "Cairn seeds every draw anew, from the run's seed and the step",
     "training_args.bin": "it is a pickle of classes, which is never loaded",
     "scaler.pt": "Cairn needs no loss scaling",
@@ -35,7 +36,11 @@ class TrainerState:
     """What is read of trainer_state.json."""
 
     global_step: int
+    max_steps: int = 0
+    epoch: float | None = None
+    train_batch_size: int | None = None
     num_input_tokens_seen: int = 0
+    log_history: list[dict[str, Any]] = field(default_factory=list[dict[str, Any]])
 
 
 class HuggingFaceTrainer:
@@ -57,25 +62,21 @@ class HuggingFaceTrainer:
         if progress is None:
             raise FileNotFoundError(2, "no such file", str(source / STATE))
         state, settings, notes = _read_optimizer(source, model or source)
-        left_out = [
+        schedule, said = _read_schedule(source, progress)
+        passed_over = [
             f"{path.name}: {why}"
             for path in sorted(source.iterdir())
             for name, why in LEFT_OUT.items()
             if path.name.startswith(name)
         ]
-        left_out += [*notes, "the position in the data: Cairn begins the data anew, in its own order"]
         return Content(
             {MODEL: weights_in(source), OPTIMIZER: state},
             model=model or source,
             step=progress.global_step,
             tokens=progress.num_input_tokens_seen or None,
             optimizer="AdamW",
-            settings=settings,
-            left_out=(
-                *left_out,
-                *notes,
-                "the position in the data: Cairn begins the data anew, in its own order",
-            ),
+            settings=settings | schedule,
+            left_out=(*passed_over, *notes, *said, _position(source, progress)),
         )
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
@@ -116,7 +117,7 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     try:
         groups, states = content["param_groups"], content["state"]
         numbers = [number for group in groups for number in group["params"]]
-        settings = _settings(groups)
+        settings = _settings(groups, path)
         kinds = {kind for state in states.values() for kind in state}
     except (KeyError, TypeError, AttributeError) as error:
         raise Damaged(f"{path}: holds no state of an optimiser ({error!r})") from None
@@ -150,12 +151,54 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     return tensors, settings, notes
 
 
-def _settings(groups: list[Mapping[str, Any]]) -> dict[str, Any]:
+def _settings(groups: Collection[Mapping[str, Any]], path: Path) -> dict[str, Any]:
     """The settings that groups of AdamW have; the rate is that at the schedule's top."""
-    first = groups[0]
+    found = settings_of(groups, path)
     return {
-        "optimizer.lr": float(first.get("initial_lr", first["lr"])),
-        "optimizer.betas": [float(beta) for beta in first["betas"]],
-        "optimizer.eps": float(first["eps"]),
-        "optimizer.weight_decay": float(first["weight_decay"]),
+        name: [float(each) for each in value] if isinstance(value, (list, tuple)) else float(value)
+        for name, value in found.items()
     }
+
+
+def _read_schedule(source: Path, progress: TrainerState) -> tuple[dict[str, Any], tuple[str, ...]]:
+    """The settings of the schedule, and what has to be said of it.
+
+    Trainer does not store which schedule it was, but the rates that it gave.
+    """
+    from cairn.checkpoint.formats.hf_schedule import schedule_of  # imports NumPy
+    from cairn.checkpoint.formats.pickled import load_pickled
+
+    path = source / SCHEDULER_FILE
+    try:
+        content = load_pickled(path)
+        peak, upcoming = float(content["base_lrs"][0]), float(content["_last_lr"][0])
+    except FileNotFoundError:
+        return {}, ()
+    except (Damaged, LookupError, TypeError, ValueError):
+        return {}, (f"{path.name}: it holds no rates that can be read; give the run the same schedule",)
+    if peak <= 0:
+        return {}, (f"{path.name}: its peak is {peak}; give the run the same schedule",)
+    logged = [
+        {**entry, "learning_rate": entry["learning_rate"] / peak}
+        for entry in progress.log_history
+        if isinstance(entry.get("learning_rate"), (int, float))
+    ]
+    found = schedule_of(logged, upcoming / peak, progress.global_step, progress.max_steps)
+    if found:
+        return found, ()
+    return {}, (
+        f"{path.name}: which schedule it is of can't be told from its rates; the next one was {upcoming:g}, "
+        f"with a peak of {peak:g} and {progress.max_steps} steps in all: give the run the same schedule",
+    )
+
+
+def _position(source: Path, progress: TrainerState) -> str:
+    """What is known of the position in the data."""
+    ranks = len(list(source.glob("rng_state*.pth")))
+    known = [f"step {progress.global_step}"]
+    known += [] if progress.epoch is None else [f"epoch {progress.epoch:g}"]
+    if progress.train_batch_size:
+        known += [
+            f"{progress.train_batch_size} records at a time" + (f" on {ranks} ranks" if ranks > 1 else "")
+        ]
+    return f"the position in the data ({', '.join(known)}): Cairn begins the data anew, in its own order"
