@@ -1,32 +1,153 @@
-"""The differences between two checkpoints: configuration, versions, metrics, and every weight."""
+"""The differences between two checkpoints, of Cairn or of another program: settings, and every tensor."""
 
 # torch is typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.step import MODEL, OrchestratorRecord, StepFolder, TrainerRecord
+from cairn.checkpoint.formats import FORMATS, Content, Source, format_of
+from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
+from cairn.checkpoint.step import MODEL, OPTIMIZER, OrchestratorRecord, StepFolder, TrainerRecord
+from cairn.run.errors import UsageError
+from cairn.run.progress import Stage, no_progress
+
+if TYPE_CHECKING:
+    from cairn.checkpoint.formats.hub import Layout
+
+VALUES = 2 << 20
+"""Values of a tensor that are compared at a time."""
 
 
-def compare(a: Path, b: Path) -> dict[str, Any]:
-    """The content of `ckpt diff --json` for two step folders.
+@dataclass(frozen=True)
+class Side:
+    """One of the two checkpoints. manifest: None if it is another program's. content: its tensors."""
+
+    path: Path
+    name: str
+    content: Content
+    manifest: Manifest | None = None
+
+
+def compare(a: Path, b: Path, stage: Stage = no_progress) -> dict[str, Any]:
+    """The content of `ckpt diff --json` for two checkpoints: step folders, or whatever a format reads.
+
+    Tensors are read in pieces. They are compared by the hub's names if one of the two has a config.json that
+    says what these are, and otherwise by the names that they have.
 
     Raises:
-        CheckpointError: one of them is not a checkpoint.
+        UsageError: one of them has no known format.
+        CheckpointError: one of them is invalid.
     """
-    one, two = load_manifest(a), load_manifest(b)
-    return {
-        "a": {"folder": str(a), "step": one.step, "run_id": one.run_id, "branch": one.branch},
-        "b": {"folder": str(b), "step": two.step, "run_id": two.run_id, "branch": two.branch},
-        "config": _changes(_config_of(a), _config_of(b)),
-        "versions": _changes(one.versions, two.versions),
-        "metrics": _changes(one.metrics, two.metrics),
-        **_tensor_changes(a, b),
-    }
+    sides = [_side(path) for path in (a, b)]
+    layout = _layout_of(*sides)
+    named = [_by_stem(side.content, layout) for side in sides]
+    report: dict[str, Any] = {letter: _about(side) for letter, side in zip(("a", "b"), sides, strict=True)}
+    one, two = (side.manifest for side in sides)
+    if one and two:
+        report["config"] = _changes(_config_of(a), _config_of(b))
+        report["versions"] = _changes(one.versions, two.versions)
+        report["metrics"] = _changes(one.metrics, two.metrics)
+    else:
+        report["config"] = _changes(*(side.content.settings for side in sides))
+        report["versions"] = report["metrics"] = {}
+    report |= _tensor_changes(named[0][MODEL], named[1][MODEL], stage, "comparing weights")
+    states = [stems.get(OPTIMIZER) for stems in named]
+    report["optimizer"] = None
+    if states[0] and states[1]:
+        report["optimizer"] = _tensor_changes(states[0], states[1], stage, "comparing the optimiser's state")
+    return report
+
+
+def _side(path: Path) -> Side:
+    """What is in a folder or file.
+
+    Raises:
+        UsageError: it has no known format.
+        CheckpointError: it is invalid.
+    """
+    if (path / FILE_NAME).exists():
+        from cairn.checkpoint.exporting import content_of_step  # imports torch
+
+        manifest = load_manifest(path)
+        return Side(path, "cairn", content_of_step(path), manifest)
+    name = format_of(path) if path.exists() else None
+    if name is None:
+        raise UsageError(f"{path}: is neither a step of Cairn nor of one of the formats {', '.join(FORMATS)}")
+    try:
+        return Side(path, name, FORMATS[name].read(path))
+    except FileNotFoundError as error:
+        raise UsageError(f"{error.filename}: {error.strerror}") from None
+
+
+def _about(side: Side) -> dict[str, Any]:
+    about: dict[str, Any] = {"folder": str(side.path), "format": side.name, "step": side.content.step}
+    if side.manifest:
+        about |= {"step": side.manifest.step, "run_id": side.manifest.run_id, "branch": side.manifest.branch}
+    return about
+
+
+def _layout_of(*sides: Side) -> "Layout | None":
+    """The names of the model's tensors, by the config.json of the first side that has one.
+
+    Nothing is needed where both sides are steps of Cairn, which have the hub's names.
+    """
+    folders = [side.content.model for side in sides]
+    config = next((folder for folder in folders if folder and (folder / "config.json").is_file()), None)
+    if config is None or all(side.manifest for side in sides):
+        return None
+    from transformers import AutoConfig
+
+    from cairn.checkpoint.formats.hub import hub_layout
+
+    return hub_layout(AutoConfig.from_pretrained(config))  # pyright: ignore # typed in part
+
+
+def _by_stem(content: Content, layout: "Layout | None") -> dict[str, Mapping[str, Source]]:
+    """The tensors by stem and the names by which they are compared."""
+    if layout is None:
+        return dict(content.tensors)
+    found: dict[str, Mapping[str, Source]] = {MODEL: _hub_names(content.tensors[MODEL], layout)}
+    if state := content.tensors.get(OPTIMIZER):
+        found[OPTIMIZER] = _names_in_memory(state, layout)
+    return found
+
+
+def _hub_names(weights: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
+    """Weights by the hub's names, without tied copies; what has no place in the model keeps its name."""
+    from cairn.checkpoint.formats.derived import Section
+    from cairn.checkpoint.layout import TensorSpec
+
+    places = {name: place for name, place in layout.find(weights.keys()).items() if name in weights}
+    hub = {place: name for name, place in layout.places.items()}
+    tied = layout.tied.keys() | layout.tied_in_memory.keys()
+    found: dict[str, Source] = {}
+    for name, source in weights.items():
+        place = places.get(name)
+        if place in hub:
+            found[hub[place]] = source
+        elif place is not None and source.spec.shape == place.shape:
+            for part, own in hub.items():
+                if part.name == place.name:
+                    found[own] = Section(source, part.first, TensorSpec(own, source.spec.dtype, part.shape))
+        elif name not in tied:
+            found[name] = source
+    return found
+
+
+def _names_in_memory(state: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
+    """The optimiser's state by transformers' names, where it is of whole tensors of these."""
+    owners = {name: name.rpartition(".")[0] for name in state}
+    places = layout.find(set(owners.values()))
+    found: dict[str, Source] = {}
+    for name, source in state.items():
+        place = places.get(owners[name])
+        if place is not None and place.shape == layout.shapes[place.name]:
+            name = f"{place.name}{name[len(owners[name]) :]}"
+        found[name] = source
+    return found
 
 
 def _config_of(folder: Path) -> dict[str, object]:
@@ -50,30 +171,60 @@ def _changes(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[Any,
     return {key: (a.get(key), b.get(key)) for key in sorted(a.keys() | b.keys()) if a.get(key) != b.get(key)}
 
 
-def _tensor_changes(a: Path, b: Path) -> dict[str, Any]:
-    """For each weight in both: the largest change of a value, and the change's norm over the weight's."""
-    from cairn.checkpoint.tensors import read_tensor
-
-    in_a, in_b = (FORMATS["hf"].read(StepFolder(step).model).tensors[MODEL] for step in (a, b))
+def _tensor_changes(
+    a: Mapping[str, Source], b: Mapping[str, Source], stage: Stage, doing: str
+) -> dict[str, Any]:
+    """What the tensors of only one side are, and for each of both, how much its values differ."""
+    both = sorted(a.keys() & b.keys())
+    same = [name for name in both if a[name].spec.shape == b[name].spec.shape]
+    progress = stage(doing, sum(a[name].spec.nbytes + b[name].spec.nbytes for name in same))
     rows: list[dict[str, Any]] = []
-    other_shape: list[str] = []
-    for name in sorted(in_a.keys() & in_b.keys()):
-        if in_a[name].spec.shape != in_b[name].spec.shape:
-            other_shape.append(name)
-            continue
-        before, after = read_tensor(in_a[name]).double(), read_tensor(in_b[name]).double()
-        change, norm = after - before, before.norm().item()
-        relative = change.norm().item() / norm if norm else change.norm().item()
-        rows.append(
-            {
-                "name": name,
-                "max_change": change.abs().max().item() if change.numel() else 0.0,
-                "relative_change": relative,
-            }
-        )
+    for name in same:
+        rows.append({"name": name, **_change(a[name], b[name])})
+        progress(a[name].spec.nbytes + b[name].spec.nbytes)
     return {
-        "only_in_a": sorted(in_a.keys() - in_b.keys()),
-        "only_in_b": sorted(in_b.keys() - in_a.keys()),
-        "other_shape": other_shape,
+        "only_in_a": sorted(a.keys() - b.keys()),
+        "only_in_b": sorted(b.keys() - a.keys()),
+        "other_shape": [name for name in both if a[name].spec.shape != b[name].spec.shape],
+        "other_dtype": [name for name in same if a[name].spec.dtype != b[name].spec.dtype],
         "tensors": rows,
+    }
+
+
+def _change(a: Source, b: Source) -> dict[str, Any]:
+    """How the values of two tensors of the same shape differ.
+
+    max_change: the largest change of a value. relative_change: the norm of the change over that of the first
+    tensor. changed: the number of values that differ. not_finite: how many of these are infinite or no
+    numbers on one side; they count in nothing else.
+    """
+    import torch
+
+    from cairn.checkpoint.tensors import dtype_of
+
+    count = torch.Size(a.spec.shape).numel()
+    largest = change = norm = 0.0
+    changed = not_finite = 0
+    for first in range(0, count, VALUES):
+        x, y = (torch.empty(min(VALUES, count - first), dtype=dtype_of(source)) for source in (a, b))
+        a.fill(first, x)
+        b.fill(first, y)
+        before, after = x.double(), y.double()
+        norm += before.nan_to_num(0.0, 0.0, 0.0).square().sum().item()
+        differs = (before != after) & ~(before.isnan() & after.isnan())
+        moved = (after - before)[differs]
+        finite = moved[moved.isfinite()]
+        changed += len(moved)
+        not_finite += len(moved) - len(finite)
+        if len(finite):
+            largest = max(largest, finite.abs().max().item())
+            change += finite.square().sum().item()
+    relative = (change / norm) ** 0.5 if norm else change**0.5
+    return {
+        "dtypes": [a.spec.dtype, b.spec.dtype],
+        "values": count,
+        "changed": changed,
+        "not_finite": not_finite,
+        "max_change": largest,
+        "relative_change": relative,
     }

@@ -1,15 +1,18 @@
 """Writes a step in a foreign format, into a folder that appears only when all of it is there."""
 
+import contextlib
 import os
 import shutil
+from collections.abc import Generator
 from dataclasses import replace
 from pathlib import Path
 
+from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.formats import EXPORTERS, QUANTIZATIONS, Content, Stage, WriteOptions, no_progress
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
-from cairn.checkpoint.store import verify
 from cairn.run.errors import UsageError
+from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync
 
 UNFINISHED = ".unfinished"
@@ -46,8 +49,8 @@ def export(
 ) -> str:
     """Write the step in the folder `step` to the new folder `out`, in the format `name`.
 
-    Every byte of the step is verified first. A process that is killed leaves `out` with UNFINISHED at the end
-    of its name, which the next call removes.
+    Every byte that is taken over is verified. A process that is killed leaves `out` with UNFINISHED at the
+    end of its name, which the next call removes.
 
     Args:
         check: read the result back and compare it with the step; see `Exporter.verify`.
@@ -60,16 +63,53 @@ def export(
         CheckpointError: the step is damaged, or has no counterpart in this format.
         OSError: a file can't be written; the error names it.
     """
-    if os.path.lexists(out):
-        raise UsageError(f"{out}: exists already; give a new folder")
     if options.quantize is not None:
         if options.quantize not in QUANTIZATIONS.get(name, ()):
             raise UsageError(f"the format {name} has no quantisation {options.quantize}")
         if options.dtype is not None:
             raise UsageError("a quantisation and a data type can't both be asked for: give one of them")
     content = content_of_step(step)
+    read = CheckedStep(step)
+    watched = {stem: read.watch(named) for stem, named in content.tensors.items()}
+    with appearing(out) as folder:
+        written = replace(content, tensors=watched)
+        write_content(written, folder, name, options, stage)
+        read.check(stage)
+        found = EXPORTERS[name].verify(content, folder, options, stage) if check else "not read back"
+    return found
+
+
+def write_content(content: Content, folder: Path, name: str, options: WriteOptions, stage: Stage) -> None:
+    """Write `content` into the empty folder `folder`, in the format `name`, and make all of it durable.
+
+    Raises:
+        CheckpointError: a source is damaged, or has no counterpart in this format.
+        OSError: a file can't be written; the error names it.
+    """
     nbytes = sum(source.spec.nbytes for named in content.tensors.values() for source in named.values())
-    verify(step, on_bytes=stage(f"verifying {step.name}", nbytes))
+    progress = stage(f"writing {name}", nbytes)
+
+    def on_bytes(count: int) -> None:
+        progress(count)
+        fault_point("export.write")
+
+    EXPORTERS[name].write(content, folder, replace(options, on_bytes=on_bytes))
+    fault_point("export.before_fsync")
+    for path in (*folder.rglob("*"), folder):
+        sync(path)
+
+
+@contextlib.contextmanager
+def appearing(out: Path) -> Generator[Path]:
+    """A new folder to fill, which gets the name `out` at the end; an error removes it.
+
+    A process that is killed leaves `out` with UNFINISHED at the end of its name, which the next call removes.
+
+    Raises:
+        UsageError: `out` exists, or can't be made.
+    """
+    if os.path.lexists(out):
+        raise UsageError(f"{out}: exists already; give a new folder")
     unfinished = out.absolute().with_name(out.name + UNFINISHED)
     shutil.rmtree(unfinished, ignore_errors=True)
     try:
@@ -77,14 +117,10 @@ def export(
     except (FileExistsError, NotADirectoryError) as error:
         raise UsageError(f"{out}: can't be made: {error.filename} is not a folder") from None
     try:
-        progress = stage(f"writing {name}", nbytes)
-        EXPORTERS[name].write(content, unfinished, replace(options, on_bytes=progress))
-        for path in (*unfinished.rglob("*"), unfinished):
-            sync(path)
-        found = EXPORTERS[name].verify(content, unfinished, options, stage) if check else "not read back"
+        yield unfinished
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise
+    fault_point("export.before_rename")
     unfinished.rename(out)
     sync(out.absolute().parent)
-    return found

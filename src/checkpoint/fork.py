@@ -1,13 +1,17 @@
-"""Forking: a copy of a checkpoint becomes the first step of a new run."""
+"""Copies of checkpoints: as they are, in another folder, and as the first step of a new run (a fork)."""
 
+import errno
+import os
 import secrets
 from pathlib import Path
+from typing import Any
 
-from cairn.checkpoint.manifest import Manifest, Origin
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.manifest import CheckpointError, Manifest, Origin, load_manifest
+from cairn.checkpoint.store import CheckpointStore, copy_file, verify
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders
+from cairn.run.files import make_folders, read_note
+from cairn.run.progress import Stage, no_progress
 
 
 def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
@@ -30,6 +34,58 @@ def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
     with store.alone():
         check_empty(store, output_dir)
         return store.adopt(step, forked), forked
+
+
+def copy_step(step: Path, dest: Path, *, link: bool = False, stage: Stage = no_progress) -> Path:
+    """Copy a step, as it is, into the `checkpoints/` of the folder `dest`; returns the copy's folder.
+
+    The copy is a step of the same run: it appears there when all of it is written and verified.
+
+    Args:
+        dest: an output folder, or a folder for checkpoints alone, which then is called `checkpoints`.
+        link: make hard links: the files take no space, and damage to one is damage to both.
+
+    Raises:
+        UsageError: `dest` is not a folder, is another run's, or can't have hard links to the step.
+        CheckpointError: the step is damaged, or `dest` has a step of this number.
+        OSError: a file can't be written; the error names it.
+    """
+    manifest = verify(step, on_bytes=stage(f"verifying {step.name}", load_manifest(step).nbytes))
+    store = CheckpointStore(dest if dest.name == "checkpoints" else dest / "checkpoints")
+    if any(path.exists() and not path.is_dir() for path in (store.root, *store.root.parents)):
+        raise UsageError(f"{dest}: is not a folder and can't be created; give another one")
+    if step.resolve() in (target := store.root.resolve(), *target.parents):
+        raise UsageError(f"{dest}: is inside the checkpoint itself; give another folder")
+    make_folders(store.root)
+    with store.alone():
+        if others := _runs_in(store) - {manifest.run_id}:
+            raise UsageError(
+                f"{dest}: holds the run {', '.join(sorted(others))}, and {step} is of run {manifest.run_id}, "
+                "which would go on as that; give another folder, or make a new run of it with ckpt fork"
+            )
+        progress = stage("linking" if link else "copying", manifest.nbytes)
+        try:
+            return store.adopt(step, manifest, os.link if link else copy_file, progress)
+        except OSError as error:
+            if link and error.errno in (errno.EXDEV, errno.EPERM, errno.EOPNOTSUPP, errno.EMLINK):
+                raise UsageError(
+                    f"{dest}: hard links to {step} can't be made there ({error.strerror}); leave out --link"
+                ) from None
+            raise
+
+
+def _runs_in(store: CheckpointStore) -> set[str]:
+    """The ids of the runs that a store has steps of, or that have begun in the folder around it."""
+    found = {manifest.run_id for manifest in map(_manifest, map(store.folder, store.steps())) if manifest}
+    roles = read_note(store.root.parent / "roles.json", dict[str, Any]) or {}
+    return found | ({str(roles["run_id"])} if "run_id" in roles else set())
+
+
+def _manifest(folder: Path) -> Manifest | None:
+    try:
+        return load_manifest(folder)
+    except CheckpointError:  # it is damaged, and whose it was is not known
+        return None
 
 
 def fresh_store(output_dir: Path) -> CheckpointStore:

@@ -5,7 +5,7 @@ import importlib.metadata
 import secrets
 import shutil
 import tempfile
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +17,10 @@ from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
 from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.receipts import make_receipt
-from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, TrainerRecord
-from cairn.checkpoint.streaming import write_sources
+from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
+from cairn.checkpoint.streaming import check_equal, write_sources
 from cairn.run.errors import UsageError
+from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_json
 
 NOT_OF_A_MODEL = {"trainer_state.json"}
@@ -33,6 +34,7 @@ def import_checkpoint(
     *,
     model: Path | None = None,
     step: int | None = None,
+    check: bool = True,
     stage: Stage = no_progress,
 ) -> tuple[Path, Manifest, Content]:
     """Write what `source` holds, in the format `name`, as the first step of a new run in `output_dir`.
@@ -42,6 +44,7 @@ def import_checkpoint(
     Args:
         model: a folder with config.json and tokenizer; default: the one that belongs to the source.
         step: the number of the step; default: the source's, or 1 where it has none.
+        check: read the step back and compare it with the source, bit for bit, before it counts.
 
     Returns:
         The step's folder, its manifest, and the content of the source.
@@ -49,7 +52,7 @@ def import_checkpoint(
     Raises:
         UsageError: `output_dir` belongs to another run, or no configuration was found.
         CheckpointError: a tensor is missing, or has no place in the model; the message lists all of them.
-        Damaged: the source is invalid, or holds what is not allowed in it.
+        Damaged: the source is invalid, holds what is not allowed in it, or is not what was read back.
         OSError: a file can't be read or written; the error names it.
     """
     content = FORMATS[name].read(source, model)
@@ -101,9 +104,16 @@ def import_checkpoint(
             for stem, named in tensors.items():
                 where, _, short = stem.rpartition("/")
                 progress = stage(f"writing {stem}", sum(tensor.spec.nbytes for tensor in named.values()))
-                sums = write_sources(folder / where, named, short, on_bytes=progress)
+                sums = write_sources(folder / where, named, short, on_bytes=_faulty(progress))
                 written |= {f"{where}/{file}": checksum for file, checksum in sums.items()}
-            store.write_part(number, "files", files, session)
+            fault_point("import.before_compare")
+            if check:
+                for stem, named in tensors.items():
+                    progress = stage(
+                        f"comparing {stem}", sum(tensor.spec.nbytes for tensor in named.values())
+                    )
+                    check_equal(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
+            store.write_part(number, "files", files, session, read_back=check)
             write_json(store.receipt_file(number, "tensors"), make_receipt(session, written), durable=True)
             for path in sorted(folder.iterdir()):
                 sync(path)
@@ -113,6 +123,16 @@ def import_checkpoint(
                 shutil.rmtree(folder, ignore_errors=True)
             raise
     return folder, manifest, content
+
+
+def _faulty(progress: Callable[[int], None]) -> Callable[[int], None]:
+    """The same progress, with a fault point after each piece."""
+
+    def on_bytes(count: int) -> None:
+        progress(count)
+        fault_point("import.write")
+
+    return on_bytes
 
 
 @contextlib.contextmanager

@@ -35,6 +35,11 @@ from cairn.run.waiting import wait_for
 BEGUN = ".begun.json"
 
 
+def copy_file(source: Path, target: Path) -> None:
+    """Copy the content of a file."""
+    shutil.copyfile(source, target)
+
+
 class CheckpointStore:
     """The checkpoints of one run, in the folder `root`."""
 
@@ -225,7 +230,13 @@ class CheckpointStore:
         self._publish(manifest, read_back=read_back)
         return manifest
 
-    def adopt(self, source: Path, manifest: Manifest) -> Path:
+    def adopt(
+        self,
+        source: Path,
+        manifest: Manifest,
+        transfer: Callable[[Path, Path], object] = copy_file,
+        on_bytes: Callable[[int], None] = lambda count: None,
+    ) -> Path:
         """Commit a step with copies of files from elsewhere; returns its folder.
 
         It is a commit without the roles of a run, as for a fork. A failure leaves nothing behind; a process
@@ -233,6 +244,8 @@ class CheckpointStore:
 
         Args:
             source: the folder with the files that `manifest` lists.
+            transfer: makes the second file of the first; `os.link` makes it another name of the same file.
+            on_bytes: called with the number of bytes of each file that is there, for a progress bar.
 
         Raises:
             CheckpointError: the step exists already, or a link or file has its name.
@@ -244,12 +257,14 @@ class CheckpointStore:
         self._check_free(folder)
         shutil.rmtree(folder, ignore_errors=True)
         try:
-            for name in manifest.files:
+            for name, entry in manifest.files.items():
+                fault_point("adopt.file")
                 target = folder / name
                 target.parent.mkdir(parents=True, exist_ok=True)
                 with naming(target):
-                    shutil.copyfile(source / name, target)
+                    transfer(source / name, target)
                     sync(target)
+                on_bytes(entry.size)
             for path in folder.rglob("*"):
                 if path.is_dir():
                     sync(path)

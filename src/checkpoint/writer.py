@@ -10,8 +10,6 @@ that report how far the copy has come. Each save is answered with a JSON line: {
 """
 
 import contextlib
-import ctypes
-import errno
 import itertools
 import json
 import mmap
@@ -25,19 +23,16 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc, crc64
+from cairn.checkpoint.direct import WRITERS, direct_file
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES, Extent, ring_pieces
 from cairn.checkpoint.packed import PackWriter, pack, pack_blocks
 from cairn.checkpoint.receipts import make_receipt
 from cairn.run.faults import fault_point
-from cairn.run.file_system import file_system_of
 from cairn.run.files import forget_cached, sync, write_json, written_otherwise
 from cairn.run.processes import die_with
 from cairn.run.signals import ignore_stop_signals
 
-LIBC = ctypes.CDLL(None, use_errno=True)
-FALLOC_FL_KEEP_SIZE = 1
 WRITE_BYTES = 8 << 20
-WRITERS = 2  # concurrent writes
 
 
 @dataclass(frozen=True)
@@ -160,20 +155,17 @@ class ArenaWriter:
             if self.written:  # the copy may be waiting for that
                 settle(0)
 
-        with _open(path, size) as (fd, direct):
+        with direct_file(path, size) as file:
             try:
                 for extent in extents:
-                    _allocate(fd, extent)
+                    file.allocate(extent.offset, extent.nbytes)
                     for offset, nbytes in _blocks(extent.offset, extent.nbytes):
                         start = extent.arena + offset - extent.offset
                         wait_for_copy(start + nbytes, before_waiting)
                         fault_point("save.write")
                         for done, first, count in ring_pieces(start, nbytes, len(self.arena)):
                             data, place = self.arena[first : first + count], offset + done
-                            aligned = place % ALIGNMENT == 0 and count % ALIGNMENT == 0
-                            to = direct if aligned and count >= DIRECT_BYTES else None
-                            write = pool.submit(_write_all, fd, to, data, place)
-                            pending.append((write, start + done + count))
+                            pending.append((pool.submit(file.write, data, place), start + done + count))
                             checksum.add_crc(place, count, crc64(data))
                         settle(2 * WRITERS)
                 settle(0)
@@ -242,54 +234,6 @@ def _blocks(offset: int, nbytes: int) -> list[tuple[int, int]]:
         cuts |= {-(-offset // ALIGNMENT) * ALIGNMENT, end // ALIGNMENT * ALIGNMENT}
     places = sorted(cuts)
     return [(a, b - a) for a, b in itertools.pairwise(places)]
-
-
-@contextlib.contextmanager
-def _open(path: Path, size: int):
-    """Descriptors for buffered and, if O_DIRECT works, direct writes; sets the file's final size.
-
-    Ranks on several machines may write parts of one page. With O_DSYNC an NFS client sends the bytes that
-    were written, and never the rest of the page as it remembers it.
-    """
-    shared = os.O_DSYNC if file_system_of(path).is_network else 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | shared, 0o644)
-    direct = None
-    try:
-        os.ftruncate(fd, size)
-        try:
-            direct = (
-                os.open(path, os.O_WRONLY | getattr(os, "O_DIRECT", 0)) if hasattr(os, "O_DIRECT") else None
-            )
-        except OSError as error:
-            if error.errno != errno.EINVAL:
-                raise
-        yield fd, direct
-    finally:
-        os.close(fd)
-        if direct is not None:
-            os.close(direct)
-
-
-def _allocate(fd: int, extent: Extent) -> None:
-    """Preallocate a long extent (fallocate) if the file system can; that makes writing faster."""
-    if extent.nbytes >= DIRECT_BYTES:
-        offset, nbytes = ctypes.c_int64(extent.offset), ctypes.c_int64(extent.nbytes)
-        if LIBC.fallocate(fd, FALLOC_FL_KEEP_SIZE, offset, nbytes) and ctypes.get_errno() == errno.ENOSPC:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-
-def _write_all(fd: int, direct: int | None, data: memoryview, offset: int) -> None:
-    """Write `data`, with the O_DIRECT descriptor `direct` if there is one and the file system accepts it."""
-    while data:
-        try:
-            written = os.pwrite(fd if direct is None else direct, data, offset)
-        except OSError as error:
-            if direct is None or error.errno != errno.EINVAL:
-                raise
-            direct = None  # this file system accepts O_DIRECT in open but not in write
-            continue
-        data = data[written:]
-        offset += written
 
 
 def _read_back(path: Path, extents: list[Extent], size: int) -> FileChecksum:

@@ -29,6 +29,12 @@ POINTS = {
     "commit.before_manifest": "trainer rank 0, when all parts have arrived",
     "commit.manifest_written": "trainer rank 0, when the manifest is durable under its temporary name",
     "commit.done": "trainer rank 0, right after the manifest was renamed into place",
+    "export.write": "`ckpt export` and `ckpt average`, after each piece that a format reports as written",
+    "export.before_fsync": "`ckpt export` and `ckpt average`, when all is written and not yet durable",
+    "export.before_rename": "`ckpt export` and `ckpt average`, when all is durable and has not its name yet",
+    "import.write": "`ckpt import`, after each piece",
+    "import.before_compare": "`ckpt import`, when all tensors are durable",
+    "adopt.file": "`ckpt copy` and `ckpt fork`, before each file",
     "retention.before_delete": "trainer rank 0, before a step is deleted",
     "retention.manifest_deleted": "trainer rank 0, when the manifest of a step to delete is gone",
 }

@@ -9,6 +9,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from cairn.checkpoint.diff import compare
+from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
 from cairn.checkpoint.retention import pins, prune, read_steps, reasons_to_keep, set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
@@ -26,6 +27,7 @@ from cairn.tools.ckpt_output import (
     print_prune,
     say,
 )
+from cairn.tools.ckpt_steps import add_average, add_copy, average, copy
 
 
 def run() -> int:
@@ -48,7 +50,7 @@ def run() -> int:
         "path", type=Path, help=store_help
     )
     diff = add("diff", "compare two checkpoints", _diff)
-    diff.add_argument("a", type=Path, help="a step_N folder")
+    diff.add_argument("a", type=Path, help="a step_N folder, or another program's checkpoint")
     diff.add_argument("b", type=Path, help="another")
     diff.add_argument(
         "--top", type=int, default=10, help="number of tensors to print (default: 10; with --json: all)"
@@ -79,6 +81,8 @@ def run() -> int:
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
     branch.add_argument("step", type=Path, help="a step_N folder")
     branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    add_copy(add("copy", "copy a whole checkpoint, as it is, into another folder's checkpoints", copy))
+    add_average(add("average", "average the weights of checkpoints, as a Hugging Face directory", average))
     add_import(add("import", "make a new run of another program's checkpoint", import_step))
     add_export(add("export", "write a checkpoint in the format of another program", export_step))
     proof = add("audit", "check that a run trained on everything exactly once; exit code 1 if not", _audit)
@@ -152,6 +156,15 @@ def _step(path: Path) -> Path:
         except CheckpointError as error:
             raise UsageError(str(error)) from None
     return path
+
+
+def _side(path: Path) -> Path:
+    """A step, or the checkpoint of another program.
+
+    Raises:
+        UsageError: it is neither, or holds several steps.
+    """
+    return path if format_of(path) else _step(path)
 
 
 # Commands
@@ -234,8 +247,9 @@ def _verify(arguments: argparse.Namespace) -> int:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    a, b = _step(arguments.a), _step(arguments.b)
-    report = compare(a, b)
+    a, b = _side(arguments.a), _side(arguments.b)
+    with progress_bars() as stage:
+        report = compare(a, b, stage)
     if arguments.json:
         print_json(report)
         return 0

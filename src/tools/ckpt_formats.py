@@ -28,13 +28,7 @@ def add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as they are)"
     )
-    command.add_argument(
-        "--shard-size",
-        type=_bytes_of,
-        default=MAX_FILE_BYTES,
-        metavar="SIZE",
-        help="largest size of a file of weights, such as 2G (default: 5G)",
-    )
+    add_shards(command)
     command.add_argument(
         "--quantize",
         choices=sorted({name for names in QUANTIZATIONS.values() for name in names}),
@@ -45,11 +39,22 @@ def add_export(command: argparse.ArgumentParser) -> None:
     )
 
 
+def add_shards(command: argparse.ArgumentParser) -> None:
+    """Add the argument for the largest size of a file."""
+    command.add_argument(
+        "--shard-size",
+        type=_bytes_of,
+        default=MAX_FILE_BYTES,
+        metavar="SIZE",
+        help="largest size of a file of weights, such as 2G (default: 5G)",
+    )
+
+
 def export_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt export`."""
     from cairn.checkpoint.exporting import export  # imports torch, which --help has no time for
 
-    step, out = _step(arguments.step), arguments.out
+    step, out = step_in(arguments.step), arguments.out
     options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
     with progress_bars() as stage:
         found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
@@ -70,6 +75,9 @@ def add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--model", type=Path, help="folder with config.json and tokenizer (default: those beside the source)"
     )
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the step back to compare it with the source"
+    )
 
 
 def import_step(arguments: argparse.Namespace) -> int:
@@ -89,7 +97,7 @@ def import_step(arguments: argparse.Namespace) -> int:
     with progress_bars() as stage:
         try:
             folder, manifest, content = import_checkpoint(
-                source, output_dir, name, model=arguments.model, stage=stage
+                source, output_dir, name, model=arguments.model, check=not arguments.no_verify, stage=stage
             )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None
@@ -120,7 +128,7 @@ def import_step(arguments: argparse.Namespace) -> int:
     return 0
 
 
-def _step(path: Path) -> Path:
+def step_in(path: Path) -> Path:
     """The step in `path`, or the newest good one of a run.
 
     Raises:

@@ -115,7 +115,9 @@ def print_diff(report: dict[str, Any], *, top: int) -> None:
     """Print the result of `ckpt diff`; `top`: number of tensors."""
     for side in ("a", "b"):
         about = report[side]
-        say(f"{side}: {about['folder']}, step {about['step']} of run {about['run_id']}, {about['branch']}")
+        of = f" of run {about['run_id']}, {about['branch']}" if "run_id" in about else f", {about['format']}"
+        step = "no step" if about["step"] is None else f"step {about['step']}"
+        say(f"{side}: {about['folder']}, {step}{of}")
     for section in ("config", "versions", "metrics"):
         say("")
         if report[section]:
@@ -124,15 +126,35 @@ def print_diff(report: dict[str, Any], *, top: int) -> None:
         else:
             say(f"{section}: the same")
     say("")
-    for name in ("only_in_a", "only_in_b", "other_shape"):
-        if report[name]:
-            say(f"{name}: {', '.join(report[name])}")
-    changed = [row for row in report["tensors"] if row["max_change"]]
-    say(f"{len(changed)} of {len(report['tensors'])} tensors differ")
+    _print_changes("weights", report, top)
+    say("")
+    if report["optimizer"]:
+        _print_changes("the optimiser's state", report["optimizer"], top)
+    else:
+        say("the optimiser's state: not in both")
+
+
+def _print_changes(what: str, report: dict[str, Any], top: int) -> None:
+    for name in ("only_in_a", "only_in_b", "other_shape", "other_dtype"):
+        if found := report[name]:
+            more = f" and {len(found) - top} more" if len(found) > top else ""
+            say(f"{name}: {', '.join(found[:top])}{more}")
+    changed = [row for row in report["tensors"] if row["changed"]]
+    say(f"{what}: {len(changed)} of {len(report['tensors'])} tensors differ")
+    if unequal := sum(row["not_finite"] for row in changed):
+        say(f"{unequal} values are infinite or no numbers on one side; the changes below are without them")
     changed = sorted(changed, key=lambda row: -row["relative_change"])[:top]
     if changed:
-        rows = ((row["name"], f"{row['max_change']:.3g}", f"{row['relative_change']:.3g}") for row in changed)
-        _print_table(["tensor", "largest change", "relative change"], rows)
+        rows = (
+            (
+                row["name"],
+                f"{row['max_change']:.3g}",
+                f"{row['relative_change']:.3g}",
+                f"{row['changed']:,} of {row['values']:,}",
+            )
+            for row in changed
+        )
+        _print_table(["tensor", "largest change", "relative change", "values that differ"], rows)
 
 
 def print_prune(report: dict[str, Any]) -> None:

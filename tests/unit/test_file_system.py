@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from cairn.checkpoint.direct import direct_file
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.writer import _open
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
 from cairn.run import file_system
@@ -280,6 +280,6 @@ def test_a_journal_goes_where_its_ledger_goes(tmp_path: Path):
 def test_parts_of_pages_are_written_through(tmp_path: Path, mount: Mount, kind: str, through: bool):
     """Else a client may send a whole page, with its own idea of the bytes that another machine wrote."""
     mount(kind)
-    with _open(tmp_path / "shard", 8192) as (fd, direct):
-        assert bool(fcntl.fcntl(fd, fcntl.F_GETFL) & os.O_DSYNC) == through
-        assert direct is None or not fcntl.fcntl(direct, fcntl.F_GETFL) & os.O_DSYNC
+    with direct_file(tmp_path / "shard", 8192) as file:
+        assert bool(fcntl.fcntl(file.fd, fcntl.F_GETFL) & os.O_DSYNC) == through
+        assert file.direct is None or not fcntl.fcntl(file.direct, fcntl.F_GETFL) & os.O_DSYNC

@@ -22,7 +22,7 @@ from cairn.checkpoint.formats.pickled import held
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.reader import as_bytes, as_memory
 from cairn.checkpoint.step import MODEL
-from cairn.checkpoint.streaming import in_steps, pieces_of
+from cairn.checkpoint.streaming import PIECE_BYTES, pieces_of
 from cairn.checkpoint.tensors import dtype_of
 from cairn.run.files import naming
 
@@ -74,7 +74,7 @@ def check(
     kind = _kind(name, source, options)
     if back.spec.shape != source.spec.shape:
         raise Damaged(f"{name} was read back with the shape {list(back.spec.shape)}")
-    for got, wanted in zip(in_steps(back), in_steps(source), strict=True):
+    for got, wanted in zip(_in_steps(back), _in_steps(source), strict=True):
         on_bytes(wanted.nbytes)
         if kind == "Q8_0":
             blocks = wanted.float().view(-1, BLOCK)
@@ -86,6 +86,12 @@ def check(
             same = got.dtype == DTYPES[kind] and torch.equal(as_bytes(got), as_bytes(wanted.to(DTYPES[kind])))
         if not same:
             raise Damaged(f"{name} differs from what was written")
+
+
+def _in_steps(source: Source) -> Iterator[torch.Tensor]:
+    """The values of a tensor in pieces of a fixed number of values, whatever its data type."""
+    for piece in pieces_of(source):
+        yield from piece.split(PIECE_BYTES // 8)
 
 
 def _is_matrix(source: Source) -> bool:

@@ -1,0 +1,105 @@
+"""The commands `ckpt average` and `ckpt copy`: what is made of whole steps."""
+
+import argparse
+from pathlib import Path
+
+from cairn.checkpoint.formats import WriteOptions
+from cairn.run.progress import progress_bars
+from cairn.tools.ckpt_formats import DTYPES, add_shards, step_in
+from cairn.tools.ckpt_output import print_json, say
+
+
+def add_average(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt average`."""
+    command.add_argument("steps", type=Path, nargs="+", metavar="step", help="step_N folders, two or more")
+    command.add_argument("out", type=Path, help="the folder to make; it appears when all of it is written")
+    kinds = command.add_mutually_exclusive_group()
+    kinds.add_argument(
+        "--weights",
+        type=_numbers,
+        metavar="W,W,...",
+        help="the weight of each step, such as 1,2,1 (default: all the same); they are divided by their sum",
+    )
+    kinds.add_argument(
+        "--ema",
+        type=_decay,
+        metavar="DECAY",
+        help="exponential moving average over the steps in the order given, such as 0.9",
+    )
+    command.add_argument(
+        "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as in the last step)"
+    )
+    add_shards(command)
+    command.add_argument(
+        "--no-verify", action="store_true", help="don't read the result back to compare it with the average"
+    )
+
+
+def average(arguments: argparse.Namespace) -> int:
+    """Run `ckpt average`."""
+    from cairn.checkpoint.average import average_steps, ema_weights  # imports torch
+
+    steps, out = [step_in(path) for path in arguments.steps], arguments.out
+    weights = arguments.weights or [1.0] * len(steps)
+    if arguments.ema is not None:
+        weights = ema_weights(len(steps), arguments.ema)
+    options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size)
+    with progress_bars() as stage:
+        found = average_steps(steps, weights, out, options, check=not arguments.no_verify, stage=stage)
+    shares = [weight / sum(weights) for weight in weights]
+    if arguments.json:
+        content = {"steps": [str(step) for step in steps], "weights": shares, "folder": str(out)}
+        print_json({**content, "check": found})
+        return 0
+    for step, share in zip(steps, shares, strict=True):
+        say(f"{share:8.4f}  {step}")
+    say(
+        f"{out} is a Hugging Face directory with their average ({found}): weights only, no optimiser's state;"
+    )
+    say(f"a new run begins from them with --model.name {out}")
+    return 0
+
+
+def add_copy(command: argparse.ArgumentParser) -> None:
+    """Add the arguments of `ckpt copy`."""
+    command.add_argument(
+        "step", type=Path, help="a step_N folder, or an output folder (its newest good step)"
+    )
+    command.add_argument("dest", type=Path, help="an output folder; the copy is in its checkpoints folder")
+    command.add_argument(
+        "--link", action="store_true", help="hard links instead of copies: no space, but damage is shared"
+    )
+
+
+def copy(arguments: argparse.Namespace) -> int:
+    """Run `ckpt copy`."""
+    from cairn.checkpoint.fork import copy_step  # imports numpy, which would slow down --help
+
+    step = step_in(arguments.step)
+    with progress_bars() as stage:
+        folder = copy_step(step, arguments.dest, link=arguments.link, stage=stage)
+    if arguments.json:
+        print_json({"step": str(step), "folder": str(folder), "linked": arguments.link})
+    else:
+        say(f"{folder} is a copy of {step}, and verified")
+    return 0
+
+
+def _numbers(text: str) -> list[float]:
+    try:
+        numbers = [float(part) for part in text.split(",")]
+    except ValueError:
+        numbers = []
+    if not numbers or not all(0 <= number < float("inf") for number in numbers) or not sum(numbers):
+        raise argparse.ArgumentTypeError(f"{text!r} is no list of weights; give one such as 1,2,1")
+    return numbers
+
+
+def _decay(text: str) -> float:
+    try:
+        decay = float(text)
+    except ValueError:
+        decay = -1.0
+    if not 0 <= decay < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no decay; give a number from 0 to below 1")
+    return decay
