@@ -32,9 +32,11 @@ from cairn.checkpoint.tensors import dtype_of
 from cairn.run.files import naming, write_atomic
 
 PIECE_BYTES = 16 << 20
-"""Bytes of a tensor in memory at a time; a second piece is read while the first is used."""
+"""Bytes of a piece of a tensor."""
 BLOCK_BYTES = CHUNK_BYTES
 """Bytes of a file that are written at once; of so many, a file has a checksum."""
+AHEAD = 2
+"""Blocks or pieces that are read while one is used."""
 SERIAL_VALUES = 1 << 15
 """Values that torch converts on the thread that asks for it: more would be divided among threads, which here
 are busy with reading and writing."""
@@ -90,48 +92,43 @@ def write_sources(
     return written
 
 
-class _Block:
-    """A block of a file in memory, aligned to pages as O_DIRECT needs it, and room for values to convert."""
+class _Room:
+    """Memory for values that are read for a block and have to be converted."""
 
     def __init__(self, nbytes: int):
-        self.memory = torch.frombuffer(mmap.mmap(-1, nbytes), dtype=torch.uint8)
-        self._room: torch.Tensor | None = None
+        self._nbytes = nbytes
+        self._memory: torch.Tensor | None = None
         self._taken = 0
 
     def clear(self) -> None:
-        """All of the room is free again."""
+        """All of it is free again."""
         self._taken = 0
 
     def values(self, count: int, dtype: torch.dtype) -> torch.Tensor:
         """Room for so many values, which stays taken until `clear`."""
         nbytes = count * dtype.itemsize
-        if self._room is None:
-            self._room = torch.empty(2 * len(self.memory), dtype=torch.uint8)
+        if self._memory is None:
+            self._memory = torch.empty(self._nbytes, dtype=torch.uint8)
         first, self._taken = self._taken, self._taken + -(-nbytes // 64) * 64
-        if self._taken > len(self._room):
+        if self._taken > self._nbytes:
             return torch.empty(count, dtype=dtype)
-        return self._room[first : first + nbytes].view(dtype)
+        return self._memory[first : first + nbytes].view(dtype)
 
 
 class _Blocks:
-    """The blocks that are in use at a time: one is read, one converted, and some are written."""
+    """The blocks of a file that are in memory at a time, aligned to pages as O_DIRECT needs it."""
 
     def __init__(self, largest: int):
         """Make blocks for files of up to `largest` bytes."""
         self.nbytes = min(BLOCK_BYTES, -(-largest // mmap.PAGESIZE) * mmap.PAGESIZE)
-        self._free: queue.SimpleQueue[_Block] = queue.SimpleQueue()
-        for _ in range(WRITERS + 2):
-            self._free.put(_Block(self.nbytes))
-
-    def take(self) -> _Block:
-        """A block that is not in use; waits for one."""
-        block = self._free.get()
-        block.clear()
-        return block
-
-    def give_back(self, block: _Block) -> None:
-        """The block is not in use any more."""
-        self._free.put(block)
+        self.free: queue.SimpleQueue[torch.Tensor] = queue.SimpleQueue()
+        """Those that are not in use."""
+        self.rooms: queue.SimpleQueue[_Room] = queue.SimpleQueue()
+        """For blocks that are read, until their values are converted; those that are not in use."""
+        for _ in range(AHEAD + 1):
+            self.rooms.put(_Room(2 * self.nbytes))
+        for _ in range(AHEAD + 1 + WRITERS):
+            self.free.put(torch.frombuffer(mmap.mmap(-1, self.nbytes), dtype=torch.uint8))
 
 
 @dataclass(frozen=True)
@@ -165,13 +162,13 @@ class _Content:
         self._left = deque(file.offsets)
         """The tensors that no block holds to their end yet, in file order."""
 
-    def read(self, start: int, block: _Block) -> list[_Raw]:
-        """Fill a block with the bytes from `start` on; returns what is still to convert.
+    def read(self, start: int, block: torch.Tensor, room: _Room) -> list[_Raw]:
+        """Fill a block with the bytes from `start` on; returns what is still to convert, which is in `room`.
 
         Raises:
             Damaged: a source is invalid.
         """
-        memory = block.memory[: self.file.size - start]
+        memory = block[: self.file.size - start]
         header = self.file.header[start : start + len(memory)]
         if header:
             memory[: len(header)] = torch.frombuffer(bytearray(header), dtype=torch.uint8)
@@ -184,7 +181,7 @@ class _Content:
             low, high = max(start, offset), min(start + len(memory), end)
             if low < high:
                 part = memory[low - start : high - start]
-                raw += _read_part(source, dtype, low - offset, high - offset, part, block)
+                raw += _read_part(source, dtype, low - offset, high - offset, part, room)
             if end > start + len(memory):
                 break
             self._left.popleft()
@@ -192,7 +189,7 @@ class _Content:
 
 
 def _read_part(
-    source: Source, dtype: torch.dtype, low: int, high: int, part: torch.Tensor, block: _Block
+    source: Source, dtype: torch.dtype, low: int, high: int, part: torch.Tensor, room: _Room
 ) -> list[_Raw]:
     """Read the bytes from `low` to `high` that a tensor has as `dtype`, straight into `part` if possible."""
     size = dtype.itemsize
@@ -201,7 +198,7 @@ def _read_part(
     if whole and dtype == dtype_of(source):
         source.fill(first, part.view(dtype))
         return []
-    values = block.values(last - first, dtype_of(source))
+    values = room.values(last - first, dtype_of(source))
     source.fill(first, values)
     return [_Raw(part, values, dtype, low - first * size)]
 
@@ -223,28 +220,31 @@ def _write_file(
     size = content.file.size
     checksum = FileChecksum(size)
 
-    def read(start: int) -> tuple[int, _Block, list[_Raw]]:
-        block = blocks.take()
+    def read(start: int) -> tuple[int, torch.Tensor, _Room, list[_Raw]]:
+        block, room = blocks.free.get(), blocks.rooms.get()
         try:
-            return start, block, content.read(start, block)
+            return start, block, room, content.read(start, block, room)
         except BaseException:
-            blocks.give_back(block)
+            blocks.free.put(block)
+            blocks.rooms.put(room)
             raise
 
-    def write(block: _Block, data: memoryview, start: int) -> None:
+    def write(block: torch.Tensor, data: memoryview, start: int) -> None:
         try:
             aligned = len(data) // mmap.PAGESIZE * mmap.PAGESIZE
             out.write(data[:aligned], start)
             out.write(data[aligned:], start + aligned)
         finally:
-            blocks.give_back(block)
+            blocks.free.put(block)
 
     writes: deque[Future[None]] = deque()
     try:
-        for start, block, raw in _ahead(reader, read, range(0, size, blocks.nbytes)):
+        for start, block, room, raw in _ahead(reader, read, range(0, size, blocks.nbytes)):
             for values in raw:
                 values.convert()
-            data = as_memory(block.memory[: size - start])
+            room.clear()
+            blocks.rooms.put(room)
+            data = as_memory(block[: size - start])
             checksum.add(start, data)
             writes.append(writers.submit(write, block, data, start))
             on_bytes(len(data))
@@ -258,12 +258,12 @@ def _write_file(
 
 
 def _ahead(pool: ThreadPoolExecutor, do: Callable[[Job], Result], jobs: Iterable[Job]) -> Generator[Result]:
-    """The results of jobs, in order; the next one is under way while one is used."""
+    """The results of jobs, in order; AHEAD more are under way while one is used."""
     under_way: deque[Future[Result]] = deque()
     try:
         for job in jobs:
             under_way.append(pool.submit(do, job))
-            if len(under_way) > 1:
+            if len(under_way) > AHEAD:
                 yield under_way.popleft().result()
         while under_way:
             yield under_way.popleft().result()
@@ -272,7 +272,7 @@ def _ahead(pool: ThreadPoolExecutor, do: Callable[[Job], Result], jobs: Iterable
 
 
 def pieces_of(source: Source) -> Iterator[torch.Tensor]:
-    """The values of a tensor, flat, in pieces that follow each other; the next is read while one is used.
+    """The values of a tensor, flat, in pieces that follow each other; some are read while one is used.
 
     Raises:
         Damaged: the source is invalid.
@@ -331,7 +331,7 @@ def _steps(sources: Mapping[str, Source]) -> Iterator[tuple[str, int, int]]:
 
 
 class _Reader:
-    """Reads pieces of tensors into memory that is used again: each is valid until the third after it."""
+    """Reads pieces of tensors into memory that is used again: each is valid until AHEAD + 1 more are read."""
 
     def __init__(self, sources: Mapping[str, Source]):
         self._sources = sources
@@ -346,7 +346,7 @@ class _Reader:
         """
         name, first, count = step
         dtype = dtype_of(self._sources[name])
-        key = (self._number % 3, dtype)
+        key = (self._number % (AHEAD + 1), dtype)
         self._number += 1
         if key not in self._memory:
             self._memory[key] = torch.empty(STEP_VALUES, dtype=dtype)

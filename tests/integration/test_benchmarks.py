@@ -71,6 +71,19 @@ def test_checkpoint(tmp_path: Path):
     assert found["state_bytes"] == pytest.approx(12 * found["runs"][0]["params"], rel=0.2)
 
 
+def test_formats(tmp_path: Path):
+    found = report("formats", "--dir", tmp_path)
+    assert list(found["operations"]) == [
+        *("import", "import_unverified", "export", "export_unverified", "transformers_bf16", "dcp_load_save"),
+    ]
+    for name, values in found["operations"].items():
+        assert values["of_raw"] == pytest.approx(values["raw_seconds"] / values["seconds"]), name
+        assert values["rounds"] == [values["of_raw"]]
+    assert found["allowed_bytes"] == pytest.approx(300e6 + 1.2 * found["largest_bytes"])
+    for name in ("import", "export"):
+        assert found["operations"][name]["beyond_bytes"] < found["allowed_bytes"], name
+
+
 def test_gpu():
     """On a CPU, with the smallest shape."""
     found = report("gpu")
