@@ -117,7 +117,8 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict:
 def _show(report: dict) -> None:
     print(f"weights {report['weights_bytes'] / 1e9:.2f} GB, state {report['state_bytes'] / 1e9:.2f} GB")
     print(
-        f"{'':22}{'seconds':>10}{'CPU s':>10}{'raw':>10}{'of raw':>10}{'MB/s':>10}{'memory MB':>12}{'allowed':>10}"
+        f"{'':22}{'seconds':>10}{'CPU s':>10}{'raw':>10}{'of raw':>10}{'MB/s':>10}"
+        f"{'memory MB':>12}{'allowed':>10}"
     )
     for name, row in report["operations"].items():
         rate = row["bytes"] / row["seconds"] / 1e6
