@@ -1,22 +1,24 @@
 """Writes a step in a foreign format, into a folder that appears only when all of it is there."""
 
 import contextlib
+import json
 import os
 import shutil
-from collections.abc import Generator
-from dataclasses import replace
+from collections.abc import Generator, Mapping
+from dataclasses import asdict, replace
 from pathlib import Path
+from types import MappingProxyType
 
 from cairn.checkpoint.checked import CheckedStep
-from cairn.checkpoint.formats import EXPORTERS, QUANTIZATIONS, Content, Stage, WriteOptions, no_progress
+from cairn.checkpoint.exports import RECORD, UNFINISHED, Exports, refuse_options
+from cairn.checkpoint.formats import EXPORTERS, Content, Stage, WriteOptions, no_progress
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
-from cairn.run.files import make_folders, sync
+from cairn.run.files import make_folders, sync, write_atomic
 
-UNFINISHED = ".unfinished"
-"""Ends the name of a folder that is still being written."""
+NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
 
 def content_of_step(folder: Path) -> Content:
@@ -45,7 +47,14 @@ def content_of_step(folder: Path) -> Content:
 
 
 def export(
-    step: Path, out: Path, name: str, options: WriteOptions, *, check: bool = True, stage: Stage = no_progress
+    step: Path,
+    out: Path,
+    name: str,
+    options: WriteOptions,
+    *,
+    check: bool = True,
+    stage: Stage = no_progress,
+    beside: Mapping[str, bytes] = NOTHING,
 ) -> str:
     """Write the step in the folder `step` to the new folder `out`, in the format `name`.
 
@@ -54,6 +63,7 @@ def export(
 
     Args:
         check: read the result back and compare it with the step; see `Exporter.verify`.
+        beside: further files in `out`, by name.
 
     Returns:
         What the check found, as the command prints it.
@@ -63,11 +73,7 @@ def export(
         CheckpointError: the step is damaged, or has no counterpart in this format.
         OSError: a file can't be written; the error names it.
     """
-    if options.quantize is not None:
-        if options.quantize not in QUANTIZATIONS.get(name, ()):
-            raise UsageError(f"the format {name} has no quantisation {options.quantize}")
-        if options.dtype is not None:
-            raise UsageError("a quantisation and a data type can't both be asked for: give one of them")
+    refuse_options(name, options)
     content = content_of_step(step)
     read = CheckedStep(step)
     watched = {stem: read.watch(named) for stem, named in content.tensors.items()}
@@ -76,6 +82,8 @@ def export(
         write_content(written, folder, name, options, stage)
         read.check(stage)
         found = EXPORTERS[name].verify(content, folder, options, stage) if check else "not read back"
+        for file, data in beside.items():
+            write_atomic(folder / file, data, durable=True)
     return found
 
 
@@ -124,3 +132,20 @@ def appearing(out: Path) -> Generator[Path]:
     fault_point("export.before_rename")
     unfinished.rename(out)
     sync(out.absolute().parent)
+
+
+def export_into(exports: Exports, step: Path, *, check: bool = True, stage: Stage = no_progress) -> str:
+    """Write the step in the folder `step` to its place in `exports`, with the record of what it is made from.
+
+    See `export` for arguments, result and errors. Call it while `exports.alone`.
+    """
+    record = exports.record_of(step)
+    return export(
+        step,
+        exports.folder_of(record.step),
+        exports.name,
+        exports.options,
+        check=check,
+        stage=stage,
+        beside={RECORD: (json.dumps(asdict(record), indent=2) + "\n").encode()},
+    )

@@ -2,7 +2,7 @@
 
 import logging
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -16,6 +16,15 @@ from cairn.run.files import DamagedFile, read_json, write_json
 logger = logging.getLogger(__name__)
 
 PINS = "pins.json"
+WAITING = "waiting for its export"
+"""Why a step is kept that no rule keeps."""
+Spare = Callable[[Collection[int]], Collection[int]]
+"""Which of the steps that no rule keeps must stay for now, because somebody still needs them."""
+
+
+def spare_none(unkept: Collection[int]) -> Collection[int]:
+    """A `Spare` for a run whose steps nobody else needs."""
+    return ()
 
 
 @dataclass(frozen=True)
@@ -100,9 +109,9 @@ def set_pin(store: CheckpointStore, step: int, pinned: bool) -> None:
         write_json(store.root / PINS, sorted(wanted), durable=True)
 
 
-def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
-    """Delete the steps that the rules do not keep, and the debris of earlier saves; returns the deleted
-    steps.
+def apply_retention(store: CheckpointStore, rules: CkptConfig, spare: Spare = spare_none) -> list[int]:
+    """Delete the steps that neither the rules nor `spare` keep, and the debris of earlier saves; returns the
+    deleted steps.
 
     Call it after a commit, so that a step is deleted only when a newer one exists. A step that can't be
     deleted is logged and left.
@@ -121,16 +130,20 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig) -> list[int]:
     except CheckpointError as error:
         logger.warning("no checkpoint is deleted: %s", error)
         return []
-    return delete_unkept(store, rules, pinned)
+    return delete_unkept(store, rules, pinned, spare)
 
 
-def delete_unkept(tier: Tier, rules: CkptConfig, pinned: set[int]) -> list[int]:
-    """Delete the steps of a tier that the rules do not keep, and return them; failures are logged."""
+def delete_unkept(tier: Tier, rules: CkptConfig, pinned: set[int], spare: Spare = spare_none) -> list[int]:
+    """Delete the steps of a tier that neither the rules nor `spare` keep, and return them; failures are
+    logged.
+    """
     # Read manifests only if a rule needs their metrics.
     steps = read_steps(tier) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
     deleted: list[int] = []
-    for number, reasons in reasons_to_keep(steps, rules, pinned).items():
-        if reasons:
+    unkept = [number for number, reasons in reasons_to_keep(steps, rules, pinned).items() if not reasons]
+    spared = spare(unkept)
+    for number in unkept:
+        if number in spared:
             continue
         try:
             tier.delete(number)
@@ -145,6 +158,7 @@ def prune(
     rules: CkptConfig,
     pinned: set[int],
     *,
+    spare: Spare = spare_none,
     abandoned: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -161,6 +175,8 @@ def prune(
     kept = reasons_to_keep(read_steps(store), rules, pinned)
     for step in [step_of(good)] if good else kept:
         kept[step] = kept.get(step) or ["newest good" if good else "none is good"]
+    for step in spare([step for step, reasons in kept.items() if not reasons]):
+        kept[step] = [WAITING]
     newest = store.latest() or 0
     groups = {
         "deleted": [store.folder(step) for step, reasons in kept.items() if not reasons],

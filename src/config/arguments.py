@@ -226,7 +226,7 @@ def _section_value(setting: Setting, name: str, text: str | None) -> Any:
         return None
     if setting.optional and text is None:
         return {}
-    if any(child.kind == "section" for child in setting.children.values()):
+    if not setting.optional and any(child.kind == "section" for child in setting.children.values()):
         raise UsageError(f"--{name} takes a configuration file: --{name} @{text or 'file.toml'}")
     first = next(iter(setting.children.values())).flag
     if text is None:

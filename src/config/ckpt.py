@@ -8,6 +8,7 @@ from typing import Any, Literal
 from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
+from cairn.config.export import ExportConfig
 from cairn.run.machine import bytes_of
 
 ACCEPTABLE = ("data", "batch_size", "shuffle", "environment", "prompts_per_step", "samples_per_prompt")
@@ -53,6 +54,7 @@ class CkptConfig(BaseConfig):
     """Host memory for a rank's state on its way to disk, such as 8G (default: all it needs, if there)."""
     part_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
+    export: ExportConfig | None = None
 
     @field_validator("dir", "resume")
     @classmethod
@@ -88,6 +90,21 @@ class CkptConfig(BaseConfig):
         if self.keep_best is not None and (self.metric is None or self.mode is None):
             raise ValueError(
                 f"keep_best = {self.keep_best} needs metric and mode, such as metric = 'loss', mode = 'min'"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _exports_what_is_saved(self) -> "CkptConfig":
+        wanted = self.export.interval if self.export else None
+        if wanted is not None and self.interval is None:
+            raise ValueError(
+                f"export.interval = {wanted} needs interval: without it only the last step is saved, which "
+                "is exported in any case"
+            )
+        if wanted is not None and self.interval is not None and wanted % self.interval:
+            raise ValueError(
+                f"export.interval = {wanted} is no multiple of interval = {self.interval}: only saved steps "
+                "can be exported"
             )
         return self
 

@@ -28,6 +28,7 @@ from cairn.launch.attempt import (
     is_complete,
 )
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
+from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.model import resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
@@ -71,8 +72,12 @@ def start(command: str, config: RunConfig) -> int:
         from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
 
         make_loss(own_loss)
+    config = with_exports(config)
     chosen = choose_start(config, needs=kind.parts)
+    refuse_conflicts(config, chosen)
     if is_complete(config, chosen):
+        if missing := finish_exports(config):
+            raise RoleFailed(f"the run is complete, but not all of it could be exported: {missing}")
         print(
             f"the run is complete: {chosen.folder} is step {chosen.step} of --max-steps {config.max_steps}; "
             "give a larger --max-steps to continue",
@@ -174,6 +179,7 @@ def _see_through(
             config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
+            set_exports_aside(config, chosen, f"before_attempt_{attempt.number}")
             try:
                 return run_roles(run, attempt, roles, config)
             except StartDamaged as damaged:

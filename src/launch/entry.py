@@ -7,9 +7,11 @@ exits when the process LAUNCHER dies. If it fails, it writes the error's last wo
 import os
 import sys
 from collections.abc import Callable
+from functools import partial
 
 from cairn.config.kinds import KINDS
 from cairn.launch.exits import answer
+from cairn.launch.exporting import run_exporter
 from cairn.launch.placing import gpus_of_server
 from cairn.launch.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
@@ -31,11 +33,12 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     config = run.read_config(kind.config)
     run = config.run_directory()
     turn = Turn(role, run, standby=standby)
-    of_role = kind.of(role, config)
+    of = partial(kind.of, config=config)
     runs: dict[str, Callable[[], int]] = {
-        "trainer": lambda: run_trainer(of_role, attempt, run, turn, gpus_of_server(kind, config)),
-        "orchestrator": lambda: run_orchestrator(of_role, attempt, run, turn),
-        "inference": lambda: run_inference(of_role, run),
+        "trainer": lambda: run_trainer(of("trainer"), attempt, run, turn, gpus_of_server(kind, config)),
+        "orchestrator": lambda: run_orchestrator(of("orchestrator"), attempt, run, turn),
+        "inference": lambda: run_inference(of("inference"), run),
+        "exporter": lambda: run_exporter(config, attempt, run),
     }
     return runs[role]()
 

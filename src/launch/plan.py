@@ -14,6 +14,7 @@ from cairn.config.shared import CommandConfig
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
 from cairn.launch.estimate import cache_left, check_serving, check_training, gib, with_cache
+from cairn.launch.exporting import exports_in_words, with_exports
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.placing import placed, placed_server
 from cairn.launch.ray_gpus import cluster_of
@@ -38,11 +39,11 @@ def show(command: str, config: CommandConfig) -> None:
     ranks = serving = machine
     if command in KINDS:
         kind = KINDS[command]
-        config, placing = placed(kind, cast(RunConfig, config), machine, vllm)
+        config, placing = placed(kind, with_exports(cast(RunConfig, config)), machine, vllm)
         ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
         if placing.in_cluster and not config.machine:
             ranks = cluster_of(kind.trainer(cast(RunConfig, config)).ray)
-        lines += [f"  {words}" for words in [placing.in_words()] if words]
+        lines += [f"  {words}" for words in [placing.in_words(), exports_in_words(config)] if words]
     elif command == "inference":
         config = placed_server(cast(InferenceConfig, config), machine, vllm)
     settled, choices = settle(config, ranks, gpu_servers=gpu_servers)

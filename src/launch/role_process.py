@@ -39,7 +39,7 @@ class RoleProcess:
     `log`. If it fails, the error message also comes back through a pipe, as `last_words`.
 
     Args:
-        role: trainer, orchestrator or inference.
+        role: trainer, orchestrator, inference or exporter.
         run: the run directory.
         log: file that its output is appended to.
         local_ray: a Ray cluster that it starts serves this machine only.

@@ -17,6 +17,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "restart": {"time": float, "role": str, "step": int, "reason": str, "how": str},
     "recompute": {"steps": int},
     "change": {"step": int, "name": str},
+    "not_exported": {"step": int, "reason": str},
 }
 """The fields of each event, and their types."""
 PREFIX = "run/"
@@ -30,6 +31,7 @@ class History(JsonLines):
     - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
       says what took its place.
     - change: from `step` on the recipe has another value of `name`: `now`, no longer `was`.
+    - not_exported: the checkpoint of `step` could not be exported (`reason`); training goes on.
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
     """
 
@@ -65,6 +67,10 @@ class History(JsonLines):
         """Finished steps are done again."""
         if steps:
             self._note({"time": time.time(), "event": "recompute", "steps": steps})
+
+    def not_exported(self, step: int, reason: str) -> None:
+        """A step could not be exported, at least not at once."""
+        self._note({"time": time.time(), "event": "not_exported", "step": step, "reason": reason})
 
     def _note(self, event: dict[str, Any]) -> None:
         """Add an event; a run that goes on at a full disk does so without it."""

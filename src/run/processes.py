@@ -13,6 +13,10 @@ from typing import TypeVar
 T = TypeVar("T")
 
 PR_SET_PDEATHSIG = 1
+IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
+"""Number of the system call ioprio_set, which the C library has no function for, by machine."""
+IOPRIO_WHO_PROCESS = 1
+IOPRIO_IDLE = 3 << 13
 
 
 def die_with(parent: int) -> None:
@@ -56,3 +60,14 @@ def in_background(work: Callable[[], T]) -> T:
 
     with ThreadPoolExecutor(1, "background", initializer=lower_priority) as thread:
         return thread.submit(work).result()
+
+
+def stay_in_background() -> None:
+    """From now on leave processors and disks to all other processes; the threads started later do so too.
+
+    The niceness is the highest, not the idle class: on a machine without an idle moment this process would
+    never end its work. Disks serve it when nobody else wants them, where their scheduler knows of that.
+    """
+    os.nice(19)
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.syscall(IOPRIO_SET.get(os.uname().machine, -1), IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)

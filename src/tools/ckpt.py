@@ -9,13 +9,22 @@ from typing import Any
 from pydantic import ValidationError
 
 from cairn.checkpoint.diff import compare
+from cairn.checkpoint.exports import run_exports
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
-from cairn.checkpoint.retention import pins, prune, read_steps, reasons_to_keep, set_pin
+from cairn.checkpoint.retention import (
+    WAITING,
+    Spare,
+    pins,
+    prune,
+    read_steps,
+    reasons_to_keep,
+    set_pin,
+    spare_none,
+)
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.files import read_json
 from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_formats import add_export, add_import, export_step, import_step
 from cairn.tools.ckpt_output import (
@@ -27,6 +36,7 @@ from cairn.tools.ckpt_output import (
     print_prune,
     say,
 )
+from cairn.tools.ckpt_paths import attempt_id, run_config, store_in
 from cairn.tools.ckpt_steps import add_average, add_copy, average, copy
 
 
@@ -94,40 +104,28 @@ def run() -> int:
 # Interpretation of paths
 
 
-def _store(path: Path) -> CheckpointStore:
-    """The store of a run directory or a checkpoints folder."""
-    from cairn.run.directory import checkpoints_by  # imports numpy, which --help has no time for
-
-    for root in (path / "checkpoints", path):
-        store = CheckpointStore(root)
-        if store.steps() or store.debris():
-            return store
-    if (store := CheckpointStore(checkpoints_by(_run_config(path), path))).steps():
-        return store
-    raise UsageError(f"{path}: there are no checkpoints here")
-
-
-def _run_config(path: Path) -> dict[str, Any]:
-    """config.json of the run that `path` is or lies in, if there is one."""
-    for folder in (path, path.absolute().parent):
-        if content := read_json(folder / "config.json", dict):
-            return content
-    return {}
-
-
 def _rules(path: Path) -> CkptConfig:
     """The run's retention rules; no rules if there is no run around the checkpoints.
 
     Raises:
         CheckpointError: the rules can't be read.
     """
-    fields = _run_config(path).get("ckpt") or {}
+    fields = run_config(path).get("ckpt") or {}
     try:
         return CkptConfig(**{key: value for key, value in fields.items() if key in CkptConfig.model_fields})
     except (ValueError, TypeError, AttributeError):
         raise CheckpointError(
             f"{path}: config.json has no valid section ckpt (the retention rules); repair or remove it"
         ) from None
+
+
+def _waiting(path: Path, store: CheckpointStore, rules: CkptConfig) -> Spare:
+    """Which steps that no rule keeps wait to be exported, if the run around the checkpoints exports any."""
+    if rules.export is None or rules.export.folder is None:
+        return spare_none
+    last = run_config(path).get("max_steps", 0)
+    made = run_exports(rules.export, last=last, attempt=attempt_id(path))
+    return lambda unkept: made.hold(store, unkept).kept
 
 
 def _rules_and_pins(path: Path, store: CheckpointStore) -> tuple[CkptConfig, set[int]]:
@@ -175,8 +173,11 @@ def _list(arguments: argparse.Namespace) -> int:
     if (path / FILE_NAME).exists():
         rows = [_row(path, [])]
     else:
-        store = _store(path)
-        kept = reasons_to_keep(read_steps(store), *_rules_and_pins(path, store))
+        store = store_in(path)
+        rules, pinned = _rules_and_pins(path, store)
+        kept = reasons_to_keep(read_steps(store), rules, pinned)
+        for step in _waiting(path, store, rules)([step for step, reasons in kept.items() if not reasons]):
+            kept[step] = [WAITING]
         rows = [_row(store.folder(step), reasons) for step, reasons in kept.items()]
         rows += [{"folder": str(folder), "state": "partial"} for folder in store.debris()]
         rows += [
@@ -227,7 +228,7 @@ def _verify(arguments: argparse.Namespace) -> int:
     if (path / FILE_NAME).exists():
         folders = [path]
     else:
-        store = _store(path)
+        store = store_in(path)
         folders = [store.folder(step) for step in store.steps()]
     results = []
     with progress_bars() as stage:
@@ -258,7 +259,7 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
-    store = _store(arguments.path)
+    store = store_in(arguments.path)
     for step in [*arguments.pin, *arguments.unpin]:
         if step not in store.steps():
             raise UsageError(f"--pin/--unpin {step}: no such step in {store.root}")
@@ -278,7 +279,14 @@ def _prune(arguments: argparse.Namespace) -> int:
         raise UsageError(str(error.errors()[0]["msg"])) from None
     pinned = (pins(store) | set(arguments.pin)) - set(arguments.unpin)
     with store.alone():
-        report = prune(store, rules, pinned, abandoned=arguments.abandoned, dry_run=arguments.dry_run)
+        report = prune(
+            store,
+            rules,
+            pinned,
+            spare=_waiting(arguments.path, store, rules),
+            abandoned=arguments.abandoned,
+            dry_run=arguments.dry_run,
+        )
     if arguments.json:
         print_json(report)
     else:

@@ -1,19 +1,21 @@
 """The commands `ckpt export` and `ckpt import`: checkpoints in the formats of other programs."""
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+from cairn.checkpoint.exports import Exports, InTheWay, refuse_options
 from cairn.checkpoint.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
+from cairn.checkpoint.formats.content import WEIGHT_DTYPES
 from cairn.checkpoint.layout import MAX_FILE_BYTES
-from cairn.checkpoint.manifest import FILE_NAME
+from cairn.checkpoint.manifest import FILE_NAME, CheckpointError
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
 from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_output import print_json, say
-
-DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
-"""The data types that weights are exported as: safetensors' names by torch's."""
+from cairn.tools.ckpt_paths import store_in
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
@@ -23,10 +25,16 @@ def add_export(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("out", type=Path, help="the folder to make; it appears when all of it is written")
     command.add_argument(
+        "--all",
+        action="store_true",
+        help="export all steps of an output folder or a folder of checkpoints, each to OUT/step_N; skips "
+        "what is there already, so a command that was killed is repeated",
+    )
+    command.add_argument(
         "--format", choices=sorted(EXPORTERS), default="hf", help="the format to write (default: hf)"
     )
     command.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as they are)"
+        "--dtype", choices=sorted(WEIGHT_DTYPES), help="data type of the weights (default: as they are)"
     )
     add_shards(command)
     command.add_argument(
@@ -54,8 +62,10 @@ def export_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt export`."""
     from cairn.checkpoint.exporting import export  # imports torch, which --help has no time for
 
+    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
+    if arguments.all:
+        return _export_all(arguments, Exports(arguments.out, arguments.format, options))
     step, out = step_in(arguments.step), arguments.out
-    options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
     with progress_bars() as stage:
         found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
     if arguments.json:
@@ -63,6 +73,54 @@ def export_step(arguments: argparse.Namespace) -> int:
     else:
         say(f"{out} holds {step} as {arguments.format} ({found})")
     return 0
+
+
+def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
+    """Run `ckpt export --all`; the exit code is 1 if a step could not be exported.
+
+    Raises:
+        UsageError: there are no steps, or something else is where one belongs; nothing was written.
+    """
+    from cairn.checkpoint.exporting import export_into  # imports torch, which --help has no time for
+
+    if (arguments.step / FILE_NAME).exists():
+        raise UsageError(f"{arguments.step}: is a single step; --all takes an output folder, or checkpoints")
+    refuse_options(exports.name, exports.options)
+    store = store_in(arguments.step)
+    steps = store.steps()
+    for step in steps:
+        try:
+            exports.is_done(store.folder(step))
+        except InTheWay as error:
+            raise UsageError(str(error)) from None
+        except CheckpointError:  # it is reported when its turn comes
+            pass
+    results: list[dict[str, Any]] = []
+
+    def report(step: int, *, found: str | None = None, problem: str | None = None) -> None:
+        out = exports.folder_of(step)
+        results.append({"step": step, "folder": str(out), "check": found, "problem": problem})
+        if not arguments.json:
+            say(f"{store.folder(step)}: NOT EXPORTED: {problem}" if problem else f"{out}: {found}")
+
+    with progress_bars() as bars:
+        for step in steps:
+
+            def stage(name: str, total: int, step: int = step) -> Callable[[int], None]:
+                return bars(f"step {step}: {name}", total)
+
+            try:
+                with exports.alone():
+                    if exports.is_done(store.folder(step)):
+                        report(step, found="was there already")
+                        continue
+                    check = not arguments.no_verify
+                    report(step, found=export_into(exports, store.folder(step), check=check, stage=stage))
+            except (CheckpointError, OSError) as error:
+                report(step, problem=str(error))
+    if arguments.json:
+        print_json(results)
+    return 1 if any(result["problem"] for result in results) else 0
 
 
 def add_import(command: argparse.ArgumentParser) -> None:

@@ -4,8 +4,9 @@ import argparse
 from pathlib import Path
 
 from cairn.checkpoint.formats import WriteOptions
+from cairn.checkpoint.formats.content import WEIGHT_DTYPES
 from cairn.run.progress import progress_bars
-from cairn.tools.ckpt_formats import DTYPES, add_shards, step_in
+from cairn.tools.ckpt_formats import add_shards, step_in
 from cairn.tools.ckpt_output import print_json, say
 
 
@@ -27,7 +28,9 @@ def add_average(command: argparse.ArgumentParser) -> None:
         help="exponential moving average over the steps in the order given, such as 0.9",
     )
     command.add_argument(
-        "--dtype", choices=sorted(DTYPES), help="data type of the weights (default: as in the last step)"
+        "--dtype",
+        choices=sorted(WEIGHT_DTYPES),
+        help="data type of the weights (default: as in the last step)",
     )
     add_shards(command)
     command.add_argument(
@@ -43,7 +46,7 @@ def average(arguments: argparse.Namespace) -> int:
     weights = arguments.weights or [1.0] * len(steps)
     if arguments.ema is not None:
         weights = ema_weights(len(steps), arguments.ema)
-    options = WriteOptions(DTYPES.get(arguments.dtype), arguments.shard_size)
+    options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size)
     with progress_bars() as stage:
         found = average_steps(steps, weights, out, options, check=not arguments.no_verify, stage=stage)
     shares = [weight / sum(weights) for weight in weights]

@@ -21,6 +21,7 @@ from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.machine import available_memory, bytes_of
+from cairn.trainer.exports import ExportsWaiting, NothingWaits
 from cairn.trainer.model import companions
 from cairn.trainer.task import Context
 
@@ -58,6 +59,10 @@ class Checkpoints(Protocol):
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """What a step's row says of the checkpoints; known to rank 0 only."""
         ...
 
     def check(self) -> list[Saved]:
@@ -101,6 +106,10 @@ class NoCheckpoints:
     def save(self, metrics: Mapping[str, float]) -> None:
         """It is never due."""
         raise AssertionError("a run without checkpoints saves nothing")
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
 
     def check(self) -> list[Saved]:
         """None."""
@@ -156,10 +165,12 @@ class TrainerCheckpoints:
         group = state.group
         self._companions = companions(state.policy.module, context.model_folder) if group.rank == 0 else {}
         self._saved_at = time.monotonic()
+        waiting = ExportsWaiting(context, ckpt.export) if ckpt.export else NothingWaits()
+        self.metrics = waiting.metrics
 
         def committed(step: int) -> None:
             context.run.forget_batches(step)
-            apply_retention(self.store, ckpt)
+            apply_retention(self.store, ckpt, waiting.spare)
 
         self._saver = Saver(
             self.store,

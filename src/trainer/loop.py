@@ -125,7 +125,8 @@ class Training:
             self.task.after_step(step, decision)
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
             digest = {"batch/digest": batch.digest}
-            self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times})
+            saving = self._checkpoints.metrics()
+            self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times, **saving})
             if step == self.attempt.start_step + 1:
                 self._checkpoints.prepare()
             if save:

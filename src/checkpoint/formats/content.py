@@ -95,6 +95,10 @@ class Format(Protocol):
         ...
 
 
+WEIGHT_DTYPES = {"float32": "F32", "bfloat16": "BF16", "float16": "F16"}
+"""The data types that weights are exported as: safetensors' names by torch's."""
+
+
 @dataclass(frozen=True)
 class WriteOptions:
     """How to write a foreign checkpoint.
