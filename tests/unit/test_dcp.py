@@ -15,6 +15,7 @@ import torch
 import torch.distributed.checkpoint as dcp
 from dcp_program import STEPS, WIDTH, full, go_on_all, tokens, train_all
 from families import make, make_config
+from foreign import values
 from one_rank import one_rank
 from runs import free_port, start_ranks
 from test_families import make_rows, start
@@ -27,9 +28,8 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.exporting import export
-from cairn.checkpoint.formats.content import Source, WriteOptions
+from cairn.checkpoint.formats.content import WriteOptions
 from cairn.checkpoint.formats.dcp import Dcp
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
 from cairn.checkpoint.formats.hub import Place, hub_layout
@@ -66,15 +66,6 @@ def written(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def plain(written: Path, tmp_path: Path) -> Path:
     """A copy of the Llama of the plain program."""
     return shutil.copytree(written / "llama" / "plain", tmp_path / "plain")
-
-
-def values(source: Source, piece: int = 1 << 20) -> torch.Tensor:
-    """A whole tensor, read in pieces of so many values."""
-    whole = torch.empty(source.spec.shape, dtype=DTYPES[source.spec.dtype])
-    flat = whole.view(-1)
-    for first in range(0, len(flat), piece):
-        source.fill(first, flat[first : first + piece])
-    return whole
 
 
 @pytest.mark.parametrize("program", PROGRAMS)

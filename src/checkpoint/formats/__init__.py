@@ -11,6 +11,7 @@ from cairn.checkpoint.formats.content import (
     WriteOptions,
 )
 from cairn.checkpoint.formats.dcp import Dcp
+from cairn.checkpoint.formats.deepspeed import DeepSpeed
 from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
@@ -34,6 +35,7 @@ __all__ = [
 
 FORMATS: dict[str, Format] = {
     "dcp": Dcp(),
+    "deepspeed": DeepSpeed(),
     "verl": Verl(),
     "gguf": Gguf(),
     "hf-trainer": HuggingFaceTrainer(),
@@ -43,6 +45,7 @@ FORMATS: dict[str, Format] = {
 """The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
 EXPORTERS: dict[str, Exporter] = {
     "dcp": Dcp(),
+    "deepspeed": DeepSpeed(),
     "gguf": Gguf(),
     "hf": HuggingFace(),
     "hf-trainer": HuggingFaceTrainer(),

@@ -22,10 +22,10 @@ from cairn.checkpoint.formats.hf_trainer_groups import (
 )
 from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.outgoing import Outgoing, weights_of
+from cairn.checkpoint.formats.rates import rate_of
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import OPTIMIZER
 from cairn.checkpoint.streaming import write_sources
-from cairn.config.trainer import SchedulerConfig
 
 
 def write(content: Content, folder: Path, options: WriteOptions) -> None:
@@ -109,7 +109,7 @@ def _groups(
         )
         refuse(decaying_otherwise(decaying, others), content.model or Path(), what)
     peak = float(settings["optimizer.lr"])
-    rate = _next_rate(settings, peak, (content.step or 0) + 1)
+    rate = rate_of(settings, (content.step or 0) + 1)
     common = {
         "lr": rate,
         "betas": tuple(float(beta) for beta in settings["optimizer.betas"]),
@@ -122,18 +122,3 @@ def _groups(
         {"weight_decay": decay, **common, "params": numbers[: len(decaying)]},
         {"weight_decay": 0.0, **common, "params": numbers[len(decaying) :]},
     ], rate
-
-
-def _next_rate(settings: Mapping[str, Any], peak: float, step: int) -> float:
-    """The learning rate of a step; that of a constant schedule, if the run does not say which it had.
-
-    Raises:
-        CheckpointError: it does not say where its schedule ends.
-    """
-    names = ("type", "warmup_steps", "min_lr_ratio")
-    known = {name: settings[f"scheduler.{name}"] for name in names if f"scheduler.{name}" in settings}
-    schedule = SchedulerConfig(**known)
-    end = settings.get("scheduler.steps")
-    if end is None and schedule.type != "constant":
-        raise CheckpointError(f"the step does not say where its {schedule.type} schedule ends")
-    return schedule.rate(step, peak, int(end or 0))
