@@ -15,6 +15,7 @@ from cairn.checkpoint.formats.deepspeed import DeepSpeed
 from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
+from cairn.checkpoint.formats.megatron import Megatron
 from cairn.checkpoint.formats.plain import PlainFile
 from cairn.checkpoint.formats.verl import Verl
 from cairn.run.progress import no_progress
@@ -34,6 +35,7 @@ __all__ = [
 ]
 
 FORMATS: dict[str, Format] = {
+    "megatron": Megatron(),
     "dcp": Dcp(),
     "deepspeed": DeepSpeed(),
     "verl": Verl(),
@@ -49,6 +51,7 @@ EXPORTERS: dict[str, Exporter] = {
     "gguf": Gguf(),
     "hf": HuggingFace(),
     "hf-trainer": HuggingFaceTrainer(),
+    "megatron": Megatron(),
     "pt": PlainFile(),
 }
 """The formats that are written."""

@@ -60,6 +60,8 @@ class Content:
     left_out: what the source holds beside that and Cairn does not take over, one sentence each.
     write_companions: writes config.json and tokenizer into a folder, for sources without such files that say
     the same in another way.
+    state_refused: why the state of the source's optimiser can't be taken over; None if it is in `tensors`, or
+    if there is none.
     """
 
     tensors: Mapping[str, Mapping[str, Source]]
@@ -71,6 +73,7 @@ class Content:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     left_out: tuple[str, ...] = ()
     write_companions: Callable[[Path], None] | None = None
+    state_refused: str | None = None
 
 
 class Format(Protocol):
