@@ -8,12 +8,13 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.exports import RECORD, UNFINISHED, Exports, refuse_options
 from cairn.checkpoint.formats import EXPORTERS, Content, Stage, WriteOptions, no_progress
-from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.manifest import Damaged, load_manifest
+from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_atomic
@@ -43,7 +44,22 @@ def content_of_step(folder: Path) -> Content:
         samples=record.progress.get("total_samples"),
         optimizer=record.optimizer,
         settings=(record.recipe or {}).get("settings", {}),
+        origin=_origin(folder, record),
     )
+
+
+def _origin(folder: Path, record: TrainerRecord) -> dict[str, str]:
+    """Where a step's weights come from; see `Content.origin`."""
+    manifest = load_manifest(folder)
+    recipe: Mapping[str, Any] = record.recipe or {}
+    trained = {"method": "sft" if "data" in recipe else ""}
+    if "orchestrator" in manifest.parts:
+        trained["method"] = "reinforcement-learning"
+    known = {
+        **{"run": manifest.run_id, "saved": manifest.created, "version": manifest.versions.get("cairn", "")},
+        **{"base": recipe.get("base", ""), **trained},
+    }
+    return {name: value for name, value in known.items() if value}
 
 
 def export(

@@ -15,7 +15,7 @@ from cairn.checkpoint.formats import FORMATS, Content, Stage, no_progress
 from cairn.checkpoint.formats.fitting import state_of, weights_of
 from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
-from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.receipts import make_receipt
 from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
 from cairn.checkpoint.streaming import check_equal, write_sources
@@ -35,6 +35,7 @@ def import_checkpoint(
     model: Path | None = None,
     step: int | None = None,
     check: bool = True,
+    weights_only: bool = False,
     stage: Stage = no_progress,
 ) -> tuple[Path, Manifest, Content]:
     """Write what `source` holds, in the format `name`, as the first step of a new run in `output_dir`.
@@ -45,6 +46,7 @@ def import_checkpoint(
         model: a folder with config.json and tokenizer; default: the one that belongs to the source.
         step: the number of the step; default: the source's, or 1 where it has none.
         check: read the step back and compare it with the source, bit for bit, before it counts.
+        weights_only: don't take over the optimiser's state.
 
     Returns:
         The step's folder, its manifest, and the content of the source.
@@ -56,6 +58,11 @@ def import_checkpoint(
         OSError: a file can't be read or written; the error names it.
     """
     content = FORMATS[name].read(source, model)
+    if content.state_refused and not weights_only:
+        raise CheckpointError(
+            f"{source}: the optimiser's state can't be taken over: {content.state_refused}. "
+            "--weights-only takes the weights alone"
+        )
     with _companions(content, source) as companions:
         layout, files = _layout_and_files(companions)
     number = content.step if step is None else step
@@ -64,7 +71,8 @@ def import_checkpoint(
         raise UsageError(f"{source}: is of step {number}, before any update; use it with --model.name")
     tensors = {MODEL: weights_of(content.tensors[MODEL], layout, source)}
     parts = ["model"]
-    if state := content.tensors.get(OPTIMIZER):
+    state = None if weights_only else content.tensors.get(OPTIMIZER)
+    if state:
         tensors[OPTIMIZER] = state_of(state, layout, source)
         parts = ["trainer"]
         record = TrainerRecord(

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.layout import StoredTensor, find_tensors
+from cairn.checkpoint.manifest import FILE_NAME as MANIFEST
 from cairn.checkpoint.packed import packed_files
 from cairn.run.files import read_json
 
@@ -69,6 +70,12 @@ class StepFolder:
         self.model = self.path / "model"
         """The Hugging Face directory."""
         self.ledger = self.path / LEDGER
+
+    @staticmethod
+    def holding(model: Path) -> Path | None:
+        """The step's folder in which the Hugging Face directory `model` lies; None if it is in none."""
+        found = model.name == "model" and (model.parent / MANIFEST).is_file()
+        return model.parent if found else None
 
     def trainer_state(self) -> TrainerRecord | None:
         """The trainer's record; None if the checkpoint holds weights only.

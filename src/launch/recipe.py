@@ -20,6 +20,7 @@ from cairn.run.recipe import (
     NOT_ARCHITECTURE,
     TRAINER,
     Change,
+    base_of,
     changed_settings,
     check_accepted,
     code_in,
@@ -93,7 +94,9 @@ def plan_recipe(
 def finish_recipe(
     recipe: dict[str, Any], model: Path, start: Start, run: RunDirectory, *, goes_on: bool
 ) -> None:
-    """Add what the model's folder determines: tokenizer, architecture, and the date in the chat template.
+    """Add what the model's folder determines: its name, tokenizer, architecture, and the template's date.
+
+    The name stays that of the model with which the run began, also in forks and runs that go on.
 
     Args:
         model: Hugging Face directory that the run starts or resumes from.
@@ -101,6 +104,11 @@ def finish_recipe(
     """
     trainer = recipe["trainer"]
     trainer |= {"model": model_of(model), "tokenizer": tokenizer_of(model)}
+    folder = start.folder or StepFolder.holding(model)
+    if folder is None:
+        trainer["base"] = base_of(model)
+    elif base := ((StepFolder(folder).trainer_state() or TrainerRecord()).recipe or {}).get("base"):
+        trainer["base"] = base
     if prints_date(model):
         earlier: Mapping[str, Any] = {}
         if start.folder:

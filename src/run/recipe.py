@@ -8,6 +8,7 @@ orchestrator's part in `orchestrator/state.json`), with every change that was ma
 import datetime
 import hashlib
 import json
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -233,6 +234,14 @@ def model_of(folder: Path) -> str:
     config = json.loads((folder / "config.json").read_text())
     kept = {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
     return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
+
+
+def base_of(folder: Path) -> str:
+    """The name of the model in a Hugging Face directory: the hub's if it is from there, else the folder's."""
+    for part in folder.absolute().parts:
+        if match := re.fullmatch(r"models--([\w.-]+?)--([\w.-]+)", part):  # the hub's cache
+            return "/".join(match.groups())
+    return folder.name
 
 
 # The date

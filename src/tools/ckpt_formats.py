@@ -136,6 +136,9 @@ def add_import(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--no-verify", action="store_true", help="don't read the step back to compare it with the source"
     )
+    command.add_argument(
+        "--weights-only", action="store_true", help="don't take over the state of the source's optimiser"
+    )
 
 
 def import_step(arguments: argparse.Namespace) -> int:
@@ -155,7 +158,13 @@ def import_step(arguments: argparse.Namespace) -> int:
     with progress_bars() as stage:
         try:
             folder, manifest, content = import_checkpoint(
-                source, output_dir, name, model=arguments.model, check=not arguments.no_verify, stage=stage
+                source,
+                output_dir,
+                name,
+                model=arguments.model,
+                weights_only=arguments.weights_only,
+                check=not arguments.no_verify,
+                stage=stage,
             )
         except FileNotFoundError as error:
             raise UsageError(f"{error.filename}: {error.strerror}") from None

@@ -10,6 +10,7 @@ from types import MappingProxyType
 import pytest
 import torch
 from families import make, make_model
+from huggingface_hub import ModelCard
 from runs import ABOUT, Finished
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
@@ -63,7 +64,7 @@ def commit(
         progress={"step": step, "total_tokens": 48, "total_samples": 4},
         seed=0,
         optimizer="AdamW",
-        recipe={"settings": dict(settings)},
+        recipe={"settings": dict(settings), "base": "tiny/model", "data": {"records": 4}},
     )
     files[TRAINER_STATE] = record.to_json()
     store.begin(step, ["model", "trainer"])
@@ -174,6 +175,24 @@ def test_an_export_that_fails_leaves_nothing(ckpt, step: Path, tmp_path: Path):
     refused = ckpt("export", step, tmp_path / "other")
     assert (refused.code, "changed between bytes" in refused.output) == (1, True)
     assert sorted(names_in(tmp_path)) == ["hf", "out", "run"]
+
+
+@pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
+def test_a_model_card_says_where_the_weights_come_from(ckpt, step: Path, tmp_path: Path):
+    """In the form that the hub reads; one that is exported again keeps what is known."""
+    assert ckpt("export", step, tmp_path / "out", "--dtype", "bfloat16").code == 0
+    card = ModelCard.load(tmp_path / "out" / "README.md")
+    assert card.data.to_dict() == {
+        "library_name": "transformers",
+        "pipeline_tag": "text-generation",
+        "base_model": "tiny/model",
+        "tags": ["cairn", "sft"],
+    }
+    run = verify(step).run_id
+    for line in ("# model", "The weights of step 2 of a run", "- Data type: bfloat16", f"- Run: {run}"):
+        assert f"\n{line}" in card.text, line
+    assert "- Samples trained on: 4\n" in card.text
+    assert "optimizer.lr = 0.01\n" in card.text
 
 
 # Trainer's folders

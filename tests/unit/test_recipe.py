@@ -476,3 +476,29 @@ def test_other_templates_need_no_date(tmp_path: Path):
     finish_recipe(recipe, MODEL, FRESH, RunDirectory(tmp_path), goes_on=False)
     assert "date" not in recipe["trainer"]
     assert len(recipe["trainer"]["tokenizer"]) == len(recipe["trainer"]["model"]) == 32
+
+
+# The base model
+
+
+def test_the_model_that_a_run_began_with_stays_known(tmp_path: Path):
+    """A run that goes on, a fork, and a new run from a step's weights have the first one's."""
+    data, run = write_records(tmp_path / "a.jsonl", 50), RunDirectory(tmp_path / "run")
+
+    def base(model: Path, start: Start) -> str | None:
+        recipe = plan_recipe(SFT_RUN, sft(tmp_path, data), start)
+        finish_recipe(recipe, model, start, run, goes_on=False)
+        return recipe["trainer"].get("base")
+
+    cached = shutil.copytree(MODEL, tmp_path / "models--tiny--Model-1.5b" / "snapshots" / "abc")
+    assert base(MODEL, FRESH) == MODEL.name
+    assert base(cached, FRESH) == "tiny/Model-1.5b"
+    recipe = plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH)
+    finish_recipe(recipe, cached, FRESH, run, goes_on=False)
+    start = start_at(tmp_path, recipe)
+    assert start.folder is not None
+    assert base(start.folder / "model", start) == "tiny/Model-1.5b"
+    (start.folder / "manifest.json").touch()
+    assert (
+        base(shutil.copytree(MODEL, start.folder / "model", dirs_exist_ok=True), FRESH) == "tiny/Model-1.5b"
+    )

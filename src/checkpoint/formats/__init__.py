@@ -10,10 +10,12 @@ from cairn.checkpoint.formats.content import (
     Stage,
     WriteOptions,
 )
-from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan
+from cairn.checkpoint.formats.dcp import Dcp
+from cairn.checkpoint.formats.deepspeed import DeepSpeed
 from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
+from cairn.checkpoint.formats.megatron import Megatron
 from cairn.checkpoint.formats.plain import PlainFile
 from cairn.checkpoint.formats.verl import Verl
 from cairn.run.progress import no_progress
@@ -33,9 +35,9 @@ __all__ = [
 ]
 
 FORMATS: dict[str, Format] = {
-    "torchtitan": Torchtitan(),
-    "prime-rl": PrimeRl(),
+    "megatron": Megatron(),
     "dcp": Dcp(),
+    "deepspeed": DeepSpeed(),
     "verl": Verl(),
     "gguf": Gguf(),
     "hf-trainer": HuggingFaceTrainer(),
@@ -45,12 +47,12 @@ FORMATS: dict[str, Format] = {
 """The formats that are read. Of two that a folder has, the first is meant: list the special before `hf`."""
 EXPORTERS: dict[str, Exporter] = {
     "dcp": Dcp(),
+    "deepspeed": DeepSpeed(),
     "gguf": Gguf(),
     "hf": HuggingFace(),
     "hf-trainer": HuggingFaceTrainer(),
-    "prime-rl": PrimeRl(),
+    "megatron": Megatron(),
     "pt": PlainFile(),
-    "torchtitan": Torchtitan(),
 }
 """The formats that are written."""
 QUANTIZATIONS: dict[str, tuple[str, ...]] = {"gguf": ("q8_0",)}

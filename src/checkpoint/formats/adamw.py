@@ -4,7 +4,6 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.config.trainer import SchedulerConfig
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state of one weight."""
@@ -35,18 +34,3 @@ def settings_of(groups: Iterable[Mapping[str, Any]], where: object) -> dict[str,
         "optimizer.weight_decay": group.get("weight_decay"),
     }
     return {name: value for name, value in settings.items() if value is not None}
-
-
-def next_rate(settings: Mapping[str, Any], peak: float, step: int) -> float:
-    """The learning rate of a step; that of a constant schedule, if the run does not say which it had.
-
-    Raises:
-        CheckpointError: it does not say where its schedule ends.
-    """
-    names = ("type", "warmup_steps", "min_lr_ratio")
-    known = {name: settings[f"scheduler.{name}"] for name in names if f"scheduler.{name}" in settings}
-    schedule = SchedulerConfig(**known)
-    end = settings.get("scheduler.steps")
-    if end is None and schedule.type != "constant":
-        raise CheckpointError(f"the step does not say where its {schedule.type} schedule ends")
-    return schedule.rate(step, peak, int(end or 0))

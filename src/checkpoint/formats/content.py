@@ -57,9 +57,13 @@ class Content:
     optimizer: name of the optimiser's class, such as AdamW; None if there is no state.
     settings: what the checkpoint says of the settings of the run, by the names that Cairn's have, such as
     `optimizer.lr`.
+    origin: where the weights come from, for a model card, as far as it is known: `base` (the model that
+    training began with), `method` (sft or reinforcement-learning), `run`, `saved` (when), Cairn's `version`.
     left_out: what the source holds beside that and Cairn does not take over, one sentence each.
     write_companions: writes config.json and tokenizer into a folder, for sources without such files that say
     the same in another way.
+    state_refused: why the state of the source's optimiser can't be taken over; None if it is in `tensors`, or
+    if there is none.
     """
 
     tensors: Mapping[str, Mapping[str, Source]]
@@ -69,8 +73,10 @@ class Content:
     samples: int | None = None
     optimizer: str | None = None
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    origin: Mapping[str, str] = field(default_factory=dict[str, str])
     left_out: tuple[str, ...] = ()
     write_companions: Callable[[Path], None] | None = None
+    state_refused: str | None = None
 
 
 class Format(Protocol):

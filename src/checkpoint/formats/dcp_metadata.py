@@ -24,11 +24,16 @@ MAX_BYTES = 256 << 20
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a tensor. begin: its first value's position in the whole tensor, by dimension."""
+    """A part of a tensor.
+
+    begin: its first value's position in the whole tensor, by dimension. stacked: how many dimensions of
+    length one the file's tensor has before those of `shape`.
+    """
 
     begin: tuple[int, ...]
     shape: tuple[int, ...]
     stream: Stream
+    stacked: int = 0
 
 
 @dataclass(frozen=True)

@@ -2,17 +2,20 @@
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from awscrt.checksums import crc32  # pyright: ignore[reportMissingTypeStubs]
 
 from cairn.checkpoint.dtypes import DTYPE_NAMES
+from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.dcp_metadata import Chunk, DcpTensor
+from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.torch_stream import Values, locate
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.reader import Piece, as_memory, read_pieces
+from cairn.checkpoint.streaming import pieces_of
 
 
 @dataclass
@@ -77,7 +80,9 @@ class DcpSource:
     def _values(self, chunk: Chunk) -> Values:
         """Where a chunk's values are."""
         if chunk not in self._located:
-            self._located[chunk] = locate(chunk.stream, self._tensor.dtype, chunk.shape)
+            stacked = (1,) * chunk.stacked
+            values = locate(chunk.stream, self._tensor.dtype, (*stacked, *chunk.shape))
+            self._located[chunk] = replace(values, strides=values.strides[chunk.stacked :])
         return self._located[chunk]
 
     def _rows(self, chunk: Chunk, low: int, high: int) -> torch.Tensor:
@@ -124,6 +129,57 @@ class DcpSource:
             mine, whole = mine.view(-1)[skip:stop], whole.view(-1)[skip:stop]
             target = into[start + skip : start + stop]
             target[mine] = whole[mine]
+
+
+def source_at(name: str, tensor: DcpTensor, index: tuple[int, ...]) -> Source:
+    """The part of a tensor of several of the same shape, such as the layers of a model, at an index.
+
+    Args:
+        name: the part's.
+        index: the position in each of the first dimensions.
+    """
+    depth, shape = len(index), tensor.shape[len(index) :]
+    here = [
+        chunk
+        for chunk in tensor.chunks
+        if all(b <= i < b + n for i, b, n in zip(index, chunk.begin, chunk.shape, strict=False))
+    ]
+    if all(chunk.shape[:depth] == (1,) * depth for chunk in here):
+        parts = (Chunk(c.begin[depth:], c.shape[depth:], c.stream, depth) for c in here)
+        return DcpSource.of(name, DcpTensor(tensor.dtype, shape, tuple(parts)))
+    whole = DcpSource.of(name, tensor)
+    before = 0
+    for i, length in zip(index, tensor.shape, strict=False):
+        before = before * length + i
+    return Section(whole, before * math.prod(shape), TensorSpec(name, whole.spec.dtype, shape))
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A tensor all of whose values are compared with their checksums before the first is given; a `Source`.
+
+    For tensors that are read in parts out of order, or not to the end.
+    """
+
+    source: Source
+    _done: list[bool] = field(default_factory=list[bool], compare=False)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The source's."""
+        return self.source.spec
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """See `Source.fill`.
+
+        Raises:
+            Damaged: a value differs from its checksum.
+        """
+        if not self._done:
+            for _ in pieces_of(self.source):
+                pass
+            self._done.append(True)
+        self.source.fill(first, into)
 
 
 def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -10,7 +10,6 @@ from typing import Any
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from cairn.checkpoint.formats import torch_writer
-from cairn.checkpoint.formats.adamw import next_rate
 from cairn.checkpoint.formats.content import Content, Source, WriteOptions
 from cairn.checkpoint.formats.fitting import refuse
 from cairn.checkpoint.formats.hf_trainer_groups import (
@@ -23,6 +22,7 @@ from cairn.checkpoint.formats.hf_trainer_groups import (
 )
 from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.outgoing import Outgoing, weights_of
+from cairn.checkpoint.formats.rates import rate_of
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import OPTIMIZER
 from cairn.checkpoint.streaming import write_sources
@@ -109,7 +109,7 @@ def _groups(
         )
         refuse(decaying_otherwise(decaying, others), content.model or Path(), what)
     peak = float(settings["optimizer.lr"])
-    rate = next_rate(settings, peak, (content.step or 0) + 1)
+    rate = rate_of(settings, (content.step or 0) + 1)
     common = {
         "lr": rate,
         "betas": tuple(float(beta) for beta in settings["optimizer.betas"]),

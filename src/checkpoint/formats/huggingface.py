@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from cairn.checkpoint.formats.card import FILE_NAME, model_card
 from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions
 from cairn.checkpoint.formats.conversion import written_dtypes
 from cairn.checkpoint.formats.reading_back import read_back
@@ -32,7 +33,9 @@ class HuggingFace:
         return Content(tensors={MODEL: weights_in(source)}, model=model or source)
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
-        """Write the weights, and copies of the files beside them; config.json names the new data type.
+        """Write the weights, copies of the files beside them, and a model card.
+
+        config.json names the new data type.
 
         Raises:
             CheckpointError: there is no config.json to copy.
@@ -41,6 +44,8 @@ class HuggingFace:
         from cairn.checkpoint.streaming import write_sources  # imports torch
 
         copy_companions(content, folder, options.dtype)
+        card = model_card(content, options.dtype and _torch_name(options.dtype))
+        (folder / FILE_NAME).write_text(card)
         write_sources(
             folder,
             content.tensors[MODEL],

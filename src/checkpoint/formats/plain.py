@@ -1,4 +1,4 @@
-"""Weights in one file of `torch.save`: a state dict, alone or as the entry `model` or `state_dict`."""
+"""Weights in a file of `torch.save`: a state dict, alone or as `model`, `state_dict` or `module`."""
 
 from collections.abc import Mapping
 from pathlib import Path
@@ -10,7 +10,7 @@ from cairn.checkpoint.formats.reading_back import read_back
 from cairn.checkpoint.step import MODEL
 
 SUFFIXES = (".pt", ".pth", ".bin")
-ENTRIES = ("model", "state_dict")
+ENTRIES = ("model", "state_dict", "module")
 FILE = "model.pt"
 """The file in a folder that Cairn wrote."""
 
