@@ -13,6 +13,7 @@ from typing import Any
 
 import deepspeed
 import torch
+from deepspeed.ops.adam import DeepSpeedCPUAdam
 from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, PreTrainedModel
@@ -27,8 +28,8 @@ WIDTH = 24
 class Run:
     """A way to train.
 
-    kind: of the model's computation. groups: of the optimiser. more: a name in ZERO. frozen: whether the
-    embeddings are not trained.
+    kind: of the model's computation. groups: of the optimiser. more: a name in ZERO, "warmup" for a schedule,
+    or "cpu-adam" for DeepSpeed's own optimiser. frozen: whether the embeddings are not trained.
     """
 
     model: str
@@ -46,12 +47,18 @@ class Run:
 
 
 ZERO = {"subgroups": {"sub_group_size": 20000}, "round-robin": {"round_robin_gradients": True}}
+WARMUP = {
+    "type": "WarmupLR",
+    "params": {"warmup_max_lr": RATE, "warmup_num_steps": 10, "warmup_type": "linear"},
+}
 RUNS = [
     *(Run(model, stage) for model in ("llama", "qwen3_tied", "qwen3_moe") for stage in (1, 2, 3)),
     *(Run("llama", stage, "bf16", groups=2) for stage in (1, 2, 3)),
     Run("llama", 2, "fp16"),
     Run("llama", 3, groups=2, more="subgroups"),
     Run("llama", 2, groups=2, more="round-robin"),
+    Run("llama", 2, more="warmup"),
+    *(Run("llama", stage, more="cpu-adam") for stage in (2, 3)),
     *(Run("llama", stage, frozen=True) for stage in (1, 2, 3)),
 ]
 
@@ -88,11 +95,15 @@ class Program:
             "zero_force_ds_cpu_optimizer": False,
             "checkpoint": {"load_universal": seed is not None},
         }
+        if run.more == "warmup":
+            config["scheduler"] = WARMUP
         if run.kind != "fp32":
             config[run.kind] = {"enabled": True}
         self.engine, *_ = deepspeed.initialize(
             model=self.model,
-            optimizer=torch.optim.AdamW(groups, lr=RATE, betas=BETAS),
+            optimizer=(DeepSpeedCPUAdam if run.more == "cpu-adam" else torch.optim.AdamW)(
+                groups, lr=RATE, betas=BETAS
+            ),
             config=config,
             dist_init_required=False,
         )
@@ -149,23 +160,27 @@ def train(out: Path) -> None:
 
 def resume(out: Path) -> None:
     """Go on from `<run>/universal`, and write the state before and after the next step, and its loss."""
+    world = torch.distributed.get_world_size()
     for run in RUNS:
         folder = out / run.name
         if not (folder / "universal").exists():
             continue
         program = Program(out / run.model, run, seed=99)
-        path, _ = program.engine.load_checkpoint(str(folder / "universal"))
+        engine = program.engine
+        path, _ = engine.load_checkpoint(str(folder / "universal"))
         assert path is not None
-        assert program.engine.global_steps == STEPS
-        for state in program.engine.optimizer.optimizer.state.values():  # see docs/formats.md
+        assert engine.global_steps == STEPS
+        if run.more == "warmup":
+            assert engine.lr_scheduler.last_batch_iteration == STEPS - 1
+        for state in engine.optimizer.optimizer.state.values():  # see docs/formats.md
             state["step"] = state["step"].clone()
-        write(folder, "loaded", program)
+        write(folder, f"loaded-{world}", program)
         loss = program.step(STEPS + 1)
-        write(folder, "resumed", program)
+        write(folder, f"resumed-{world}", program)
         if torch.distributed.get_rank() == 0:
-            (folder / "resumed.json").write_text(json.dumps(loss))
-            print(run.name, "resumed", loss, flush=True)
-        program.engine.destroy()
+            (folder / f"resumed-{world}.json").write_text(json.dumps(loss))
+            print(run.name, "resumed on", world, loss, flush=True)
+        engine.destroy()
 
 
 if __name__ == "__main__":
