@@ -16,7 +16,9 @@ from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
 from cairn.checkpoint.formats.megatron import Megatron
+from cairn.checkpoint.formats.onnx import Onnx
 from cairn.checkpoint.formats.plain import PlainFile
+from cairn.checkpoint.formats.tf import TensorFlow
 from cairn.checkpoint.formats.verl import Verl
 from cairn.run.progress import no_progress
 
@@ -40,6 +42,7 @@ FORMATS: dict[str, Format] = {
     "deepspeed": DeepSpeed(),
     "verl": Verl(),
     "gguf": Gguf(),
+    "tf": TensorFlow(),
     "hf-trainer": HuggingFaceTrainer(),
     "pt": PlainFile(),
     "hf": HuggingFace(),
@@ -52,7 +55,9 @@ EXPORTERS: dict[str, Exporter] = {
     "hf": HuggingFace(),
     "hf-trainer": HuggingFaceTrainer(),
     "megatron": Megatron(),
+    "onnx": Onnx(),
     "pt": PlainFile(),
+    "tf": TensorFlow(),
 }
 """The formats that are written."""
 QUANTIZATIONS: dict[str, tuple[str, ...]] = {"gguf": ("q8_0",)}
