@@ -63,8 +63,8 @@ def import_checkpoint(
             f"{source}: the optimiser's state can't be taken over: {content.state_refused}. "
             "--weights-only takes the weights alone"
         )
-    with _companions(content, source) as companions:
-        layout, files = _layout_and_files(companions)
+    with companions_of(content, source) as companions:
+        layout, files = layout_and_files(companions)
     number = content.step if step is None else step
     number = 1 if number is None else number
     if number < 1:
@@ -144,8 +144,11 @@ def _faulty(progress: Callable[[int], None]) -> Callable[[int], None]:
 
 
 @contextlib.contextmanager
-def _companions(content: Content, source: Path) -> Generator[Path]:
+def companions_of(content: Content, source: Path, setting: str = "--model FOLDER") -> Generator[Path]:
     """The folder with config.json and tokenizer: the source's, or one that lasts as long as the context.
+
+    Args:
+        setting: what gives another folder, for the message.
 
     Raises:
         UsageError: there is none.
@@ -158,11 +161,11 @@ def _companions(content: Content, source: Path) -> Generator[Path]:
             yield Path(folder)
     else:
         raise UsageError(
-            f"{source}: has no config.json beside it; give the folder of its model with --model FOLDER"
+            f"{source}: has no config.json beside it; give the folder of its model with {setting}"
         )
 
 
-def _layout_and_files(companions: Path) -> tuple[Layout, dict[str, bytes]]:
+def layout_and_files(companions: Path) -> tuple[Layout, dict[str, bytes]]:
     """The layout of the model that config.json describes, and the files beside the weights by their paths."""
     from transformers import AutoConfig
 

@@ -51,6 +51,8 @@ from cairn.run.output import start_logging
 from cairn.run.waiting import run_async, wait_for
 from cairn.trainer.tracking import check_login
 
+CONVERTED = "converted"
+"""Name of the folder in the run directory for a model whose weights came in another program's format."""
 ANSWER_SECONDS = 30.0
 """Seconds that a server has to answer a status request before a run starts."""
 
@@ -173,7 +175,11 @@ def _see_through(
     model = config.model
     try:
         while True:
-            name = str(StepFolder(chosen.folder).model) if chosen.folder else resolve_model(model)
+            name = (
+                str(StepFolder(chosen.folder).model)
+                if chosen.folder
+                else resolve_model(model, run.path / CONVERTED)
+            )
             config = config.sharing(model=ModelConfig(name=name))
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
             config = fitted(config, name)

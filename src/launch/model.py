@@ -7,36 +7,49 @@ import shutil
 import tempfile
 from pathlib import Path
 
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.formats import FORMATS, format_of
+from cairn.checkpoint.manifest import FILE_NAME, CheckpointError
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import load_manifest
 from cairn.config.model import ModelConfig
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
+from cairn.run.imports import importing
+from cairn.run.progress import progress_bars
+
+HUGGING_FACE = {"hf", "hf-trainer"}
+"""The formats whose weights every role reads as they are, if they are safetensors."""
 
 
-def resolve_model(config: ModelConfig) -> str:
+def resolve_model(config: ModelConfig, cache: Path | None = None) -> str:
     """The local directory with the model's weights, configuration and tokenizer, as an absolute path.
 
-    A step_N folder stands for its model/; a model on the hub is downloaded; a directory with a configuration
-    but no weights gets random ones from `init_seed`, created once and kept in the user's cache folder.
+    A step_N folder stands for its model/; a model on the hub is downloaded; the weights of another program's
+    checkpoint are converted once; a directory with a configuration but no weights gets random ones from
+    `init_seed`, created once and kept in the user's cache folder.
+
+    Args:
+        cache: folder for converted weights; default: the user's cache folder.
 
     Raises:
         UsageError: there is no such model, or a file is missing in it.
     """
     path = Path(config.name)
-    if not path.is_dir():
+    if not path.exists():
         return _fetch(config.name)
-    if StepFolder(path).model.is_dir():
+    if is_step(path):
         try:
             load_manifest(path)
         except CheckpointError as error:
             raise UsageError(f"--model.name {config.name}: {error}") from None
         path = StepFolder(path).model
+    name = foreign_format(path)
+    if name is not None:
+        return str(_converted(path, name, config, cache or _cache()))
     if not FORMATS["hf"].detect(path):
         raise UsageError(
-            f"--model.name {config.name}: it has no config.json, so it is not a Hugging Face model"
+            f"--model.name {config.name}: it has no config.json, so it is not a Hugging Face model, nor has "
+            f"it another format that Cairn reads ({', '.join(FORMATS)})"
         )
     _refuse_quantized(path / "config.json", config.name)
     if list(path.glob("*.safetensors")):
@@ -47,6 +60,48 @@ def resolve_model(config: ModelConfig) -> str:
             "--model.init-seed 0 starts from random ones"
         )
     return str(_create(path, config.init_seed))
+
+
+def is_step(path: Path) -> bool:
+    """Whether `path` is meant as a checkpoint of Cairn: other programs have folders named model, too."""
+    return StepFolder(path).model.is_dir() and ((path / FILE_NAME).exists() or format_of(path) is None)
+
+
+def foreign_format(path: Path) -> str | None:
+    """The format of weights that have to be converted; None if there is nothing to convert in `path`."""
+    name = format_of(path)
+    if name in HUGGING_FACE:
+        return "hf" if any(path.glob("pytorch_model*.bin")) and not any(path.glob("*.safetensors")) else None
+    return name
+
+
+def _converted(path: Path, name: str, config: ModelConfig, cache: Path) -> Path:
+    """The Hugging Face directory of the weights in `path`, in the format `name`.
+
+    Raises:
+        UsageError: they can't be converted; the message says why.
+    """
+    with importing():
+        from cairn.checkpoint.converting import convert, place_in
+
+    model = Path(config.config) if config.config else None
+    if model is not None:
+        if not (model / "config.json").is_file():
+            raise UsageError(f"--model.config {model}: it has no config.json")
+        _refuse_quantized(model / "config.json", str(model))
+    try:
+        target = place_in(cache, path, name, model)
+        if target.exists():
+            print(f"{path} has the format {name}; {target} holds its weights already", flush=True)
+            return target
+        print(f"{path} has the format {name}; its weights are converted once, to {target}", flush=True)
+        with progress_bars() as stage:
+            convert(path, target, name, model=model, stage=stage)
+    except (CheckpointError, UsageError) as error:
+        raise UsageError(f"--model.name {config.name}: {error}") from None
+    except FileNotFoundError as error:
+        raise UsageError(f"--model.name {config.name}: {error.filename}: {error.strerror}") from None
+    return target
 
 
 def _refuse_quantized(path: Path, name: str) -> None:
@@ -85,12 +140,17 @@ def _fetch(name: str) -> str:
         ) from None
 
 
+def _cache() -> Path:
+    """The user's cache folder for models."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "cairn" / "models"
+
+
 def _create(source: Path, seed: int) -> Path:
     """Random weights for the configuration in `source`; the same files and seed give the same weights."""
     digest = hashlib.blake2b(f"{seed}, hub names".encode(), digest_size=8)
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         digest.update(file.name.encode() + file.read_bytes())
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "cairn" / "models"
+    cache = _cache()
     target = cache / f"{source.absolute().parent.name}-{digest.hexdigest()}"
     if target.exists():
         return target

@@ -16,6 +16,7 @@ from cairn.inference.build import serves_on_gpus
 from cairn.launch.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.exporting import exports_in_words, with_exports
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
+from cairn.launch.model import foreign_format
 from cairn.launch.placing import placed, placed_server
 from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.settling import settle
@@ -77,6 +78,10 @@ def _memory(command: str, config: Any, ranks: Machine, serving: Machine) -> Iter
         return
     folder = StepFolder(Path(name)).model
     folder = str(folder) if folder.is_dir() else name
+    if (form := foreign_format(Path(name))) is not None:
+        yield f"{name} has the format {form}; its weights are converted once, before the start"
+        if not (Path(name) / "config.json").is_file():
+            folder = config.model.config or folder
     kind = KINDS.get(command)
     try:
         if kind and not ranks.memory:
