@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,7 @@ import torch.distributed.checkpoint as dcp
 from runs import join
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import distribute_tensor
 from transformers import AutoModelForCausalLM
 
 from cairn.trainer.group import RankGroup
@@ -74,10 +76,50 @@ class Program:
     def load(self, folder: Path, name: str) -> None:
         """Load a checkpoint, in the way of the program for which the format `name` is."""
         weights, state = get_state_dict(self.model, self.optimizer)
-        content = {"model": weights, "optim": state, "step": 0}
-        dcp.load(content, checkpoint_id=folder)
-        assert content["step"] == STEPS
+        if name == "torchtitan":
+            content = titan(self, weights)
+            dcp.load(content, checkpoint_id=folder / f"step-{STEPS}")
+            assert content["train_state"]["step"] == STEPS
+            assert content["lr_scheduler"]["last_epoch"] == STEPS
+            for key in weights:
+                weights[key] = self.in_rows(key, content[to_titan(key)], to_hub=True)
+            known = {to_titan(key): key for key in weights}
+            flat = {}
+            for key, value in content["optimizer"].items():
+                kind, _, rest = key.partition(".")
+                owner, _, what = rest.rpartition(".")
+                flat[f"{kind}.{known[owner]}.{what}"] = self.in_rows(known[owner], value, to_hub=True)
+            options = StateDictOptions(flatten_optimizer_state_dict=True)
+            both = {"model_state_dict": weights, "optim_state_dict": flat}
+            set_state_dict(self.model, self.optimizer, **both, options=options)
+            return
+        if name == "prime-rl":
+            app = layouts(self, weights, state)[name]["trainer"]["app"]
+            dcp.load({"app": app}, checkpoint_id=folder / f"step_{STEPS}" / "trainer")
+            assert app["progress"] == {"step": STEPS, "total_tokens": 96, "total_samples": 4}
+            assert app["scheduler"]["last_epoch"] == STEPS
+            state = app["optimizers"]
+        else:
+            content = {"model": weights, "optim": state, "step": 0}
+            dcp.load(content, checkpoint_id=folder)
+            assert content["step"] == STEPS
         set_state_dict(self.model, self.optimizer, model_state_dict=weights, optim_state_dict=state)
+
+    def flat(self) -> dict[str, Any]:
+        """The optimiser's state by weight, as torchtitan has it."""
+        options = StateDictOptions(flatten_optimizer_state_dict=True)
+        return get_state_dict(self.model, self.optimizer, options=options)[1]
+
+    def in_rows(self, name: str, tensor: Any, *, to_hub: bool) -> Any:
+        """A weight of a Llama, or its moments, with the rows of queries and keys as torchtitan has them."""
+        config = self.model.config
+        heads = {"q_proj": config.num_attention_heads, "k_proj": config.num_key_value_heads}
+        count = heads.get(name.split(".")[-2])
+        if config.model_type != "llama" or count is None or getattr(tensor, "ndim", 0) != 2:
+            return tensor
+        pairs = (-1, 2) if to_hub else (2, tensor.shape[0] // count // 2)
+        whole = full(tensor).view(count, *pairs, tensor.shape[1]).transpose(1, 2).reshape(tensor.shape)
+        return distribute_tensor(whole, tensor.device_mesh, tensor.placements)
 
 
 def train(group: RankGroup, model_folder: Path, out: Path) -> None:
@@ -87,8 +129,7 @@ def train(group: RankGroup, model_folder: Path, out: Path) -> None:
     for number in range(1, STEPS + 1):
         step(number)
     weights, state = get_state_dict(model, optimizer)
-    _, flat = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=True))
-    for name, folders in layouts(weights, state, flat).items():
+    for name, folders in layouts(program, weights, state).items():
         for place, content in folders.items():
             dcp.save(content, checkpoint_id=out / name / place)
     tell(group, program, out)
@@ -115,18 +156,14 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def layouts(
-    weights: dict[str, Any], state: dict[str, Any], flat: dict[str, Any]
+    program: Program, weights: dict[str, Any], state: dict[str, Any]
 ) -> dict[str, dict[str, dict[str, Any]]]:
     """What each program saves, by its name and the folder in its checkpoint."""
     both = {"state": state["state"], "param_groups": state["param_groups"]}
     schedule = {"last_epoch": STEPS, "base_lrs": [RATE], "lr_lambdas": [None]}
     progress = {"step": STEPS, "total_tokens": 96, "total_samples": 4}
-    titan = {to_titan(name): value for name, value in weights.items()}
-    titan_state = {}
-    for key, value in flat.items():
-        kind, _, rest = key.partition(".")
-        name, _, what = rest.rpartition(".")
-        titan_state[f"{kind}.{to_titan(name)}.{what}"] = value
+    constant = torch.optim.lr_scheduler.ConstantLR(program.optimizer, factor=1.0)
+    constant.last_epoch = STEPS
     return {
         "plain": {"": {"model": weights, "optim": both, "step": STEPS}},
         "prime-rl": {
@@ -134,24 +171,35 @@ def layouts(
                 "app": {
                     "model": weights,
                     "optimizers": both,
-                    "scheduler": schedule,
+                    "scheduler": constant.state_dict(),
                     "progress": progress,
                 }
             }
         },
         "telescope": {"": {"model": weights, "optimizer": both, "scheduler": schedule, "step": STEPS}},
-        "torchtitan": {
-            "": {
-                **titan,
-                "optimizer": titan_state,
-                "lr_scheduler": {"last_epoch": STEPS},
-                "train_state": {"step": torch.tensor(STEPS), "ntokens_seen": torch.tensor(96)},
-            }
-        },
+        "torchtitan": {"": titan(program, weights)},
         "nemo-rl": {
             "policy/weights": {"model": weights},
             "policy/optimizer": {"optim": {"optim": both, "sched": schedule}},
         },
+    }
+
+
+def titan(program: Program, weights: dict[str, Any]) -> dict[str, Any]:
+    """What torchtitan saves: its own names at the top, and the optimiser's state by weight."""
+    ours = {to_titan(name): program.in_rows(name, value, to_hub=False) for name, value in weights.items()}
+    schedule = torch.optim.lr_scheduler.LambdaLR(program.optimizer, partial(pow, 1.0))
+    schedule.last_epoch = STEPS
+    optimizer = {}
+    for key, value in program.flat().items():
+        kind, _, rest = key.partition(".")
+        name, _, what = rest.rpartition(".")
+        optimizer[f"{kind}.{to_titan(name)}.{what}"] = program.in_rows(name, value, to_hub=False)
+    return {
+        **ours,
+        "optimizer": optimizer,
+        "lr_scheduler": schedule.state_dict(),
+        "train_state": {"step": STEPS, "ntokens_seen": 96},
     }
 
 

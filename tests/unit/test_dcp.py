@@ -28,9 +28,11 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
-from cairn.checkpoint.exporting import export
+from cairn.checkpoint.exporting import content_of_step, export
+from cairn.checkpoint.formats import format_of, no_progress
 from cairn.checkpoint.formats.content import WriteOptions
-from cairn.checkpoint.formats.dcp import Dcp
+from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan, step_in
+from cairn.checkpoint.formats.dcp_metadata import read_metadata
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
 from cairn.checkpoint.formats.hub import Place, hub_layout
 from cairn.checkpoint.formats.safe_pickle import Refused
@@ -46,7 +48,7 @@ from cairn.trainer.step import train_step
 group = one_rank
 
 MODELS = ("llama", "qwen3_tied", "qwen3_moe")
-EXPORTED = ("dcp",)
+EXPORTED = ("dcp", "prime-rl", "torchtitan")
 PROGRAMS = ("plain", "prime-rl", "telescope", "torchtitan", "nemo-rl")
 
 
@@ -74,13 +76,14 @@ def test_every_bit_is_read(written: Path, family: str, program: str):
     """Weights, moments and the step, whatever the program calls them."""
     if (family, program) == ("qwen3_moe", "torchtitan"):
         pytest.skip("torchtitan's names of experts are not known")
+    model = None
     if (family, program) == ("llama", "torchtitan"):
-        with pytest.raises(CheckpointError, match="rows of its queries and keys are in another order"):
+        with pytest.raises(CheckpointError, match=r"rows of its queries and keys are .* with --model FOLDER"):
             Dcp().read(written / family / program)
-        return
+        model = written / family / "model"
     truth = torch.load(written / family / "truth.pt", weights_only=True)
     assert Dcp().detect(written / family / program)
-    content = Dcp().read(written / family / program)
+    content = Dcp().read(written / family / program, model)
     assert content.step == STEPS
     assert content.optimizer == "AdamW"
     assert content.settings["optimizer.lr"] == 1e-3
@@ -299,6 +302,7 @@ def imported(written: Path, family: str, program: str, folder: Path) -> Path:
         ("llama", "plain"),
         ("qwen3_tied", "prime-rl"),
         ("qwen3_tied", "torchtitan"),
+        ("llama", "torchtitan"),
         ("qwen3_moe", "telescope"),
         ("qwen3_moe", "nemo-rl"),
     ],
@@ -335,8 +339,12 @@ def returned(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     Beside it is a file with the losses of the program that went on from there.
     """
     for family in MODELS:
-        step = imported(written, family, "plain", tmp_path_factory.mktemp(family))
+        step = imported(written, family, "prime-rl", tmp_path_factory.mktemp(family))
         for name in EXPORTED:
+            if (family, name) == ("qwen3_moe", "torchtitan"):
+                with pytest.raises(CheckpointError, match="a model of type 'qwen3_moe' has no counterpart"):
+                    export(step, written / family / "refused", name, WriteOptions())
+                continue
             export(step, written / family / f"out-{name}", name, WriteOptions())
     ranks = start_ranks(go_on_all, free_port(), written, world_size=2)
     while not ranks.join():
@@ -347,7 +355,10 @@ def returned(written: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("name", EXPORTED)
 @pytest.mark.parametrize("family", MODELS)
 def test_the_program_goes_on_from_an_exported_step(returned: Path, family: str, name: str):
-    """On two ranks, with `dcp.load` into its own nested state, and without a value more or less."""
+    """On two ranks, with `dcp.load` into its own nested state, in which no value may be missing."""
+    if (family, name) == ("qwen3_moe", "torchtitan"):
+        pytest.skip("torchtitan's names of experts are not known; the export was refused")
+    assert format_of(returned / family / f"out-{name}") == name
     found = json.loads((returned / family / f"losses-{name}.json").read_text())
     assert found == pytest.approx(json.loads((returned / family / "losses.json").read_text()), rel=1e-5)
 
@@ -364,6 +375,41 @@ def test_the_groups_of_an_exported_step(returned: Path, family: str):
     assert set(group["params"]) == {name.rpartition(".")[0] for name in truth["state"]}
     assert group["decoupled_weight_decay"] is True
     assert group["lr"] == 1e-3
+
+
+def test_the_rate_of_the_next_step(written: Path, tmp_path: Path):
+    """Programs take it from the group of weights, not from the schedule; and what they decay is said."""
+    content = content_of_step(imported(written, "llama", "plain", tmp_path))
+    schedule = {"type": "linear", "warmup_steps": 10, "steps": 20}
+    settings = {f"scheduler.{name}": value for name, value in schedule.items()}
+    settings = {**content.settings, **settings, "optimizer.weight_decay": 0.1}
+    content = replace(content, settings=settings)
+    Torchtitan().write(content, tmp_path, WriteOptions())
+    values = read_metadata(tmp_path / f"step-{STEPS}").values
+    group = "optimizer.param_groups.tok_embeddings.weight"
+    assert read_value(values[f"{group}.lr"]) == pytest.approx(1e-3 * (STEPS + 1) / 10)
+    assert read_value(values[f"{group}.initial_lr"]) == 1e-3
+    assert read_value(values[f"{group}.weight_decay"]) == 0.1
+    assert read_value(values["lr_scheduler._last_lr"]) == [pytest.approx(1e-3 * (STEPS + 1) / 10)]
+    said = Torchtitan().verify(content, tmp_path, WriteOptions(), no_progress)
+    assert said == "read back and equal; torchtitan decays all weights by 0.1, Cairn matrices only"
+
+
+def test_a_step_that_does_not_say_its_settings(written: Path, tmp_path: Path):
+    """One from a program that saved none is no checkpoint of prime-rl."""
+    content = replace(content_of_step(imported(written, "llama", "plain", tmp_path)), settings={})
+    with pytest.raises(CheckpointError, match=r"does not say its optimizer\.betas, .*, which prime-rl needs"):
+        PrimeRl().write(content, tmp_path, WriteOptions())
+
+
+def test_the_newest_step_of_a_folder(written: Path, tmp_path: Path):
+    """Where its folder is whole."""
+    for step in (9, 10):
+        shutil.copytree(written / "qwen3_tied" / "torchtitan", tmp_path / f"step-{step}")
+    (tmp_path / "step-11").mkdir()
+    assert format_of(tmp_path) == "torchtitan"
+    assert step_in(tmp_path) == tmp_path / "step-10"
+    assert Torchtitan().read(tmp_path).step == STEPS
 
 
 def test_an_optimiser_of_single_experts(written: Path, tmp_path: Path):

@@ -11,9 +11,10 @@ import pytest
 import torch
 from dcp_program import STEPS
 from families import make
+from foreign import values
 from one_rank import one_rank
 from runs import free_port, start_ranks
-from test_dcp import Runs, assert_goes_on, values
+from test_dcp import Runs, assert_goes_on
 from torch.distributed.tensor import Partial
 from verl_program import COUNTED, train_all
 

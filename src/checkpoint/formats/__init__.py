@@ -10,7 +10,7 @@ from cairn.checkpoint.formats.content import (
     Stage,
     WriteOptions,
 )
-from cairn.checkpoint.formats.dcp import Dcp
+from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan
 from cairn.checkpoint.formats.deepspeed import DeepSpeed
 from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
@@ -38,6 +38,8 @@ __all__ = [
 
 FORMATS: dict[str, Format] = {
     "megatron": Megatron(),
+    "torchtitan": Torchtitan(),
+    "prime-rl": PrimeRl(),
     "dcp": Dcp(),
     "deepspeed": DeepSpeed(),
     "verl": Verl(),
@@ -56,8 +58,10 @@ EXPORTERS: dict[str, Exporter] = {
     "hf-trainer": HuggingFaceTrainer(),
     "megatron": Megatron(),
     "onnx": Onnx(),
+    "prime-rl": PrimeRl(),
     "pt": PlainFile(),
     "tf": TensorFlow(),
+    "torchtitan": Torchtitan(),
 }
 """The formats that are written."""
 QUANTIZATIONS: dict[str, tuple[str, ...]] = {"gguf": ("q8_0",)}

@@ -1,8 +1,9 @@
 """The keys under which FSDP2 programs store their state in a PyTorch distributed checkpoint (DCP)."""
 
-import re
 from collections.abc import Collection
 from dataclasses import dataclass
+
+from cairn.checkpoint.formats.architectures import ARCHITECTURES, Names, Role
 
 FILE_NAME = ".metadata"
 """The file in which torch lists what a checkpoint holds."""
@@ -110,27 +111,39 @@ PROGRAMS = (
     ),
 )
 """In the order in which they are tried."""
-_TITAN = {
-    r"tok_embeddings\.weight": "model.embed_tokens.weight",
-    r"layers\.(\d+)\.attention\.(?:qkv_linear\.)?w([qkv])\.weight": (
-        r"model.layers.\1.self_attn.\2_proj.weight"
-    ),
-    r"layers\.(\d+)\.attention\.wo\.weight": r"model.layers.\1.self_attn.o_proj.weight",
-    r"layers\.(\d+)\.attention\.([qk])_norm\.weight": r"model.layers.\1.self_attn.\2_norm.weight",
-    r"layers\.(\d+)\.feed_forward\.w1\.weight": r"model.layers.\1.mlp.gate_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w2\.weight": r"model.layers.\1.mlp.down_proj.weight",
-    r"layers\.(\d+)\.feed_forward\.w3\.weight": r"model.layers.\1.mlp.up_proj.weight",
-    r"layers\.(\d+)\.attention_norm\.weight": r"model.layers.\1.input_layernorm.weight",
-    r"layers\.(\d+)\.ffn_norm\.weight": r"model.layers.\1.post_attention_layernorm.weight",
-    r"norm\.weight": "model.norm.weight",
-    r"(?:lm_head|output)\.weight": "lm_head.weight",
+TITAN_TYPES = ("llama", "qwen3")
+"""The model types whose names torchtitan and Cairn both know, by transformers' `model_type`."""
+_LAYER = "layers.{layer}"
+_TITAN: dict[Role, str] = {
+    "embedding": "tok_embeddings",
+    "attention_norm": f"{_LAYER}.attention_norm",
+    "attention.query": f"{_LAYER}.attention.qkv_linear.wq",
+    "attention.key": f"{_LAYER}.attention.qkv_linear.wk",
+    "attention.value": f"{_LAYER}.attention.qkv_linear.wv",
+    "attention.output": f"{_LAYER}.attention.wo",
+    "attention.query_norm": f"{_LAYER}.attention.q_norm",
+    "attention.key_norm": f"{_LAYER}.attention.k_norm",
+    "mlp_norm": f"{_LAYER}.ffn_norm",
+    "mlp.gate": f"{_LAYER}.feed_forward.w1",
+    "mlp.up": f"{_LAYER}.feed_forward.w3",
+    "mlp.down": f"{_LAYER}.feed_forward.w2",
+    "final_norm": "norm",
+    "head": "lm_head",
 }
-"""torchtitan's names, as patterns, and the hub's, for models like Llama and Qwen3."""
+TITAN = Names(_TITAN)
+"""The names of torchtitan since 2026."""
+_OLDER = Names(
+    {
+        "attention.query": f"{_LAYER}.attention.wq",
+        "attention.key": f"{_LAYER}.attention.wk",
+        "attention.value": f"{_LAYER}.attention.wv",
+        "head": "output",
+    }
+)
+"""Those that older versions have instead."""
 
 
 def from_titan(name: str) -> str | None:
-    """The hub's name of a weight of torchtitan's; None if the table lacks it."""
-    for pattern, hub in _TITAN.items():
-        if match := re.fullmatch(pattern, name):
-            return match.expand(hub)
-    return None
+    """The hub's name of a weight of torchtitan's; None if the tables lack it."""
+    part = TITAN.part(name) or _OLDER.part(name)
+    return part and ARCHITECTURES["qwen3"].name(part)

@@ -6,12 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import AutoConfig
 
 from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of
 from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import PROGRAMS, Program
+from cairn.checkpoint.formats.dcp_rotary import in_rotary_order
 from cairn.checkpoint.formats.dcp_tensors import DcpSource
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.manifest import CheckpointError, Damaged
@@ -50,7 +52,6 @@ class _Reading:
             for key, tensor in self.index.tensors.items()
             if (name := self.program.weight(key)) is not None
         }
-        self._check_rotary(weights)
         state = dict(self._state(weights))
         groups = dict(self._groups())
         steps = {int(_number(entry)) for name, entry in state.items() if name.endswith(".step")}
@@ -63,10 +64,14 @@ class _Reading:
         if state and not all(name.rpartition(".")[0] in weights for name in state):
             strange = [name for name in state if name.rpartition(".")[0] not in weights]
             raise CheckpointError(f"{self.source}: optimiser state without weights: {listed(strange)}")
-        config = (self.source / place for place in MODEL_FOLDERS)
+        beside = (self.source / place for place in MODEL_FOLDERS)
+        model = self.model or next((f for f in beside if (f / "config.json").exists()), None)
+        weights = self._in_hub_order(weights, model)
+        if state:
+            state = self._in_hub_order(state, model)
         return Content(
             tensors={MODEL: weights, **({OPTIMIZER: state} if state else {})},
-            model=self.model or next((f for f in config if (f / "config.json").exists()), None),
+            model=model,
             step=max(steps) if steps else said,
             tokens=self._progress(self.program.tokens),
             samples=self._progress(self.program.samples),
@@ -75,18 +80,26 @@ class _Reading:
             left_out=tuple(left_out),
         )
 
-    def _check_rotary(self, weights: Mapping[str, Source]) -> None:
-        """Check that the rows of queries and keys are in the hub's order.
+    def _in_hub_order(self, tensors: Mapping[str, Source], model: Path | None) -> dict[str, Source]:
+        """Weights or AdamW's state, with the rows of queries and keys in the hub's order.
+
+        torchtitan keeps a Llama's in the order of Meta's.
 
         Raises:
-            CheckpointError: they are in the order of Meta's Llama, as torchtitan keeps them.
+            CheckpointError: nothing tells the size of a head, or the model is not of a known type.
         """
-        if self.program.titan and not any(name.endswith(".q_norm.weight") for name in weights):
+        if not self.program.titan:
+            return dict(tensors)
+        if model is None:
+            if any(".q_norm.weight" in name for name in tensors):
+                return dict(tensors)
             raise CheckpointError(
                 f"{self.source}: is torchtitan's checkpoint of a Llama: the rows of its queries and keys are "
-                "in another order than the hub's, which depends on a head's size. Convert it "
-                "with torchtitan's scripts/checkpoint_conversion/convert_to_hf.py and start from that folder"
+                "in another order than the hub's, which depends on a head's size; give the folder with the "
+                "model's config.json with --model FOLDER"
             )
+        config = AutoConfig.from_pretrained(model)  # pyright: ignore # typed in part
+        return in_rotary_order(tensors, config, to_hub=True)  # pyright: ignore # typed in part
 
     def _state(self, weights: Mapping[str, Source]) -> Iterator[tuple[str, DcpSource]]:
         """AdamW's state.

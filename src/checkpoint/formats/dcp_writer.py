@@ -7,66 +7,42 @@
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from cairn.checkpoint.formats.content import Content, WriteOptions
+from cairn.checkpoint.formats.dcp_layouts import LAYOUTS, State
 from cairn.checkpoint.formats.outgoing import Outgoing, state_dict_of
 from cairn.checkpoint.step import OPTIMIZER
 
 
-def write(content: Content, folder: Path, options: WriteOptions) -> None:
-    """Write `{"model": ..., "optim": {"state": ..., "param_groups": ...}, "step": ...}`.
-
-    So do programs that save what torch's `get_state_dict` returns: weights have the names of transformers'
-    modules, and tied ones are stored under each of their names.
+def write(content: Content, folder: Path, layout: str, options: WriteOptions) -> None:
+    """Write what a program saves, which `dcp_layouts.LAYOUTS` names.
 
     Raises:
-        CheckpointError: there is no config.json.
+        CheckpointError: there is no config.json, or something has no counterpart in the program.
         OSError: a file can't be written.
     """
-    weights = state_dict_of(content, options.dtype)
-    moments = content.tensors.get(OPTIMIZER, {})
-    owners = dict.fromkeys(name.rpartition(".")[0] for name in moments)
-    tensors = {f"model.{name}": tensor for name, tensor in weights.items()}
-    own = {name: Outgoing.of(source) for name, source in moments.items()}
-    tensors |= {f"optim.state.{name}": source for name, source in own.items()}
-    state: dict[str, Any] = {"model": {name: tensor.blank for name, tensor in weights.items()}}
-    if own:
-        by_owner: dict[str, dict[str, torch.Tensor]] = {name: {} for name in owners}
-        for name, source in own.items():
-            owner, _, what = name.rpartition(".")
-            by_owner[owner][what] = source.blank
-        shapes = {name: weights[name].shape for name in owners}
-        state["optim"] = {"state": by_owner, "param_groups": _param_groups(shapes, content.settings)}
-    if content.step is not None:
-        state["step"] = content.step
-    _save(folder, tensors, state, options.on_bytes)
+    moments: dict[str, dict[str, Outgoing]] = {}
+    for name, source in content.tensors.get(OPTIMIZER, {}).items():
+        owner, _, kind = name.rpartition(".")
+        moments.setdefault(owner, {})[kind] = Outgoing.of(source)
+    tree = LAYOUTS[layout](State(state_dict_of(content, options.dtype), moments, content))
+    tensors: dict[str, Outgoing] = {}
+    _save(folder, tensors, _blank(tree, "", tensors), options.on_bytes)
 
 
-def _param_groups(shapes: Mapping[str, tuple[int, ...]], settings: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """AdamW's groups: one, or matrices and others where only matrices decay, as in Cairn."""
-    decay = settings.get("optimizer.weight_decay") or 0.0
-    known = {
-        "lr": settings.get("optimizer.lr"),
-        "betas": None if (betas := settings.get("optimizer.betas")) is None else tuple(betas),
-        "eps": settings.get("optimizer.eps"),
-        "initial_lr": settings.get("optimizer.lr"),
-    }
-    fixed = {
-        **{"amsgrad": False, "maximize": False, "capturable": False, "differentiable": False},
-        **{"foreach": None, "fused": None, "decoupled_weight_decay": True},
-    }
-    matrices = [name for name, shape in shapes.items() if len(shape) >= 2 or not decay]
-    others = [name for name in shapes if name not in set(matrices)]
-    common = fixed | {name: value for name, value in known.items() if value is not None}
-    groups = ((matrices, decay), (others, 0.0))
-    if "optimizer.weight_decay" not in settings:  # what is not known is left out
-        return [{"params": matrices, **common}]
-    return [{"params": names, "weight_decay": own, **common} for names, own in groups if names]
+def _blank(tree: Any, key: str, tensors: dict[str, Outgoing]) -> Any:
+    """The tree with a blank for each tensor; these are put into `tensors` by torch's key."""
+    if isinstance(tree, Outgoing):
+        tensors[key] = tree
+        return tree.blank
+    if isinstance(tree, dict):
+        inner = cast("dict[str, Any]", tree)
+        return {name: _blank(v, f"{key}.{name}" if key else name, tensors) for name, v in inner.items()}
+    return tree
 
 
 class _Planner(DefaultSavePlanner):
