@@ -7,6 +7,7 @@ import enum
 import itertools
 import json
 import os
+import pickle
 import sys
 import warnings
 from pathlib import Path
@@ -435,3 +436,38 @@ def test_a_configuration_is_asked_for(ckpt, llama: Path, tmp_path: Path):
     finished = ckpt("import", llama, tmp_path / "run")
     assert finished.code == 2
     assert "--model FOLDER" in finished.output
+
+
+def test_stacked_tensors_in_other_chunks(llama: Path, tmp_path: Path):
+    """As a program that merges the ranks' parts may write them: all layers in one."""
+    weights = load_file(tmp_path / "model.safetensors")
+    write_folder(llama, weights, moments=False)
+    objects = {"decoder.final_layernorm._extra_state/shard_0_1": [None]}
+    with warnings.catch_warnings(action="ignore"):  # that there are no other ranks is meant
+        writer = FileSystemWriter(llama, overwrite=True)
+        save({**to_megatron(weights), **objects}, storage_writer=writer, no_dist=True)
+    found = FORMATS["megatron"].read(llama).tensors[MODEL]
+    assert all(torch.equal(read_tensor(found[name]), tensor) for name, tensor in weights.items())
+
+
+def test_exports_of_another_data_type(ckpt, hub: Path, tmp_path: Path):
+    """Stored and read back as such."""
+    assert ckpt("import", hub, tmp_path / "run").code == 0
+    arguments = (tmp_path / "run", tmp_path / "out", "--format", "megatron", "--dtype", "bfloat16")
+    assert "read back and equal" in ckpt("export", *arguments).output
+    found = FORMATS["megatron"].read(tmp_path / "out").tensors[MODEL]
+    for name, tensor in load_file(hub / "model.safetensors").items():
+        assert torch.equal(read_tensor(found[name]), tensor.bfloat16()), name
+
+
+def test_chunks_that_hold_the_same_values(llama: Path):
+    """In one of the layers of a stacked tensor."""
+    metadata = pickle.loads((llama / ".metadata").read_bytes())
+    chunks = metadata.state_dict_metadata["decoder.layers.mlp.linear_fc1.weight"].chunks
+    second = [chunk for chunk in chunks if chunk.offsets[0] == 1]
+    chunks[chunks.index(second[1])] = second[0]
+    (llama / ".metadata").write_bytes(pickle.dumps(metadata))
+    with pytest.raises(
+        Damaged, match=r"two chunks of decoder\.layers\.mlp\.linear_fc1\.weight hold the same"
+    ):
+        FORMATS["megatron"].read(llama)

@@ -211,12 +211,24 @@ def check_covered(name: str, shape: tuple[int, ...], chunks: Iterable[Chunk]) ->
     chunks = sorted(chunks, key=lambda chunk: chunk.begin)
     if sum(math.prod(chunk.shape) for chunk in chunks) != math.prod(shape):
         raise Damaged(f"the chunks of {name} do not hold each of its values once")
+    depth = 0  # how many of the first dimensions count tensors that are stacked
+    while depth + 1 < len(shape) and all(chunk.shape[depth] == 1 for chunk in chunks):
+        depth += 1
+    for _, group in itertools.groupby(chunks, key=lambda chunk: chunk.begin[:depth]):
+        if _overlap(list(group), depth):
+            raise Damaged(f"two chunks of {name} hold the same values")
+
+
+def _overlap(chunks: list[Chunk], depth: int) -> bool:
+    """Whether two chunks that agree before `depth` hold the same value; sorted by where they begin."""
     for number, one in enumerate(chunks):
-        for other in itertools.islice(chunks, number + 1, None):
-            if not shape or other.begin[0] >= one.begin[0] + one.shape[0]:
+        for later in range(number + 1, len(chunks)):
+            other = chunks[later]
+            if not one.shape or other.begin[depth] >= one.begin[depth] + one.shape[depth]:
                 break  # nor does any later chunk
             if all(
                 a < b + m and b < a + n
                 for a, n, b, m in zip(one.begin, one.shape, other.begin, other.shape, strict=True)
             ):
-                raise Damaged(f"two chunks of {name} hold the same values")
+                return True
+    return False

@@ -1,5 +1,6 @@
 """Tensors of a PyTorch distributed checkpoint, read in parts from the chunks that its ranks wrote."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
@@ -131,27 +132,30 @@ class DcpSource:
             target[mine] = whole[mine]
 
 
-def source_at(name: str, tensor: DcpTensor, index: tuple[int, ...]) -> Source:
-    """The part of a tensor of several of the same shape, such as the layers of a model, at an index.
+def unstacked(name: str, tensor: DcpTensor, depth: int) -> dict[tuple[int, ...], Source]:
+    """The tensors of the same shape that one of more dimensions holds, such as the layers of a model.
 
     Args:
-        name: the part's.
-        index: the position in each of the first dimensions.
+        name: of each.
+        depth: how many of the first dimensions count them.
+
+    Returns:
+        Each by its position in these dimensions.
     """
-    depth, shape = len(index), tensor.shape[len(index) :]
-    here = [
-        chunk
-        for chunk in tensor.chunks
-        if all(b <= i < b + n for i, b, n in zip(index, chunk.begin, chunk.shape, strict=False))
-    ]
-    if all(chunk.shape[:depth] == (1,) * depth for chunk in here):
-        parts = (Chunk(c.begin[depth:], c.shape[depth:], c.stream, depth) for c in here)
-        return DcpSource.of(name, DcpTensor(tensor.dtype, shape, tuple(parts)))
-    whole = DcpSource.of(name, tensor)
-    before = 0
-    for i, length in zip(index, tensor.shape, strict=False):
-        before = before * length + i
-    return Section(whole, before * math.prod(shape), TensorSpec(name, whole.spec.dtype, shape))
+    shape = tensor.shape[depth:]
+    indices = itertools.product(*map(range, tensor.shape[:depth]))
+    if all(chunk.shape[:depth] == (1,) * depth for chunk in tensor.chunks):
+        parts: dict[tuple[int, ...], list[Chunk]] = {}
+        for c in tensor.chunks:
+            part = Chunk(c.begin[depth:], c.shape[depth:], c.stream, depth)
+            parts.setdefault(c.begin[:depth], []).append(part)
+        return {
+            index: DcpSource.of(name, DcpTensor(tensor.dtype, shape, tuple(parts[index])))
+            for index in indices
+        }
+    whole, each = DcpSource.of(name, tensor), math.prod(shape)
+    spec = TensorSpec(name, whole.spec.dtype, shape)
+    return {index: Section(whole, number * each, spec) for number, index in enumerate(indices)}
 
 
 @dataclass(frozen=True)

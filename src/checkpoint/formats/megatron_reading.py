@@ -3,7 +3,6 @@
 # transformers is typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-import itertools
 import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -18,7 +17,7 @@ from cairn.checkpoint.formats.architectures import Architecture, Part, Sizes, ar
 from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_reading import MODEL_FOLDERS
-from cairn.checkpoint.formats.dcp_tensors import Checked, DcpSource, source_at
+from cairn.checkpoint.formats.dcp_tensors import Checked, unstacked
 from cairn.checkpoint.formats.derived import Joined, Run
 from cairn.checkpoint.formats.megatron_common import KEY, Common, check_arguments, read_common
 from cairn.checkpoint.formats.megatron_names import (
@@ -180,10 +179,9 @@ class _Reading:
             raise CheckpointError(
                 f"{self.folder}: {name} has shape {list(tensor.shape)}, not {wanted or 'rows'}"
             )
-        for index in itertools.product(*map(range, lengths)):
+        for index, source in unstacked(name, tensor, len(lengths)).items():
             where = dict(zip(key.stacked, index, strict=True))
             layer, expert = where.get("layer", key.layer), where.get("expert", key.expert)
-            source = source_at(name, tensor, index) if index else DcpSource.of(name, tensor)
             try:
                 cut = _cut(source, key, self.sizes)
             except ValueError as error:
