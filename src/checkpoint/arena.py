@@ -20,6 +20,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -62,11 +63,13 @@ class Arena:
         room: Callable[[int], int] = lambda nbytes: nbytes,
         copies: Callable[[Iterable[torch.device]], HostCopies] = copies_from,
         packed: Collection[str] = (),
+        constant: Mapping[str, Collection[str]] = MappingProxyType({}),
     ):
         """Allocate it.
 
         Args:
             packed: the folders within the step whose tensor files are packed.
+            constant: tensors that are saved without it (`checkpoint.constant`), by stem.
             room: how many bytes of memory it may have, given how many the state takes.
             copies: makes what copies tensors that are on given devices.
         """
@@ -78,16 +81,19 @@ class Arena:
         self.indices: dict[str, bytes] = {}
         held: dict[str, list[tuple[int, int]]] = {}
         self._exchanged: set[str] = set()
+        self._constant = constant
         widths: dict[int, int] = {}
         for stem, named in tensors.items():
-            own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes)
+            apart = constant.get(stem, ())
+            own, index = plan_tensors(named, stem.rpartition("/")[2], max_file_bytes, apart=apart)
+            own = [file for file in own if file.offsets.keys().isdisjoint(apart)]
             prefix = stem.rpartition("/")[0]
             if prefix in packed:
                 widths |= {len(files) + i: _width(named[n] for n in f.offsets) for i, f in enumerate(own)}
-            files += [_inside(file, prefix, stem) for file in own]
+            files += [inside(file, prefix, stem) for file in own]
             if index is not None:
                 self.indices[f"{stem}.safetensors.index.json"] = index
-            rows = RowTargets(named)
+            rows = RowTargets({name: tensor for name, tensor in named.items() if name not in apart})
             self._exchanged |= {stem} if rows.exchanged else set()
             for name, tensor in rows.tensors.items():
                 share = share_of(name, tensor, rank).owned()
@@ -153,7 +159,10 @@ class Arena:
     def start_copy(self, tensors: Tensors) -> None:
         """Remember which values to copy; on a GPU the copies run after the work queued there so far."""
         tensors = {
-            stem: in_rows(named) if stem in self._exchanged else named for stem, named in tensors.items()
+            stem: in_rows({n: t for n, t in named.items() if n not in self._constant.get(stem, ())})
+            if stem in self._exchanged
+            else named
+            for stem, named in tensors.items()
         }
         with torch.no_grad():
             for stem, name, places in self._copies:
@@ -273,7 +282,7 @@ def _join(ranges: list[tuple[int, int]], starts: list[int]) -> list[tuple[int, i
     return joined
 
 
-def _inside(file: FileLayout, folder: str, stem: str) -> FileLayout:
+def inside(file: FileLayout, folder: str, stem: str) -> FileLayout:
     """The same file with its path relative to the step's folder, and with the stem in its tensors' names."""
     offsets = {f"{stem}:{name}": offset for name, offset in file.offsets.items()}
     return FileLayout(f"{folder}/{file.name}", file.header, offsets, file.size)

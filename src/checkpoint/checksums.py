@@ -6,6 +6,7 @@ another process. So ranks that each hold some of a file's bytes get the same che
 without exchanging data, and a reader verifies the file with the bytes that its ranks read anyway.
 """
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from awscrt import checksums as crt  # pyright: ignore[reportMissingTypeStubs] # it is typed in its code
@@ -61,6 +62,12 @@ class FileChecksum:
         if self.nbytes != self.size:
             raise ValueError(f"{self.nbytes} bytes of a file of {self.size} were checksummed")
         return [self.crcs.get(chunk, 0) for chunk in range(-(-self.size // CHUNK_BYTES))]
+
+
+def merge_checksums(into: dict[str, FileChecksum], more: Mapping[str, FileChecksum]) -> None:
+    """Add the contributions of another process to those in `into`, by file name."""
+    for name, checksum in more.items():
+        into.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
 
 
 def chunk_crc(path: Path, chunk: int) -> int:

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.checkpoint.layout import ALIGNMENT, DIRECT_BYTES
-from cairn.run.file_system import file_system_of
+from cairn.run.file_system import parts_of_pages
 
 LIBC = ctypes.CDLL(None, use_errno=True)
 FALLOC_FL_KEEP_SIZE = 1
@@ -72,13 +72,8 @@ class DirectFile:
 
 @contextlib.contextmanager
 def direct_file(path: Path, size: int) -> Generator[DirectFile]:
-    """A file, made if it is missing, of the size `size`.
-
-    Ranks on several machines may write parts of one page. With O_DSYNC an NFS client sends the bytes that
-    were written, and never the rest of the page as it remembers it.
-    """
-    shared = os.O_DSYNC if file_system_of(path).is_network else 0
-    fd = os.open(path, os.O_WRONLY | os.O_CREAT | shared, 0o644)
+    """A file, made if it is missing, of the size `size`."""
+    fd = os.open(path, os.O_WRONLY | os.O_CREAT | parts_of_pages(path), 0o644)
     direct = None
     try:
         os.ftruncate(fd, size)

@@ -1,12 +1,13 @@
 """Copies of checkpoints: as they are, in another folder, and as the first step of a new run (a fork)."""
 
+import contextlib
 import errno
 import os
 import secrets
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest, Origin, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, Manifest, Origin, holds_tensors, load_manifest
 from cairn.checkpoint.store import CheckpointStore, copy_file, verify
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -14,8 +15,11 @@ from cairn.run.files import make_folders, read_note
 from cairn.run.progress import Stage, no_progress
 
 
-def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
+def fork(step: Path, output_dir: Path, *, link: bool = False) -> tuple[Path, Manifest]:
     """Copy a step into `output_dir` as the first of a new run; returns the copy's folder and manifest.
+
+    Args:
+        link: share the tensor files with the step, by hard links, where the file system can do that.
 
     Raises:
         UsageError: `output_dir` belongs to another run, lies in the step itself, or is not a folder.
@@ -33,7 +37,16 @@ def fork(step: Path, output_dir: Path) -> tuple[Path, Manifest]:
     make_folders(store.root)
     with store.alone():
         check_empty(store, output_dir)
-        return store.adopt(step, forked), forked
+        return store.adopt(step, forked, _share_tensors if link else copy_file), forked
+
+
+def _share_tensors(source: Path, target: Path) -> None:
+    """Link a tensor file, where the file system can do that; copy every other file."""
+    if holds_tensors(source.name):
+        with contextlib.suppress(OSError):
+            os.link(source, target, follow_symlinks=False)
+            return
+    copy_file(source, target)
 
 
 def copy_step(step: Path, dest: Path, *, link: bool = False, stage: Stage = no_progress) -> Path:

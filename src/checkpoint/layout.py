@@ -59,16 +59,25 @@ class FileLayout:
 
 
 def plan(
-    specs: list[TensorSpec], stem: str, *, max_file_bytes: int = MAX_FILE_BYTES
+    specs: list[TensorSpec],
+    stem: str,
+    *,
+    max_file_bytes: int = MAX_FILE_BYTES,
+    apart: Collection[str] = (),
 ) -> tuple[list[FileLayout], bytes | None]:
     """Distribute tensors over files in the given order, and make the index that Hugging Face expects.
+
+    Args:
+        apart: tensors that come first, in files of their own.
 
     Returns the files and the content of `<stem>.safetensors.index.json`, which is None for a single file.
     """
     groups: list[list[TensorSpec]] = [[]]
     filled = 0
-    for spec in specs:
-        if groups[-1] and filled + spec.nbytes > max_file_bytes:
+    ordered = sorted(specs, key=lambda spec: spec.name not in apart)
+    for spec in ordered:
+        changes = bool(groups[-1]) and (spec.name in apart) != (groups[-1][-1].name in apart)
+        if groups[-1] and (changes or filled + spec.nbytes > max_file_bytes):
             groups.append([])
             filled = 0
         groups[-1].append(spec)

@@ -5,10 +5,12 @@ or an attempt of the run) and the author's contributions to the checksums of eac
 """
 
 from collections.abc import Mapping
+from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NotRequired, TypedDict
 
 from cairn.checkpoint.checksums import FileChecksum
+from cairn.run.files import read_note
 
 
 class _Written(TypedDict):
@@ -61,3 +63,9 @@ def read_receipt(content: dict[str, Any], kind: str = "files") -> dict[str, File
         name: FileChecksum(entry["size"], {k: int(v, 16) for k, v in entry["crcs"]}, entry["nbytes"])
         for name, entry in content.get(kind, {}).items()
     }
+
+
+def note_of(attempt: str, path: Path) -> dict[str, Any] | None:
+    """The content of a receipt or another note in a step's folder, if there is one of this attempt."""
+    content = read_note(path, dict[str, Any])
+    return content if content and content.get("attempt") == attempt else None

@@ -11,11 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.arena import Arena, SaveFailed, Tensors, WriterDied
+from cairn.checkpoint.constant import ConstantFiles, Names, announce_links, wait_for_links
 from cairn.checkpoint.layout import MAX_FILE_BYTES
+from cairn.checkpoint.manifest import FileEntry
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import fault_point
 
@@ -52,7 +55,9 @@ class SaveOptions:
     disk and compare, before the save counts. max_file_bytes: a larger set of tensors is split into files.
     room: how many bytes of memory the copy of this rank's state may have, given how many it takes; with less,
     the copy waits for the disk. Called by all ranks together. packed: folders within the step whose tensor
-    files are compressed (`checkpoint.packed`).
+    files are compressed (`checkpoint.packed`). constant: tensors that no step changes, by stem: their files
+    are links to those of the step before (`checkpoint.constant`). parent: the folder of the step before the
+    first.
     """
 
     part_timeout: float = 300.0
@@ -60,6 +65,8 @@ class SaveOptions:
     max_file_bytes: int = MAX_FILE_BYTES
     room: Callable[[int], int] = lambda nbytes: nbytes
     packed: Collection[str] = ()
+    constant: Names = field(default_factory=dict[str, Collection[str]])
+    parent: Path | None = None
 
 
 class Saver:
@@ -93,7 +100,10 @@ class Saver:
             **{f"trainer{number}": rank.session for number in range(rank.world_size)},
             **(roles or {}),
         }
+        if how.constant:
+            self.parts |= {f"constant{number}": rank.session for number in range(rank.world_size)}
         self.how = how
+        self._parent = how.parent
         self.before_commit = before_commit
         self.after_commit = after_commit
         self._arena: Arena | None = None
@@ -111,7 +121,9 @@ class Saver:
             self.finish()
             self.close()
             how = self.how
-            self._arena = Arena(tensors, self.rank, how.max_file_bytes, how.room, packed=how.packed)
+            self._arena = Arena(
+                tensors, self.rank, how.max_file_bytes, how.room, packed=how.packed, constant=how.constant
+            )
 
     def save(self, step: int, tensors: Tensors, files: Mapping[str, bytes], about: dict[str, Any]) -> None:
         """Begin to save `step`; the tensors must not change until `before_update` has returned.
@@ -132,11 +144,12 @@ class Saver:
         self.prepare(tensors)
         assert self._arena is not None
         self._arena.start_copy(tensors)
+        constant = ConstantFiles(tensors, self.how.constant, self.rank, self.how.max_file_bytes)
         self._copied.clear()
         folders = sorted({name.rpartition("/")[0] for name in [*tensors, *files]})
         self._thread = threading.Thread(
             target=self._run,
-            args=(step, self._arena, folders, dict(files), about, started),
+            args=(step, self._arena, constant, folders, dict(files), about, started),
             name="save",
             daemon=True,
         )
@@ -202,6 +215,7 @@ class Saver:
         self,
         step: int,
         arena: Arena,
+        constant: ConstantFiles,
         folders: list[str],
         files: dict[str, bytes],
         about: dict[str, Any],
@@ -226,6 +240,7 @@ class Saver:
             if self.rank == 0:
                 small = {**files, **arena.indices}
                 self.store.write_part(step, "files", small, self.session, read_back=self.how.read_back)
+            linked = self._save_constant(step, constant)
             arena.end()
             if self.rank == 0:
                 self.before_commit()
@@ -235,11 +250,29 @@ class Saver:
                     timeout=self.how.part_timeout,
                     about=about,
                     read_back=self.how.read_back,
+                    linked=linked,
                     on_poll=self._check_wanted,
                 )
+            self._parent = self.store.folder(step)
             self._done.append(Saved(step, self._stall, time.monotonic() - started))
             if self.rank == 0:
                 self.after_commit(step)
         except BaseException as error:
             arena.broken = True
             self._error = error
+
+    def _save_constant(self, step: int, constant: ConstantFiles) -> dict[str, FileEntry]:
+        """Link or write the files of constant tensors; on rank 0, returns the links."""
+        if not constant.files:
+            return {}
+        folder, read_back = self.store.folder(step), self.how.read_back
+        links: dict[str, FileEntry] = {}
+        if self.rank == 0:
+            links = constant.link(self._parent, folder, read_back=read_back)
+            announce_links(folder, self.session, links)
+        linked = wait_for_links(
+            folder, self.session, timeout=self.how.part_timeout, on_poll=self._check_wanted
+        )
+        receipt = self.store.receipt_file(step, f"constant{self.rank}")
+        constant.save(folder, linked, receipt, self.session, read_back=read_back, on_piece=self._check_wanted)
+        return links

@@ -12,9 +12,10 @@ import os
 import shutil
 from collections.abc import Callable, Generator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
-from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.manifest import (
     FILE_NAME,
     STEP_NAME,
@@ -25,11 +26,11 @@ from cairn.checkpoint.manifest import (
     load_manifest,
 )
 from cairn.checkpoint.packed import check_tables
-from cairn.checkpoint.receipts import make_receipt, read_receipt
+from cairn.checkpoint.receipts import make_receipt, note_of, read_receipt
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.file_system import appears, file_system_of, flock, open_lock
-from cairn.run.files import check_written, make_folders, naming, read_note, sync, write_atomic, write_json
+from cairn.run.files import check_written, make_folders, naming, sync, write_atomic, write_json
 from cairn.run.waiting import wait_for
 
 BEGUN = ".begun.json"
@@ -155,7 +156,7 @@ class CheckpointStore:
             DeadlinePassed: rank 0 did not create them within `timeout` seconds.
         """
         wait_for(
-            lambda: on_poll() or _note_of(attempt, self.folder(step) / BEGUN),
+            lambda: on_poll() or note_of(attempt, self.folder(step) / BEGUN),
             seconds=timeout,
             whom=f"rank 0 to begin checkpoint {step}",
             setting="--ckpt.part-timeout",
@@ -193,6 +194,7 @@ class CheckpointStore:
         timeout: float,
         about: dict[str, Any],
         read_back: bool = False,
+        linked: Mapping[str, FileEntry] = MappingProxyType({}),
         on_poll: Callable[[], None] = lambda: None,
     ) -> Manifest:
         """Wait for all parts, then commit the step.
@@ -202,10 +204,12 @@ class CheckpointStore:
             timeout: seconds to wait for a part.
             about: the manifest's fields other than step, files and created.
             read_back: read the manifest again from the disk and compare, before it counts.
+            linked: files that are links to those of another step, and what the manifest there says of them.
             on_poll: called repeatedly while waiting; an error that it raises ends the wait.
 
         Raises:
             DeadlinePassed: a part did not arrive.
+            CheckpointError: a linked file is not what the parts say.
         """
         checksums: dict[str, FileChecksum] = {}
         packed: dict[str, FileChecksum] = {}
@@ -216,13 +220,16 @@ class CheckpointStore:
                 whom=f"the part of {part} in checkpoint {step}",
                 setting="--ckpt.part-timeout",
             )
-            _merge(checksums, read_receipt(content))
-            _merge(packed, read_receipt(content, "contents"))
+            merge_checksums(checksums, read_receipt(content))
+            merge_checksums(packed, read_receipt(content, "contents"))
+        entries = _file_entries(checksums)
+        if other := sorted(name for name, entry in linked.items() if entries.get(name) != entry):
+            raise CheckpointError(f"{self.folder(step) / other[0]}: is a link to a file of other values")
         fault_point("commit.before_manifest")
         manifest = Manifest(
             format=2 if packed else 1,
             step=step,
-            files=_file_entries(checksums),
+            files=entries,
             contents=_file_entries(packed),
             created=datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
             **about,
@@ -309,7 +316,7 @@ class CheckpointStore:
         return arrived or self.exists(step)  # in this order, because a commit removes receipts at its end
 
     def _arrived(self, step: int, part: str, attempt: str) -> dict[str, Any] | None:
-        return _note_of(attempt, self.receipt_file(step, part))
+        return note_of(attempt, self.receipt_file(step, part))
 
     def delete(self, step: int) -> None:
         """Delete a step: first its manifest, so that it no longer exists, then the rest.
@@ -356,11 +363,6 @@ class CheckpointStore:
         return aside
 
 
-def _merge(checksums: dict[str, FileChecksum], more: Mapping[str, FileChecksum]) -> None:
-    for name, checksum in more.items():
-        checksums.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
-
-
 def _file_entries(checksums: Mapping[str, FileChecksum]) -> dict[str, FileEntry]:
     return {name: FileEntry.of(c.size, c.chunks()) for name, c in sorted(checksums.items())}
 
@@ -382,12 +384,6 @@ def remove_folder(folder: Path) -> None:
             raise error[1]
 
     shutil.rmtree(folder, onerror=unless_gone)
-
-
-def _note_of(attempt: str, path: Path) -> dict[str, Any] | None:
-    """The content of a receipt or of BEGUN, if the file exists and is of this attempt or session."""
-    content = read_note(path, dict[str, Any])
-    return content if content and content.get("attempt") == attempt else None
 
 
 def verify(

@@ -8,7 +8,7 @@ the ranges that it holds, on any number of ranks.
 
 import contextlib
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.copies import Outlet, copies_from
 from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
 from cairn.checkpoint.formats.content import Source
@@ -49,16 +49,18 @@ def plan_tensors(
     stem: str,
     max_file_bytes: int = MAX_FILE_BYTES,
     dtypes: Mapping[str, torch.dtype] = MappingProxyType({}),
+    apart: Collection[str] = (),
 ) -> tuple[list[FileLayout], bytes | None]:
     """The files that hold these tensors in full, and their index; the same on every rank.
 
-    `dtypes` has the data types of those tensors that are not written as they are.
+    `dtypes` has the data types of those tensors that are not written as they are; those in `apart` come
+    first, in files of their own.
     """
     specs = [
         TensorSpec(name, DTYPE_NAMES[dtypes.get(name, t.dtype)], tuple(t.shape))
         for name, t in tensors.items()
     ]
-    return plan(specs, stem, max_file_bytes=max_file_bytes)
+    return plan(specs, stem, max_file_bytes=max_file_bytes, apart=apart)
 
 
 class OutgoingTensors:
@@ -134,13 +136,14 @@ class OutgoingTensors:
                             check()
                             piece = part.to(dtype)
                             saw(name, piece, first * dtype.itemsize)
-                            _write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
+                            write_at(fd, as_memory(outlet.bring(piece)), start + first * dtype.itemsize)
                             first += len(part)
                 finally:
                     os.close(fd)
 
 
-def _write_at(fd: int, data: memoryview, offset: int) -> None:
+def write_at(fd: int, data: memoryview, offset: int) -> None:
+    """Write all of `data` at an offset of a file."""
     while data:
         written = os.pwrite(fd, data, offset)
         data, offset = data[written:], offset + written
@@ -278,8 +281,7 @@ def load_step(
     problems: list[CheckpointError] = []
     for others, theirs in gather((seen, problem)):
         problems += [theirs] if theirs else []
-        for name, checksum in others.items():
-            merged.setdefault(name, FileChecksum(checksum.size)).merge(checksum)
+        merge_checksums(merged, others)
     try:
         if problems:
             raise next((found for found in problems if isinstance(found, Damaged)), problems[0])

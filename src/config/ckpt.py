@@ -36,6 +36,8 @@ class CkptConfig(BaseConfig):
     """Save optimiser, scheduler and data position too; off: weights only, which can't be resumed."""
     compress: bool = False
     """Compress the optimiser's state: smaller by a sixth, for processor time; model/ stays as it is."""
+    incremental: bool = False
+    """Write frozen weights once: later steps have hard links to the same file, which share its damage."""
     keep_last: int | None = Field(default=None, ge=1, validation_alias=AliasChoices("keep_last", "keep"))
     """Keep the newest N steps (default: all, unless keep_best is given)."""
     keep_every: int | None = Field(default=None, ge=1)

@@ -138,6 +138,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
     state_on: Literal["device", "host"] = "device"
     """host: weights, gradients and AdamW's state in host memory, stepped by `threads` CPU threads: slow."""
+    freeze: list[str] = []
+    """Weights that are not trained: names in transformers, or patterns such as model.layers.[0-7].*"""
     router_aux_coef: float | None = Field(default=None, ge=0)
     """Weight of a mixture of experts' load-balancing loss (default: as its config.json says; 0: without)."""
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
@@ -148,6 +150,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Use deterministic kernels only: slower on GPUs, no difference on CPUs."""
     ray: RayConfig = RayConfig()
     wandb: WandbConfig | None = None
+
+    @field_validator("freeze")
+    @classmethod
+    def _separate(cls, value: list[str]) -> list[str]:
+        return [name.strip() for part in value for name in part.split(",") if name.strip()]
 
     def settled(self, *, gpu: bool, gpu_servers: bool = False) -> Self:
         return self.model_copy(update={"precision": self.precision.settled(gpu=gpu)})

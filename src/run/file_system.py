@@ -122,6 +122,15 @@ def _synchronise(path: Path) -> bool:
     return not LIBC.statx(AT_FDCWD, os.fsencode(path), AT_STATX_FORCE_SYNC, STATX_BASIC_STATS, buffer)
 
 
+def parts_of_pages(path: Path) -> int:
+    """The flags of os.open for a file of which several machines may write parts of one page.
+
+    With O_DSYNC an NFS client sends the bytes that were written, and never the rest of the page as it
+    remembers it.
+    """
+    return os.O_DSYNC if file_system_of(path).is_network else 0
+
+
 # Locks
 
 

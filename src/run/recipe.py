@@ -29,6 +29,7 @@ TRAINER: Settings = {
     "attention": None,
     "activation_checkpointing": None,
     "state_on": None,
+    "freeze": None,
     "router_aux_coef": None,
     "compile": None,
     "deterministic": None,

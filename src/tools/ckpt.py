@@ -91,6 +91,11 @@ def run() -> int:
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
     branch.add_argument("step", type=Path, help="a step_N folder")
     branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    branch.add_argument(
+        "--link",
+        action="store_true",
+        help="share the tensor files with the checkpoint by hard links: no copy, but damage is shared, too",
+    )
     add_copy(add("copy", "copy a whole checkpoint, as it is, into another folder's checkpoints", copy))
     add_average(add("average", "average the weights of checkpoints, as a Hugging Face directory", average))
     add_import(add("import", "make a new run of another program's checkpoint", import_step))
@@ -297,7 +302,7 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _fork(arguments: argparse.Namespace) -> int:
     from cairn.checkpoint.fork import fork  # imports numpy, which would slow down --help
 
-    folder, forked = fork(_step(arguments.step), arguments.output_dir)
+    folder, forked = fork(_step(arguments.step), arguments.output_dir, link=arguments.link)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None
         print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})

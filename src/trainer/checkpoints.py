@@ -8,8 +8,9 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Protocol
 
 from cairn.checkpoint.arena import Tensors
@@ -181,6 +182,8 @@ class TrainerCheckpoints:
                 read_back=ckpt.verify == "save",
                 room=self._staging_memory,
                 packed=PACKED if ckpt.compress else (),
+                constant=self._constant(),
+                parent=Path(context.attempt.resume_from) if context.attempt.resume_from else None,
             ),
             before_commit=context.run.metrics.make_durable,
             after_commit=committed,
@@ -260,6 +263,16 @@ class TrainerCheckpoints:
                 room / 1e9,
             )
         return room
+
+    def _constant(self) -> dict[str, Collection[str]]:
+        """The tensors that are the same in all steps and need not be written each time, by stem."""
+        if not self._ckpt.incremental:
+            return {}
+        models = self.state.models.values() if self._ckpt.training_state else [self.state.policy]
+        constant = {model.weights_stem: names for model in models if (names := model.constant())}
+        if not constant:
+            logger.warning("ckpt.incremental saves nothing here: all weights are trained; see --freeze")
+        return constant
 
     def _tensors(self) -> Tensors:
         return self.state.tensors(weights_only=not self._ckpt.training_state)

@@ -1,10 +1,11 @@
 """The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
 
 import copy
+import fnmatch
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.shares import Stored, at_places
 from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
+from cairn.run.errors import UsageError
 from cairn.trainer.attention import caps_attention
 
 logger = logging.getLogger(__name__)
@@ -45,6 +47,7 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     model = _outline(about)
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
+    freeze(model, config.freeze)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = config.precision.settled(gpu=mesh.device_type == "cuda")
@@ -63,6 +66,26 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
         _shard(model, layers, how)
     _allocate(model, "cpu" if on_host else mesh.device_type)
     return model
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters whose names match a pattern get no gradient; `*` matches dots, too.
+
+    Raises:
+        UsageError: a pattern matches no parameter, or all of them together leave none to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"freeze = {pattern!r} matches no weight of {type(model).__name__}; the names of its weights "
+                f"are such as {names[0]} and {names[-1]}"
+            )
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"freeze = {list(patterns)} leaves no weight of {type(model).__name__} to train")
 
 
 def _outline(config: PreTrainedConfig) -> PreTrainedModel:
@@ -154,6 +177,12 @@ def weights(model: PreTrainedModel) -> Mapping[str, Stored]:
     They are the model's own tensors, and sections of those that are several tensors in a file.
     """
     return at_places(tensors_in_memory(model), layout_of(model).places)
+
+
+def frozen_weights(model: PreTrainedModel) -> set[str]:
+    """The weights that no step changes, by the hub's name."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name for name, place in layout_of(model).places.items() if place.name in frozen}
 
 
 def published_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:

@@ -7,9 +7,10 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors import Stored
-from cairn.trainer.model import config_of, published_dtypes, weights, weights_in
+from cairn.trainer.model import config_of, frozen_weights, published_dtypes, weights, weights_in
 
 
 class Trained:
@@ -55,6 +56,10 @@ class Trained:
         """What checkpoints hold, by the hub's names."""
         return weights(self.module)
 
+    def constant(self) -> Collection[str]:
+        """The names in `saved` whose values no step changes."""
+        return frozen_weights(self.module)
+
     def served(self) -> Mapping[str, Stored]:
         """What servers get, by the hub's names."""
         return weights(self.module)
@@ -83,9 +88,18 @@ class Trained:
 
         It does so in a step that changes nothing, for the parameters that had state when it was saved: one
         that never got a gradient has none.
+
+        Raises:
+            CheckpointError: a parameter had state that is frozen now.
         """
         rates = [group["lr"] for group in self.optimizer.param_groups]
         owners = {name.rpartition(".")[0] for name in saved}
+        if lost := [n for n, p in self.module.named_parameters() if n in owners and not p.requires_grad]:
+            raise CheckpointError(
+                f"{lost[0]} and {len(lost) - 1} more weights are frozen here, and were trained before: the "
+                "checkpoint has optimiser state of them. Freeze what its run froze, or start a new run from "
+                "its weights: --model.name STEP"
+            )
         for group in self.optimizer.param_groups:
             group["lr"] = 0.0
         for name, parameter in self.module.named_parameters():

@@ -249,7 +249,46 @@ def load_packed(way: int | str) -> Callable[[Path], None]:
     return loading
 
 
+def save_constant(way: int | str) -> Callable[[Path], None]:
+    """Saves steps 1 to 3, of which only the first writes what does not change."""
+
+    def saving(root: Path) -> None:
+        saver, tensors = make_saver(root / f"constant_{way}", constant=CONSTANT), build(way)
+        weights = tensors[MODEL]
+        changing = {MODEL: {name: weights[name] for name in weights.keys() - CONSTANT[MODEL]}}
+        fill(tensors, 1)
+        for step in (1, 2, 3):
+            fill({**tensors, **changing}, step)
+            about = {**ABOUT, "world_size": dist.get_world_size()}
+            saver.save(step, tensors, {"model/config.json": b"{}"}, about)
+            saver.before_update()
+        saver.finish()
+        saver.close()
+
+    return saving
+
+
+def change_constant(root: Path) -> None:
+    """A tensor that was said not to change does so on one rank: no rank takes the link for its values."""
+    saver, tensors = make_saver(root / "changing", constant=CONSTANT, part_timeout=3.0), build(2)
+    fill(tensors, 1)
+    saver.save(1, tensors, {}, {**ABOUT, "world_size": dist.get_world_size()})
+    saver.finish()
+    if dist.get_rank() == 1:
+        local(tensors[MODEL]["large.weight"])[-1] += 1
+    saver.save(2, tensors, {}, {**ABOUT, "world_size": dist.get_world_size()})
+    if dist.get_rank() == 0:
+        with pytest.raises(SaveFailed, match="link to a file of other values"):
+            saver.finish()
+    else:
+        saver.finish()
+    saver.close()
+
+
+MODEL = "model/model"
+CONSTANT = {MODEL: {"frozen.weight", "frozen.bias", "large.weight", "experts.1.up"}}
 SAVES = {way: save(way) for way in WORLDS}
+CONSTANT_SAVES = {way: save_constant(way) for way in (2, "hsdp", "tensor parallel")}
 PACKED_SAVES = {way: save(way, packed=("trainer",)) for way in (2, "tensor parallel")}
 PACKED_LOADS = {way: load_packed(way) for way in (1, 2, 3, "hsdp")}
 LOADS = {(way, source): load(way, source) for way in WORLDS for source in WORLDS}
@@ -308,6 +347,8 @@ PLAN: list[tuple[int, Callable[[Path], None]]] = [
     *((WORLDS[way][0], part) for (way, _), part in LOADS.items()),
     *((WORLDS[way][0], part) for way, part in PACKED_SAVES.items()),
     *((WORLDS[way][0], part) for way, part in PACKED_LOADS.items()),
+    *((WORLDS[way][0], part) for way, part in CONSTANT_SAVES.items()),
+    (2, change_constant),
     (2, load_damaged),
     (3, begin_late),
     (3, fail_on_one_rank),
@@ -431,6 +472,35 @@ def test_contents_of_packed_files_do_not_depend_on_the_ranks(left: Path, way: in
     assert packed.contents == {name: plain.files[name] for name in packed.contents}
     assert not any(name.startswith("trainer/") and name.endswith(".safetensors") for name in packed.files)
     assert packed.nbytes < plain.nbytes
+
+
+@pytest.mark.parametrize("way", CONSTANT_SAVES)
+def test_what_does_not_change_is_written_once(left: Path, way: int | str):
+    """The steps share the files of constant tensors, which hold the same whatever the ranks."""
+    outcome_of(left, CONSTANT_SAVES[way], WORLDS[way][0])
+    folders = [left / f"constant_{way}" / f"step_{step}" for step in (1, 2, 3)]
+    shared = {}
+    for step, folder in enumerate(folders, start=1):
+        verify(folder)
+        found = {}
+        for path in (folder / "model").glob("*.safetensors"):
+            content = load_file(path)
+            found |= content
+            if not content.keys().isdisjoint(CONSTANT[MODEL]):
+                assert content.keys() <= CONSTANT[MODEL]
+                shared.setdefault(path.name, set()).add(path.stat().st_ino)
+                assert path.stat().st_nlink == 3
+        for name, tensor in found.items():
+            expected = 1 if name in CONSTANT[MODEL] else step
+            assert torch.equal(tensor, value_of(MODEL, name, tensor, expected)), name
+    assert len(shared) == 2
+    assert all(len(inodes) == 1 for inodes in shared.values())
+
+
+def test_a_link_never_stands_for_other_values(left: Path):
+    outcome_of(left, change_constant, 2)
+    assert CheckpointStore(left / "changing").steps() == [1]
+    verify(left / "changing" / "step_1")
 
 
 def test_damage_is_heard_of_on_every_rank(left: Path):

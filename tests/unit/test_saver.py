@@ -776,6 +776,21 @@ def test_training_goes_on_as_if_it_had_never_stopped(saver, store, group, optimi
     assert bits(resumed.tensors()) == bits(straight.tensors())
 
 
+def test_freezing_what_was_trained_is_refused(saver, store, group):
+    """Its optimiser state has no place; what was frozen may be trained from now on."""
+    trained, frozen = toy("adamw", 1, group, "untied"), toy("adamw", 1, group, "frozen")
+    progress = {"progress": {"step": 1, "total_tokens": 0, "total_samples": 0}}
+    for step, state in ((1, trained), (2, frozen)):
+        train(state, 1)
+        save(saver, step, state.tensors())
+        write_json(store.folder(step) / "trainer" / "state.json", progress)
+    with pytest.raises(CheckpointError, match="frozen here, and were trained before"):
+        toy("adamw", 2, group, "frozen").load(store.folder(1))
+    resumed = toy("adamw", 2, group, "untied")
+    resumed.load(store.folder(2))
+    train(resumed, 1)
+
+
 def test_several_models_are_saved_each_under_its_own_stems(saver, store, group):
     """A critic, say, beside the policy: each with its weights and its optimiser, bit by bit."""
 
@@ -814,8 +829,12 @@ def test_a_state_with_more_than_the_run_is_refused(saver, store, group):
     train(before, 1)
     save(saver, 1, before.tensors())
     write_json(store.folder(1) / "trainer" / "state.json", {"progress": {"step": 1}})
-    with pytest.raises(CheckpointError, match="does not have"):
+    with pytest.raises(CheckpointError, match="frozen here"):
         toy("adamw", 1, group, "frozen").load(store.folder(1))
+    fewer = before.tensors()
+    del fewer["trainer/optimizer"]["model.norm.weight.exp_avg"]
+    with pytest.raises(CheckpointError, match="does not have"):
+        load_step(store.folder(1), fewer)
 
 
 def test_the_state_of_another_optimizer_is_refused(saver, store, group):
