@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, cast
 
 from cairn.checkpoint.formats.content import Source
-from cairn.checkpoint.formats.pickled import held, load_pickled
+from cairn.checkpoint.formats.pickled import is_tensor, load_pickled, source_of
 from cairn.checkpoint.layout import MALFORMED, PLAIN_NAME
 from cairn.checkpoint.manifest import Damaged
 
@@ -57,11 +57,9 @@ def state_dict_in(value: object, path: Path) -> Mapping[str, Source]:
     Raises:
         Damaged: it is no state dict.
     """
-    import torch
-
     if not isinstance(value, Mapping) or not value:
         raise Damaged(f"{path}: holds no state dict")
     weights = cast("Mapping[Any, Any]", value)
-    if wrong := [str(key) for key, tensor in weights.items() if not isinstance(tensor, torch.Tensor)]:
+    if wrong := [str(key) for key, tensor in weights.items() if not is_tensor(tensor)]:
         raise Damaged(f"{path}: holds no state dict: {wrong[0]} is no tensor")
-    return {str(name): held(str(name), tensor, path) for name, tensor in weights.items()}
+    return {str(name): source_of(str(name), tensor, path) for name, tensor in weights.items()}

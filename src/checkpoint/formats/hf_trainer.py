@@ -106,7 +106,7 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     Args:
         model: has the model's config.json.
     """
-    from cairn.checkpoint.formats.pickled import held, load_pickled
+    from cairn.checkpoint.formats.pickled import load_pickled, source_of
 
     path = source / OPTIMIZER_FILE
     if not path.is_file():
@@ -141,7 +141,7 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     tensors: dict[str, Source] = {}
     for number, (name, shape) in zip(numbers, order.items(), strict=True):
         for kind, value in sorted(states[number].items()):
-            tensor = held(f"{name}.{kind}", value, path)
+            tensor = source_of(f"{name}.{kind}", value, path)
             if kind != "step" and tensor.spec.shape != shape:
                 raise CheckpointError(
                     f"{path}: the state of weight {number} has shape {list(tensor.spec.shape)}, and {name}, "

@@ -3,22 +3,26 @@
 # torch is typed in part.
 # pyright: reportUnknownMemberType=false
 
+import math
 import pickle
 import zipfile
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from cairn.checkpoint.dtypes import DTYPE_NAMES
+from cairn.checkpoint.formats.content import Source
+from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
+from cairn.checkpoint.formats.torch_stream import TensorInFile
 from cairn.checkpoint.layout import MALFORMED, TensorSpec
 from cairn.checkpoint.manifest import Damaged
 
 
 @dataclass(frozen=True)
 class HeldTensor:
-    """A tensor that lies in memory or in a mapped file; a `Source`."""
+    """A tensor that lies in memory; a `Source`."""
 
     tensor: torch.Tensor
     spec: TensorSpec
@@ -29,7 +33,7 @@ class HeldTensor:
 
 
 def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
-    """A tensor of a file as a `Source`.
+    """A tensor in memory as a `Source`.
 
     Raises:
         Damaged: it is not a dense tensor of a type that safetensors has.
@@ -41,42 +45,78 @@ def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
     return HeldTensor(tensor, TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
 
 
+@dataclass(frozen=True)
+class Strided:
+    """A tensor whose values lie in another order in its file, such as one saved transposed; a `Source`.
+
+    Its storage is in memory while a piece of it is read, and read anew for each piece.
+    """
+
+    saved: SavedTensor
+    storage: SavedTensor
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor's."""
+        return self.saved.spec
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """See `Source.fill`."""
+        values, shape = self.saved.values, self.spec.shape
+        storage = torch.empty(values.count, dtype=values.dtype)
+        self.storage.fill(0, storage)
+        inner = math.prod(shape[1:])
+        low, high = first // inner, -(-(first + len(into)) // inner)
+        rows = storage.as_strided(shape, values.strides, values.first)[low:high].reshape(-1)
+        into.copy_(rows[first - low * inner :][: len(into)])
+
+
+def source_of(name: str, value: object, path: Path) -> Source:
+    """A tensor that `load_pickled` has found, as a source.
+
+    Raises:
+        Damaged: it is no tensor, or of a type that can't be stored.
+    """
+    if isinstance(value, torch.Tensor):
+        return held(name, value, path)
+    saved = SavedTensor.of(name, value)
+    values, shape = saved.values, saved.spec.shape
+    row_major = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    aligned = (n == 1 or a == b for n, a, b in zip(shape, values.strides, row_major, strict=True))
+    if not saved.count or all(aligned):
+        return saved
+    whole = TensorSpec(name, saved.spec.dtype, (values.count,))
+    return Strided(saved, SavedTensor(whole, replace(values, first=0, strides=(1,))))
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value that `load_pickled` has found is a tensor."""
+    return isinstance(value, (torch.Tensor, TensorInFile))
+
+
 def load_pickled(path: Path) -> Any:
     """The content of a file of `torch.save`; the values of its tensors stay in the file until they are read.
 
     Files from before torch 1.6 are read into memory at once.
 
+    Returns:
+        Plain values, lists, tuples and dictionaries, with what `source_of` takes for each tensor.
+
     Raises:
         FileNotFoundError: there is no such file.
         Damaged: the file is invalid, or would execute code; the message names what is not allowed.
     """
-    is_zip = zipfile.is_zipfile(path)
     if not path.is_file():
         raise FileNotFoundError(2, "no such file", str(path))
+    if zipfile.is_zipfile(path):
+        return read_file(path)
     try:
-        if is_zip:
-            _check_sizes(path)
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=is_zip)
+        return torch.load(path, map_location="cpu", weights_only=True)
     except pickle.UnpicklingError as error:
         lines = [line.strip() for line in str(error).splitlines()]
         reason = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), str(error))
         raise Damaged(
             f"{path}: holds more than tensors and plain values, and is not loaded: {reason}"
         ) from None
-    except (*MALFORMED, RuntimeError, EOFError, zipfile.BadZipFile) as error:
+    except (*MALFORMED, RuntimeError, EOFError) as error:
         raise Damaged(f"{path}: not a file of torch.save: {(str(error).splitlines() or [''])[0]}") from None
-
-
-def _check_sizes(path: Path) -> None:
-    """Check that nothing in an archive is larger than it is in the file: torch compresses nothing.
-
-    Raises:
-        Damaged: something is.
-    """
-    size = path.stat().st_size
-    with zipfile.ZipFile(path) as archive:
-        for entry in archive.infolist():
-            if entry.compress_type != zipfile.ZIP_STORED or entry.file_size > size:
-                raise Damaged(
-                    f"{path}: {entry.filename!r} would be {entry.file_size} bytes, but the file has {size}"
-                )
