@@ -244,10 +244,7 @@ class CheckpointStore:
         transfer: Callable[[Path, Path], object] = copy_file,
         on_bytes: Callable[[int], None] = lambda count: None,
     ) -> Path:
-        """Commit a step with copies of files from elsewhere; returns its folder.
-
-        It is a commit without the roles of a run, as for a fork. A failure leaves nothing behind; a process
-        that is killed leaves debris, which the next call removes.
+        """Commit a step with copies of files from elsewhere, as for a fork; returns its folder.
 
         Args:
             source: the folder with the files that `manifest` lists.
@@ -259,11 +256,8 @@ class CheckpointStore:
             Damaged: a copy differs from what the manifest says.
             OSError: a file can't be written; the error names it.
         """
-        folder = self.folder(manifest.step)
-        make_folders(self.root)
-        self._check_free(folder)
-        shutil.rmtree(folder, ignore_errors=True)
-        try:
+
+        def copy(folder: Path) -> None:
             for name, entry in manifest.files.items():
                 fault_point("adopt.file")
                 target = folder / name
@@ -272,12 +266,34 @@ class CheckpointStore:
                     transfer(source / name, target)
                     sync(target)
                 on_bytes(entry.size)
-            for path in folder.rglob("*"):
-                if path.is_dir():
-                    sync(path)
             check_files(folder, manifest)
             check_tables(folder, manifest.contents)
-        except (OSError, CheckpointError):
+
+        return self.receive(manifest, copy)
+
+    def receive(self, manifest: Manifest, fill: Callable[[Path], None]) -> Path:
+        """Commit a step without the roles of a run; returns its folder.
+
+        A failure leaves nothing behind; a process that is killed leaves debris, which the next call removes.
+
+        Args:
+            fill: writes the files that `manifest` lists into the folder that it is given, fsyncs them, and
+                checks them against the manifest.
+
+        Raises:
+            CheckpointError: the step exists already, or a link or file has its name.
+        """
+        folder = self.folder(manifest.step)
+        make_folders(self.root)
+        self._check_free(folder)
+        shutil.rmtree(folder, ignore_errors=True)
+        folder.mkdir()
+        try:
+            fill(folder)
+            for path in (*folder.rglob("*"), folder):
+                if path.is_dir():
+                    sync(path)
+        except BaseException:
             shutil.rmtree(folder, ignore_errors=True)
             raise
         fault_point("commit.before_manifest")

@@ -9,8 +9,11 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.export import ExportConfig
+from cairn.run.addresses import SCHEMES, is_url
 from cairn.run.machine import bytes_of
 
+CACHED_STEPS = 2
+"""Local steps that are kept if `dir` is a URL."""
 ACCEPTABLE = ("data", "batch_size", "shuffle", "environment", "prompts_per_step", "samples_per_prompt")
 """Changes of a run's recipe that a resumed run refuses unless they are listed in accept_changes."""
 
@@ -57,13 +60,38 @@ class CkptConfig(BaseConfig):
     part_timeout: float = Field(default=300, gt=0)
     """Seconds to wait for another rank's or role's part of a checkpoint."""
     export: ExportConfig | None = None
+    remote: str | None = None
+    """A second place for steps, behind the local disk: s3://bucket/prefix, gs://, az:// or file://."""
+    remote_interval: int | None = Field(default=None, ge=1)
+    """Upload the saved steps that are multiples of N (default: all); the final step is always uploaded."""
+    remote_keep_last: int | None = Field(default=None, ge=1)
+    """Keep the newest N remote steps (default: all, unless remote_keep_best is given)."""
+    remote_keep_every: int | None = Field(default=None, ge=1)
+    """Also keep every remote step that is a multiple of N, for ever."""
+    remote_keep_best: int | None = Field(default=None, ge=1)
+    """Keep the N best remote steps by `metric`."""
+    remote_max_waiting: int = Field(default=2, ge=0)
+    """Steps that stay on the local disk, although no rule keeps them, until they are uploaded."""
+    remote_timeout: float = Field(default=300, gt=0)
+    """Seconds that the end of the run waits for uploads that fail."""
+    remote_grace: float = Field(default=60, ge=0)
+    """Seconds that a stopped run waits until its newest step is uploaded."""
+    remote_bandwidth: str | None = None
+    """Upload at most so many bytes a second, such as 200M (default: no limit)."""
 
     @field_validator("dir", "resume")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return value if value in (None, "auto", "latest") else os.path.abspath(value)
+        return value if value in (None, "auto", "latest") or is_url(value) else os.path.abspath(value)
 
-    @field_validator("staging_memory")
+    @field_validator("remote")
+    @classmethod
+    def _a_url(cls, value: str | None) -> str | None:
+        if value is not None and not is_url(value):
+            raise ValueError(f"{value!r} is not a URL such as {', '.join(f'{s}://...' for s in SCHEMES)}")
+        return value
+
+    @field_validator("staging_memory", "remote_bandwidth")
     @classmethod
     def _a_size(cls, value: str | None) -> str | None:
         if value is not None:
@@ -87,11 +115,40 @@ class CkptConfig(BaseConfig):
             return data
         return {**data, "resume_step": None, "resume": "latest"}
 
+    @model_validator(mode="before")
+    @classmethod
+    def _cached(cls, data: Any) -> Any:
+        """If dir is a URL, the steps are kept there by the rules, and the local disk is a cache of two."""
+        if not isinstance(data, dict) or not isinstance(data.get("dir"), str) or not is_url(data["dir"]):
+            return data
+        if data.get("remote"):
+            raise ValueError(f"dir = {data['dir']!r} is a URL, so there can't be a remote beside it")
+        rules = {f"remote_{name}": data.get(name) for name in ("keep_last", "keep_every", "keep_best")}
+        rules["remote_keep_last"] = rules["remote_keep_last"] or data.get("keep")
+        local = {"keep_last": CACHED_STEPS, "keep": None, "keep_every": None, "keep_best": None}
+        kept = {name: value for name, value in data.items() if name not in local}
+        return {**kept, **rules, "remote": data["dir"], "dir": None, "keep_last": CACHED_STEPS}
+
     @model_validator(mode="after")
     def _best_by_something(self) -> "CkptConfig":
-        if self.keep_best is not None and (self.metric is None or self.mode is None):
+        for name in ("keep_best", "remote_keep_best"):
+            if getattr(self, name) is not None and (self.metric is None or self.mode is None):
+                raise ValueError(
+                    f"{name} = {getattr(self, name)} needs metric and mode, such as metric = 'loss', "
+                    "mode = 'min'"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _remote_settings_have_a_remote(self) -> "CkptConfig":
+        names = [name for name in type(self).model_fields if name.startswith("remote_")]
+        given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
+        if given and self.remote is None:
+            raise ValueError(f"{min(given)} needs remote, such as remote = 's3://bucket/prefix'")
+        if self.remote_interval and self.interval and self.remote_interval % self.interval:
             raise ValueError(
-                f"keep_best = {self.keep_best} needs metric and mode, such as metric = 'loss', mode = 'min'"
+                f"remote_interval = {self.remote_interval} is no multiple of interval = {self.interval}: "
+                "only saved steps can be uploaded"
             )
         return self
 
@@ -122,6 +179,11 @@ class CkptConfig(BaseConfig):
     def resuming_by_itself(self) -> "CkptConfig":
         """The same settings, but resuming from the newest good step, if there is one."""
         return self.model_copy(update={"resume_step": None, "resume": "auto"})
+
+    def remote_rules(self) -> "CkptConfig":
+        """The same settings, with the rules for remote steps in place of those for local ones."""
+        names = ("keep_last", "keep_every", "keep_best")
+        return self.model_copy(update={name: getattr(self, f"remote_{name}") for name in names})
 
     @property
     def resumes(self) -> bool:

@@ -34,6 +34,7 @@ from cairn.launch.model import resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
+from cairn.launch.remote import claim, leave_branch, replaced, with_remote
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
@@ -75,6 +76,7 @@ def start(command: str, config: RunConfig) -> int:
 
         make_loss(own_loss)
     config = with_exports(config)
+    config = with_remote(config)
     chosen = choose_start(config, needs=kind.parts)
     refuse_conflicts(config, chosen)
     if is_complete(config, chosen):
@@ -184,8 +186,10 @@ def _see_through(
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
             config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
+            leave_branch(config, 0 if chosen.is_fork else chosen.step)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             set_exports_aside(config, chosen, f"before_attempt_{attempt.number}")
+            claim(config, attempt)
             try:
                 return run_roles(run, attempt, roles, config)
             except StartDamaged as damaged:
@@ -204,7 +208,8 @@ def _see_through(
                     return EXIT_STOPPED
                 config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
                 try:
-                    chosen = choose_start(config, needs=kind.parts, damaged=damaged)
+                    still = None if replaced(config, damaged.folder) else damaged
+                    chosen = choose_start(config, needs=kind.parts, damaged=still)
                     recipe = plan_recipe(kind, config, chosen, orchestrator)
                 except UsageError as error:
                     if at_start:

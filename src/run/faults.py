@@ -37,6 +37,10 @@ POINTS = {
     "adopt.file": "`ckpt copy` and `ckpt fork`, before each file",
     "retention.before_delete": "trainer rank 0, before a step is deleted",
     "retention.manifest_deleted": "trainer rank 0, when the manifest of a step to delete is gone",
+    "remote.sent_file": "the uploader, when the object store has a file of a step",
+    "remote.before_manifest": "the uploader, when the object store has all files of a step",
+    "remote.done": "the uploader, right after a step was committed in the object store",
+    "remote.uncommitted": "the uploader, when a step to delete no longer exists in the object store",
 }
 
 _reached: dict[str, int] = {}

@@ -26,6 +26,7 @@ from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.progress import progress_bars
+from cairn.tools import ckpt_remote
 from cairn.tools.ckpt_formats import add_export, add_import, export_step, import_step
 from cairn.tools.ckpt_output import (
     print_audit,
@@ -37,6 +38,7 @@ from cairn.tools.ckpt_output import (
     say,
 )
 from cairn.tools.ckpt_paths import attempt_id, run_config, store_in
+from cairn.tools.ckpt_remote import place
 from cairn.tools.ckpt_steps import add_average, add_copy, average, copy
 
 
@@ -52,16 +54,17 @@ def run() -> int:
         return command
 
     store_help = "an output folder, its checkpoints folder, or a step_N folder"
-    add("list", "list the steps of a run", _list).add_argument("path", type=Path, help=store_help)
+    store_help += ", or the URL of one in an object store"
+    add("list", "list the steps of a run", _list).add_argument("path", type=place, help=store_help)
     add("show", "print a checkpoint's manifest", _show).add_argument(
-        "step", type=Path, help="a step_N folder"
+        "step", type=place, help="a step_N folder, or its URL"
     )
     add("verify", "check every byte; exit code 1 on damage", _verify).add_argument(
-        "path", type=Path, help=store_help
+        "path", type=place, help=store_help
     )
     diff = add("diff", "compare two checkpoints", _diff)
-    diff.add_argument("a", type=Path, help="a step_N folder, or another program's checkpoint")
-    diff.add_argument("b", type=Path, help="another")
+    diff.add_argument("a", type=place, help="a step_N folder, its URL, or another program's checkpoint")
+    diff.add_argument("b", type=place, help="another")
     diff.add_argument(
         "--top", type=int, default=10, help="number of tensors to print (default: 10; with --json: all)"
     )
@@ -89,7 +92,7 @@ def run() -> int:
     trim.add_argument("--metric", help="as in [ckpt]; default: the run's")
     trim.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
-    branch.add_argument("step", type=Path, help="a step_N folder")
+    branch.add_argument("step", type=place, help="a step_N folder, or its URL")
     branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
     branch.add_argument(
         "--link",
@@ -175,7 +178,9 @@ def _side(path: Path) -> Path:
 
 def _list(arguments: argparse.Namespace) -> int:
     path = arguments.path
-    if (path / FILE_NAME).exists():
+    if isinstance(path, str):
+        rows = ckpt_remote.rows(path)
+    elif (path / FILE_NAME).exists():
         rows = [_row(path, [])]
     else:
         store = store_in(path)
@@ -220,7 +225,8 @@ def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
 
 
 def _show(arguments: argparse.Namespace) -> int:
-    manifest = load_manifest(_step(arguments.step))
+    remote = isinstance(arguments.step, str)
+    manifest = ckpt_remote.manifest(arguments.step) if remote else load_manifest(_step(arguments.step))
     if arguments.json:
         print_json(manifest.model_dump())
         return 0
@@ -230,20 +236,7 @@ def _show(arguments: argparse.Namespace) -> int:
 
 def _verify(arguments: argparse.Namespace) -> int:
     path = arguments.path
-    if (path / FILE_NAME).exists():
-        folders = [path]
-    else:
-        store = store_in(path)
-        folders = [store.folder(step) for step in store.steps()]
-    results = []
-    with progress_bars() as stage:
-        for folder in folders:
-            problem = None
-            try:
-                verify(folder, on_bytes=stage(folder.name, load_manifest(folder).nbytes))
-            except CheckpointError as error:
-                problem = str(error)
-            results.append({"folder": str(folder), "ok": problem is None, "problem": problem})
+    results = ckpt_remote.verify(path) if isinstance(path, str) else _verified(path)
     if arguments.json:
         print_json(results)
     else:
@@ -252,10 +245,34 @@ def _verify(arguments: argparse.Namespace) -> int:
     return 0 if all(result["ok"] for result in results) else 1
 
 
-def _diff(arguments: argparse.Namespace) -> int:
-    a, b = _side(arguments.a), _side(arguments.b)
+def _verified(path: Path) -> list[dict[str, Any]]:
+    """The results for the local steps at `path`."""
+    if (path / FILE_NAME).exists():
+        folders = [path]
+    else:
+        store = store_in(path)
+        folders = [store.folder(step) for step in store.steps()]
+    results: list[dict[str, Any]] = []
     with progress_bars() as stage:
-        report = compare(a, b, stage)
+        for folder in folders:
+            problem = None
+            try:
+                verify(folder, on_bytes=stage(folder.name, load_manifest(folder).nbytes))
+            except CheckpointError as error:
+                problem = str(error)
+            results.append({"folder": str(folder), "ok": problem is None, "problem": problem})
+    return results
+
+
+def _diff(arguments: argparse.Namespace) -> int:
+    with (
+        ckpt_remote.local(arguments.a) as a,
+        ckpt_remote.local(arguments.b) as b,
+        progress_bars() as stage,
+    ):
+        report = compare(_side(a), _side(b), stage)
+    for side, text in (("a", arguments.a), ("b", arguments.b)):
+        report[side]["folder"] = str(text)
     if arguments.json:
         print_json(report)
         return 0
@@ -302,7 +319,8 @@ def _prune(arguments: argparse.Namespace) -> int:
 def _fork(arguments: argparse.Namespace) -> int:
     from cairn.checkpoint.fork import fork  # imports numpy, which would slow down --help
 
-    folder, forked = fork(_step(arguments.step), arguments.output_dir, link=arguments.link)
+    with ckpt_remote.local(arguments.step) as step:
+        folder, forked = fork(_step(step), arguments.output_dir, link=arguments.link)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None
         print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})

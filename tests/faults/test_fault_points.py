@@ -41,12 +41,16 @@ WRITERS = ("save.write", "save.before_fsync", "save.before_part")
 OF_RL_RUNS = ("trainer.", "publish.", "orchestrator.")
 OF_COMMANDS = ("export.", "import.", "adopt.")
 """Points that only `ckpt` reaches: test_killed_conversions.py."""
+OF_UPLOADS = ("remote.",)
+"""Points that only a run with --ckpt.remote reaches: test_remote.py."""
 
 
 def test_every_fault_point_is_covered():
     """A point that is added must be added here, unless only an RL run reaches it, or `ckpt`."""
     assert STRIKES.keys() <= POINTS.keys()
-    assert all(point.startswith(OF_RL_RUNS + OF_COMMANDS) for point in POINTS.keys() - STRIKES.keys())
+    assert all(
+        point.startswith(OF_RL_RUNS + OF_COMMANDS + OF_UPLOADS) for point in POINTS.keys() - STRIKES.keys()
+    )
 
 
 @pytest.fixture(scope="module")

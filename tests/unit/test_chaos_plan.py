@@ -43,7 +43,8 @@ def test_every_fault_point_and_every_role_has_its_turn():
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
-    assert points == {point for point in POINTS if not point.startswith(("export.", "import.", "adopt."))}
+    elsewhere = ("export.", "import.", "adopt.", "remote.")
+    assert points == {point for point in POINTS if not point.startswith(elsewhere)}
     assert {d.target.partition(".")[0] for d in of_sft if d.kind == "fault"} == {
         "save",
         "commit",

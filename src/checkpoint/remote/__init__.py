@@ -1,0 +1,17 @@
+"""The second tier: steps in an object store, behind the local ones.
+
+Below the URL of a run lie
+
+    run.json                 which run the prefix belongs to, and which attempt may write
+    step_N/...               the files of a step, exactly as in the local folder, with its manifest.json
+    committed/step_N.json    that manifest again, put last: a step exists if and only if this object does
+    run/...                  the run's metrics up to the newest step
+    catalog.json             what lists of steps show; derived, so a wrong or missing one costs only time
+
+so that a copy of `step_N/` by any tool is a checkpoint.
+"""
+
+from cairn.checkpoint.remote.objects import Objects, RemoteError
+from cairn.checkpoint.remote.store import RemoteStore
+
+__all__ = ["Objects", "RemoteError", "RemoteStore"]

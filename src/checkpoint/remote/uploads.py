@@ -1,0 +1,207 @@
+"""Which steps of a run have to be uploaded, and the uploads themselves.
+
+What lies in the object store is noted in a local file as well: retention, which runs while training goes
+on, must not wait for a network.
+"""
+
+import logging
+import time
+from collections.abc import Callable, Collection, Iterable
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.remote.store import OnBytes, RemoteStore, Sent
+from cairn.checkpoint.retention import delete_unkept, pins
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.run.files import read_note, write_json
+
+logger = logging.getLogger(__name__)
+
+NOTES = ".remote"
+"""Name of the folder beside the steps for notes about uploads."""
+
+
+@dataclass(frozen=True)
+class Uploaded:
+    """What is known of the remote steps: the content of a local file.
+
+    uploading: the step that is being uploaded. given_up: why nothing more is uploaded, if so.
+    """
+
+    steps: tuple[int, ...] = ()
+    uploading: int | None = None
+    given_up: str | None = None
+
+
+@dataclass(frozen=True)
+class Hold:
+    """Steps that no rule keeps, but which wait to be uploaded.
+
+    kept: they are spared for now. missed: too many newer ones are.
+    """
+
+    kept: frozenset[int]
+    missed: frozenset[int]
+
+
+class RunUploads:
+    """Which of a run's local steps have to be uploaded.
+
+    Args:
+        last: the run's last step, which is uploaded in any case.
+    """
+
+    def __init__(self, store: CheckpointStore, ckpt: CkptConfig, last: int):
+        self.store = store
+        self.ckpt = ckpt
+        self.last = last
+        self.notes = store.root / NOTES
+        self._file = self.notes / "uploaded.json"
+
+    def read(self) -> Uploaded:
+        """What is noted of the uploads."""
+        return read_note(self._file, Uploaded) or Uploaded()
+
+    def write(self, uploaded: Uploaded) -> None:
+        """Note it."""
+        self.notes.mkdir(parents=True, exist_ok=True)
+        write_json(self._file, asdict(uploaded))
+
+    def due(self, steps: Iterable[int]) -> list[int]:
+        """Those of `steps` that have to be uploaded, oldest first."""
+        interval = self.ckpt.remote_interval
+        return sorted(n for n in steps if interval is None or n % interval == 0 or n == self.last)
+
+    def give_up(self, reason: str) -> None:
+        """Note that nothing more is uploaded in this attempt of the run."""
+        self.write(replace(self.read(), given_up=reason))
+
+    def missing(self) -> list[int]:
+        """The local steps that have to be uploaded and are not, oldest first."""
+        uploaded = self.read().steps
+        return [step for step in self.due(self.store.steps()) if step not in uploaded]
+
+    def waiting(self) -> list[int]:
+        """The missing steps, unless nothing more is uploaded."""
+        return self.missing() if self.read().given_up is None else []
+
+    def hold(self, unkept: Collection[int]) -> Hold:
+        """What retention must spare of the steps that it would delete.
+
+        That is the step that is being uploaded, and the newest others: they are worth most.
+        """
+        waiting = [step for step in self.waiting() if step in unkept]
+        first = [step for step in waiting if step == self.read().uploading]
+        others = [step for step in reversed(waiting) if step not in first]
+        kept = frozenset([*first, *others][: self.ckpt.remote_max_waiting])
+        return Hold(kept, frozenset(waiting) - kept)
+
+
+class Uploader:
+    """Uploads a run's steps, the newest first, and deletes the remote steps that the rules do not keep.
+
+    Args:
+        owner: id of the attempt that has claimed the remote prefix.
+        run_files: small files of the run that a machine with an empty disk needs, such as its metrics.
+        limit: slows reading down, called with the number of bytes that were read.
+    """
+
+    def __init__(
+        self,
+        uploads: RunUploads,
+        remote: RemoteStore,
+        owner: str,
+        *,
+        run_files: Collection[Path] = (),
+        limit: OnBytes = lambda count: None,
+    ):
+        self.uploads = uploads
+        self.remote = remote
+        self.owner = owner
+        self.run_files = run_files
+        self.limit = limit
+
+    def begin(self) -> None:
+        """Compare the notes with what the object store has.
+
+        Raises:
+            Taken: another attempt has taken the prefix over.
+            RemoteError: the object store refuses or fails.
+        """
+        self.remote.check_owner(self.owner)
+        self.uploads.write(Uploaded(tuple(self.remote.steps())))
+
+    def next_step(self, skipped: Collection[int] = ()) -> int | None:
+        """The step to upload next, which is none of `skipped`; None if none waits."""
+        return max((step for step in self.uploads.waiting() if step not in skipped), default=None)
+
+    def upload(self, step: int, on_bytes: OnBytes = lambda count: None) -> None:
+        """Upload a step, then delete what the rules do not keep.
+
+        Raises:
+            Taken: another attempt has taken the prefix over.
+            RemoteError: the object store refuses or fails.
+            Damaged: a local file is not what the manifest says.
+            CheckpointError: the step was deleted meanwhile.
+        """
+        store = self.uploads.store
+        before = self.uploads.read()
+        self.uploads.write(replace(before, uploading=step))
+        try:
+            manifest = store.manifest(step)
+            sent = Sent(self.uploads.notes / f"step_{step}.sent", manifest)
+
+            def count(nbytes: int) -> None:
+                self.limit(nbytes)
+                on_bytes(nbytes)
+
+            def check() -> None:
+                self.remote.check_owner(self.owner)
+                for path in self.run_files:
+                    if path.exists():
+                        self.remote.objects.put(f"run/{path.name}", path.read_bytes())
+
+            self.remote.put(store.folder(step), manifest, sent, on_bytes=count, check=check)
+        except BaseException:
+            self.uploads.write(before)
+            raise
+        sent.remove()
+        self.uploads.write(Uploaded((*before.steps, step)))
+        self._delete_unkept()
+
+    def _delete_unkept(self) -> None:
+        """Delete remote steps by their own rules; pinned steps stay here as on the local disk."""
+        rules = self.uploads.ckpt.remote_rules()
+        if rules.keep_last is None and rules.keep_best is None:
+            return
+        try:
+            pinned = pins(self.uploads.store)
+        except CheckpointError as error:
+            logger.warning("no remote checkpoint is deleted: %s", error)
+            return
+        deleted = delete_unkept(self.remote, rules, pinned)
+        found = self.uploads.read()
+        self.uploads.write(replace(found, steps=tuple(s for s in found.steps if s not in deleted)))
+
+
+class Limit:
+    """Slows a reader down to so many bytes a second.
+
+    Args:
+        rate: None for no limit.
+    """
+
+    def __init__(self, rate: int | None, now: Callable[[], float] = time.monotonic):
+        self.rate = rate
+        self._now = now
+        self._free_at = now()
+
+    def __call__(self, count: int) -> None:
+        """Return when `count` more bytes may go."""
+        if self.rate is None:
+            return
+        start = max(self._free_at, self._now())
+        self._free_at = start + count / self.rate
+        time.sleep(max(0.0, self._free_at - self._now()))

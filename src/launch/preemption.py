@@ -1,0 +1,144 @@
+"""Notices that this machine will be taken away, from the cloud's metadata service or a function of the user.
+
+The forms of the answers are those of the pages "Spot Instance interruption notices" (EC2 User Guide), "Create
+and use Spot VMs" (Google Compute Engine) and "Scheduled Events for Linux VMs" (Azure). No test reaches such a
+service; the tests' own one answers like them.
+"""
+
+import contextlib
+import datetime
+import email.utils
+import importlib
+import logging
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any, cast
+
+import httpx
+
+from cairn.config.preemption import PreemptionConfig
+from cairn.run.errors import UsageError
+
+logger = logging.getLogger(__name__)
+
+LINK_LOCAL = "http://169.254.169.254"
+ANSWER_SECONDS = 2.0
+AZURE_EVENTS = ("Preempt", "Terminate")
+
+
+@dataclass(frozen=True)
+class Notice:
+    """The machine will be taken away: why, and in how many seconds, if that was said."""
+
+    reason: str
+    seconds: float | None = None
+
+
+Ask = Callable[[], Notice | None]
+"""Asks whether there is a notice."""
+
+
+def on_aws(client: httpx.Client) -> Notice | None:
+    """Of a spot instance of EC2: two minutes before it is stopped or terminated."""
+    token = client.put("/latest/api/token", headers={"X-aws-ec2-metadata-token-ttl-seconds": "60"})
+    headers = {"X-aws-ec2-metadata-token": token.raise_for_status().text}
+    answer = client.get("/latest/meta-data/spot/instance-action", headers=headers)
+    if answer.status_code == httpx.codes.NOT_FOUND:
+        return None
+    found = answer.raise_for_status().json()
+    when = datetime.datetime.fromisoformat(found["time"])
+    return Notice(f"EC2 will {found['action']} this instance", when.timestamp() - time.time())
+
+
+def on_gcp(client: httpx.Client) -> Notice | None:
+    """Of a spot or preemptible machine of Google: half a minute before it is stopped."""
+    headers = {"Metadata-Flavor": "Google"}
+    answer = client.get("/computeMetadata/v1/instance/preempted", headers=headers).raise_for_status()
+    return Notice("Google preempts this machine", 30.0) if answer.text.strip() == "TRUE" else None
+
+
+def on_azure(client: httpx.Client) -> Notice | None:
+    """Of a spot machine of Azure: half a minute or more before it is evicted."""
+    answer = client.get(
+        "/metadata/scheduledevents", params={"api-version": "2020-07-01"}, headers={"Metadata": "true"}
+    )
+    for event in answer.raise_for_status().json().get("Events", []):
+        if event.get("EventType") in AZURE_EVENTS:
+            text = event.get("NotBefore")
+            when = email.utils.parsedate_to_datetime(text).timestamp() if text else time.time()
+            return Notice(f"Azure: {event['EventType']}", max(when - time.time(), 0.0))
+    return None
+
+
+CLOUDS: dict[str, Callable[[httpx.Client], Notice | None]] = {"aws": on_aws, "gcp": on_gcp, "azure": on_azure}
+
+
+def asking(config: PreemptionConfig) -> Ask | None:
+    """What asks for notices; None if only signals tell.
+
+    Raises:
+        UsageError: there is no such cloud or function.
+    """
+    if config.watch is None:
+        return None
+    if config.watch in CLOUDS:
+        client = httpx.Client(base_url=config.url or LINK_LOCAL, timeout=ANSWER_SECONDS, trust_env=False)
+        return partial(CLOUDS[config.watch], client)
+    module, colon, name = config.watch.partition(":")
+    flag = f"--preemption.watch {config.watch}"
+    if not colon:
+        raise UsageError(f"{flag}: expected {', '.join(CLOUDS)}, or module:function")
+    try:
+        function = getattr(importlib.import_module(module), name)
+    except (ImportError, AttributeError) as error:
+        raise UsageError(f"{flag}: {error}") from None
+    if not callable(function):
+        raise UsageError(f"{flag}: {name} is not a function")
+    return partial(_heard, cast("Callable[[], Any]", function), flag)
+
+
+def _heard(function: Callable[[], Any], flag: str) -> Notice | None:
+    """The answer of a user's function: nothing, a reason, or a reason and the seconds left."""
+    answer = function()
+    if answer is None or answer is False:
+        return None
+    reason, seconds = answer if isinstance(answer, tuple) else (answer, None)
+    if not isinstance(reason, str) or not (seconds is None or isinstance(seconds, int | float)):
+        raise TypeError(f"{flag} returned {answer!r}; expected None, a reason, or (reason, seconds)")
+    return Notice(reason, None if seconds is None else float(seconds))
+
+
+@contextlib.contextmanager
+def watching(config: PreemptionConfig | None, told: Callable[[Notice], None]) -> Iterator[None]:
+    """While the block lasts, ask for a notice every few seconds, and call `told` with the first one."""
+    ask = asking(config) if config else None
+    if config is None or ask is None:
+        yield
+        return
+    over = threading.Event()
+    thread = threading.Thread(target=_watch, args=(ask, config, told, over), name="preemption", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+
+
+def _watch(ask: Ask, config: PreemptionConfig, told: Callable[[Notice], None], over: threading.Event) -> None:
+    failed = False
+    while not over.wait(config.interval):
+        try:
+            notice = ask()
+        except Exception as error:  # a service that does not answer must end no run
+            if not failed:
+                logger.warning("--preemption.watch %s does not answer: %s", config.watch, error)
+            failed = True
+            continue
+        failed = False
+        if notice is not None:
+            seconds = config.seconds if config.seconds is not None else notice.seconds
+            told(Notice(notice.reason, seconds))
+            return

@@ -1,0 +1,256 @@
+"""Uploads of a run's steps while it trains: the process that makes them, and how they end."""
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Generator
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.store import Taken
+from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.config.kinds import RunConfig
+from cairn.launch.background_place import BackgroundPlace
+from cairn.launch.exits import EXIT_STOPPED, RoleFailed
+from cairn.launch.process import stop_on_signals
+from cairn.run import heartbeat
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.machine import bytes_of
+from cairn.run.processes import stay_in_background
+from cairn.run.progress import lines, progress_bars
+
+logger = logging.getLogger(__name__)
+
+NAME = "uploader"
+LOOK_SECONDS = 0.5
+"""Between two looks for a step to upload."""
+FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
+"""Seconds until a failed upload is tried again: first, and at most."""
+
+
+def uploads_of(config: RunConfig) -> RunUploads | None:
+    """What a run uploads; None if it has no remote store."""
+    ckpt = config.ckpt
+    if ckpt is None or ckpt.remote is None:
+        return None
+    return RunUploads(CheckpointStore(config.run_directory().checkpoints), ckpt, config.max_steps)
+
+
+class UploadWork:
+    """The uploads of a run, as `BackgroundPlace` sees them."""
+
+    name = NAME
+
+    def __init__(self, uploads: RunUploads, run: RunDirectory):
+        self.uploads = uploads
+        self.run = run
+
+    def newest_done(self) -> int:
+        """The newest step that was uploaded."""
+        return max(self.uploads.read().steps, default=0)
+
+    def give_up(self, step: int, reason: str) -> None:
+        """Upload nothing more in this attempt."""
+        self.uploads.give_up(reason)
+        self.run.history.not_uploaded(step, reason)
+
+    def is_done_for(self, step: int) -> bool:
+        """Whether the newest saved step is uploaded: it alone is worth waiting for."""
+        newest = self.uploads.store.latest()
+        return newest is None or newest in self.uploads.read().steps
+
+
+@contextlib.contextmanager
+def uploading(run: RunDirectory, config: RunConfig) -> Generator["Uploads"]:
+    """What uploads the run's steps as long as the block lasts."""
+    uploads = uploads_of(config)
+    if uploads is None:
+        yield NoUploads()
+        return
+    place = UploadPlace(run, config, uploads)
+    try:
+        yield place
+    finally:
+        place.stop()
+
+
+class Uploads:
+    """What the launcher asks for when it comes to uploads; of a run without a remote store, nothing."""
+
+    def look_after(self, step: int, *, stopping: bool) -> None:
+        """Keep the process at work; `step` is the run's newest step."""
+
+    def finish(self, update: Callable[[], None], interrupted: Callable[[], bool]) -> None:
+        """Wait until all is uploaded, once the run's last step is saved."""
+
+    def finish_stopped(
+        self, step: int, seconds: float, update: Callable[[], None], interrupted: Callable[[], bool]
+    ) -> None:
+        """Wait, but only for so long, until the newest step of a stopped run is uploaded."""
+
+    def conclude(self, code: int) -> int:
+        """Say what is uploaded and what is not; returns the launcher's exit code, of the run alone `code`.
+
+        Raises:
+            RoleFailed: the run is complete, but its last step is not uploaded.
+        """
+        return code
+
+
+NoUploads = Uploads
+
+
+class UploadPlace(BackgroundPlace, Uploads):
+    """Keeps the uploader at work (`run_uploader`)."""
+
+    def __init__(self, run: RunDirectory, config: RunConfig, uploads: RunUploads):
+        super().__init__(run, config, UploadWork(uploads, run))
+        self.uploads = uploads
+
+    def conclude(self, code: int) -> int:
+        """See `Uploads`."""
+        remote, waiting = self.uploads.ckpt.remote, self.uploads.missing()
+        newest = max(self.uploads.read().steps, default=None)
+        there = f"{remote} has step {newest}" if newest else f"{remote} has no step"
+        if not waiting:
+            print(there, flush=True)
+            return code
+        steps = ", ".join(map(str, waiting))
+        if code == EXIT_STOPPED or self.interrupted:
+            print(f"{there}; not uploaded yet: {steps}; a resumed run goes on with that", flush=True)
+            return EXIT_STOPPED
+        reason = self.uploads.read().given_up or "see the log of the uploader"
+        raise RoleFailed(
+            f"the run is complete, but {there}; not uploaded: {steps} ({reason}); --ckpt.resume auto tries "
+            "again"
+        )
+
+
+def finish_uploads(config: RunConfig, run_id: str) -> None:
+    """Upload what a complete run still lacks.
+
+    Raises:
+        UsageError: another process is running in the run directory, or the remote prefix is another run's.
+        RemoteError: the object store refuses or fails.
+    """
+    uploads = uploads_of(config)
+    if uploads is None:
+        return
+    run = config.run_directory()
+    if not run.lock():
+        raise UsageError(f"--output-dir {run.path}: another process is running in it")
+    try:
+        uploader = _uploader(uploads, run, f"{run_id}:done")
+        uploader.remote.claim(run_id, uploader.owner)
+        uploader.begin()
+        with progress_bars() as stage:
+            while (step := uploader.next_step()) is not None:
+                nbytes = uploads.store.manifest(step).nbytes
+                uploader.upload(step, stage(f"uploading step {step}", nbytes))
+    finally:
+        run.unlock()
+
+
+def run_uploader(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
+    """Upload steps while the run trains, until its last one is there; returns the exit code.
+
+    It takes only what the machine has left over. Errors of the object store are logged, and the upload is
+    tried again, longer and longer later; training goes on.
+    """
+    uploads = uploads_of(config)
+    assert uploads is not None, "the launcher starts no uploader for a run without a remote store"
+    stay_in_background()
+    with stop_on_signals(run):
+        return _Loop(_uploader(uploads, run, attempt.id), run).run()
+
+
+def _uploader(uploads: RunUploads, run: RunDirectory, owner: str) -> Uploader:
+    ckpt: CkptConfig = uploads.ckpt
+    assert ckpt.remote is not None
+    rate = bytes_of(ckpt.remote_bandwidth) if ckpt.remote_bandwidth else None
+    files = [run.metrics.path, run.history.path]
+    return Uploader(uploads, RemoteStore(Objects(ckpt.remote)), owner, run_files=files, limit=Limit(rate))
+
+
+class _Loop:
+    """The uploader's work: what it does next, and what becomes of errors."""
+
+    def __init__(self, uploader: Uploader, run: RunDirectory):
+        self.uploader = uploader
+        self.uploads = uploader.uploads
+        self.run_directory = run
+        self._stage = lines(heartbeat.doing, first=0, every=1)
+        self._begun = False
+        self._failing_since: float | None = None
+        self._pause = FIRST_PAUSE
+        self._said: str | None = None
+        self._skipped: set[int] = set()
+        """Steps that are damaged here."""
+
+    def run(self) -> int:
+        """Work until the run's last step is uploaded."""
+        while True:
+            last = self.uploads.store.exists(self.uploads.last)  # before the look: nothing comes after it
+            try:
+                if not self._begun:
+                    heartbeat.doing("comparing with the remote store", lengthy=True)
+                    self.uploader.begin()
+                    self._begun = True
+                step = self.uploader.next_step(self._skipped)
+                if step is None:
+                    if last:
+                        return 0
+                    heartbeat.doing("waiting for a step to upload", waiting=True)
+                    time.sleep(LOOK_SECONDS)
+                    continue
+                self._upload(step)
+            except Taken as error:
+                self._give_up(str(error))
+                return 0
+            except (RemoteError, OSError) as error:
+                if not self._goes_on_after(error, last):
+                    return 0
+
+    def _upload(self, step: int) -> None:
+        heartbeat.doing(f"uploading step {step}", lengthy=True)
+        began = time.monotonic()
+        try:
+            nbytes = self.uploads.store.manifest(step).nbytes
+            self.uploader.upload(step, self._stage(f"uploading step {step}", nbytes))
+        except CheckpointError as error:
+            if self.uploads.store.exists(step):
+                self._skipped.add(step)
+                self._say(step, str(error))
+            return
+        logger.info("step %d was uploaded in %.1f s", step, time.monotonic() - began)
+        self._failing_since, self._pause, self._said = None, FIRST_PAUSE, None
+
+    def _goes_on_after(self, error: Exception, last: bool) -> bool:
+        """Wait before the next try; False if the run is over and nothing was uploaded for too long."""
+        now = time.monotonic()
+        self._failing_since = self._failing_since or now
+        self._say(self.uploads.store.latest() or 0, str(error))
+        limit = self.uploads.ckpt.remote_timeout
+        if last and now - self._failing_since > limit:
+            self._give_up(f"nothing could be uploaded for {limit:g} s: {error}")
+            return False
+        heartbeat.doing(f"waiting for the remote store: {error}", waiting=True)
+        time.sleep(self._pause)
+        self._pause = min(2 * self._pause, LONGEST_PAUSE)
+        return True
+
+    def _say(self, step: int, reason: str) -> None:
+        """Log an error and show it to the user, once as long as it is the same."""
+        logger.warning("step %d is not uploaded: %s", step, reason)
+        if reason != self._said:
+            self.run_directory.history.not_uploaded(step, reason)
+        self._said = reason
+
+    def _give_up(self, reason: str) -> None:
+        logger.error("nothing more is uploaded: %s", reason)
+        self.uploads.give_up(reason)
+        self.run_directory.history.not_uploaded(self.uploads.store.latest() or 0, reason)

@@ -1,0 +1,333 @@
+"""Steps in an object store, against a real S3 server on loopback, and in a folder."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from runs import free_port
+from stores import make_step, s3_server
+
+from cairn.checkpoint.checksums import CHUNK_BYTES
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
+from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.store import Sent, Taken
+from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
+from cairn.checkpoint.retention import set_pin
+from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.config.ckpt import CkptConfig
+from cairn.run.addresses import is_url
+from cairn.run.errors import UsageError
+
+
+@pytest.fixture(scope="module")
+def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The bucket of a real S3 server; the environment leads to it."""
+    folder = tmp_path_factory.mktemp("s3")
+    with s3_server(folder) as environment, pytest.MonkeyPatch.context() as patch:
+        for name, value in environment.items():
+            patch.setenv(name, value)
+        yield folder / "bucket"
+
+
+@pytest.fixture(params=["s3", "file"])
+def url(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path]:
+    """An empty prefix, and the folder that its objects lie in."""
+    if request.param == "file":
+        return f"file://{tmp_path}/remote", tmp_path / "remote"
+    bucket = request.getfixturevalue("s3")
+    return f"s3://bucket/{tmp_path.name}", bucket / tmp_path.name
+
+
+@pytest.fixture
+def remote(url: tuple[str, Path]) -> RemoteStore:
+    """A remote store without steps."""
+    return RemoteStore(Objects(url[0], retry_seconds=5))
+
+
+LARGE = random.Random(1).randbytes(2 * CHUNK_BYTES + 12345)
+FILES = {"model/model.safetensors": LARGE, "trainer/state.json": b"{}", "model/empty": b""}
+
+
+def put(remote: RemoteStore, folder: Path, manifest: Manifest, **how: Any) -> None:
+    """Upload a step with a note beside it."""
+    remote.put(folder, manifest, Sent(folder.parent / "notes" / folder.name, manifest), **how)
+
+
+def test_a_step_goes_there_and_comes_back(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
+    """Byte for byte, and its folder in the object store is a checkpoint for whoever copies it."""
+    folder, manifest = make_step(tmp_path / "here", 4, FILES)
+    counted: list[int] = []
+    put(remote, folder, manifest, on_bytes=counted.append)
+    assert sum(counted) == manifest.nbytes
+    assert remote.steps() == [4]
+    assert remote.manifest(4) == remote.verify(4) == manifest == verify(url[1] / "step_4")
+    store = CheckpointStore(tmp_path / "elsewhere")
+    back = remote.fetch(4, store)
+    assert verify(back) == manifest
+    assert {name: (back / name).read_bytes() for name in FILES} == FILES
+    with pytest.raises(CheckpointError, match="exists already"):
+        remote.fetch(4, store)
+
+
+def test_many_steps_are_in_order(remote: RemoteStore, tmp_path: Path):
+    """By number, and one that is deleted is gone with its objects; names of steps may begin alike."""
+    for step in (2, 10, 1):
+        put(remote, *make_step(tmp_path, step, {"a/b": b"1"}))
+    assert remote.steps() == [1, 2, 10]
+    remote.delete(1)
+    assert remote.steps() == [2, 10]
+    names = [name for name, _ in remote.objects.list() if name != "catalog.json"]
+    assert sorted(names) == sorted(
+        [name for step in (2, 10) for name in (f"committed/step_{step}.json", f"step_{step}/a/b")]
+        + [f"step_{step}/manifest.json" for step in (2, 10)]
+    )
+
+
+def test_the_manifest_that_commits_is_last(remote: RemoteStore, tmp_path: Path):
+    """Whatever ends an upload, there is no step; the next process sends only what is missing."""
+    folder, manifest = make_step(tmp_path, 4, FILES)
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        put(remote, folder, manifest, check=end)
+    assert remote.steps() == []
+    (folder / "model/model.safetensors").rename(tmp_path / "away")  # so it can't be read again
+    put(remote, folder, manifest)
+    assert remote.verify(4) == manifest
+
+
+def test_a_note_of_another_attempts_step_does_not_count(remote: RemoteStore, tmp_path: Path):
+    """Its files of the same names may lie in the object store by now."""
+    _, manifest = make_step(tmp_path, 4, FILES)
+    note = tmp_path / "note"
+    sent = Sent(note, manifest)
+    sent.add("trainer/state.json", manifest.files["trainer/state.json"])
+    assert Sent(note, manifest).has("trainer/state.json", manifest.files["trainer/state.json"])
+    other = manifest.model_copy(update={"attempt": 2})
+    assert not Sent(note, other).has("trainer/state.json", manifest.files["trainer/state.json"])
+    assert not Sent(note, manifest).has("trainer/state.json", manifest.files["trainer/state.json"])
+
+
+def test_what_the_newest_step_has_is_copied_there(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
+    """Frozen weights are sent once."""
+    put(remote, *make_step(tmp_path, 1, FILES))
+    folder, manifest = make_step(tmp_path, 2, {**FILES, "trainer/state.json": b"[]"})
+    read: list[str] = []
+    put_parts = remote.objects.put_parts
+    remote.objects.put_parts = lambda name, parts: read.append(name) or put_parts(name, parts)
+    put(remote, folder, manifest)
+    assert read == []
+    assert remote.verify(2) == manifest
+
+
+def test_local_damage_does_not_travel(remote: RemoteStore, tmp_path: Path):
+    """A file that changed after it was saved is found before the step is committed."""
+    folder, manifest = make_step(tmp_path, 4, FILES)
+    with open(folder / "model/model.safetensors", "r+b") as file:
+        file.seek(CHUNK_BYTES + 5)
+        file.write(b"rot")
+    with pytest.raises(Damaged, match=f"changed between bytes {CHUNK_BYTES} and"):
+        put(remote, folder, manifest)
+    assert remote.steps() == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "short", "missing"])
+def test_damage_there_is_found(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path, damage: str):
+    """And a step that fails leaves nothing in the local store."""
+    put(remote, *make_step(tmp_path / "here", 4, FILES))
+    path = url[1] / "step_4/model/model.safetensors"
+    content = bytearray(path.read_bytes())
+    content[CHUNK_BYTES + 5] ^= 1
+    path.unlink()
+    if damage != "missing":
+        path.write_bytes(content if damage == "flipped" else content[:-1])
+    store = CheckpointStore(tmp_path / "elsewhere")
+    for check in (lambda: remote.verify(4), lambda: remote.fetch(4, store)):
+        with pytest.raises(Damaged, match=r"step_4/model/model.safetensors: "):
+            check()
+    assert list(store.root.iterdir()) == []
+
+
+def test_another_step_of_the_same_number_is_never_replaced(remote: RemoteStore, tmp_path: Path):
+    """The same one again is done at once."""
+    folder, manifest = make_step(tmp_path / "one", 4, FILES)
+    put(remote, folder, manifest)
+    put(remote, folder, manifest)
+    with pytest.raises(CheckpointError, match="has another step 4"):
+        put(remote, *make_step(tmp_path / "two", 4, FILES, branch="branch_2"))
+    assert remote.manifest(4).branch == "branch_1"
+
+
+def test_steps_of_a_branch_that_was_left_make_room(remote: RemoteStore, tmp_path: Path):
+    """They are not listed any more, and a step of the new branch takes their place."""
+    for step in (2, 4):
+        put(remote, *make_step(tmp_path / "one", step, FILES))
+    assert remote.set_aside_after(2, "branch_1") == [4]
+    assert remote.steps() == [2]
+    folder, manifest = make_step(tmp_path / "two", 4, {"trainer/state.json": b"new"}, branch="branch_2")
+    put(remote, folder, manifest)
+    assert remote.verify(4) == manifest
+    left = json.loads(remote.objects.get("abandoned/branch_1/step_4.json") or b"")
+    assert left["branch"] == "branch_1"
+
+
+def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
+    """The second is refused; a newer attempt of the same run takes it over from the older one."""
+    remote.claim("run", "attempt 1")
+    remote.check_owner("attempt 1")
+    with pytest.raises(Taken, match="belongs to run run, and this is run other"):
+        remote.claim("other", "attempt 1")
+    remote.claim("run", "attempt 2")
+    remote.check_owner("attempt 2")
+    with pytest.raises(Taken, match="another attempt has taken it over"):
+        remote.check_owner("attempt 1")
+    remote.objects.put("run.json", b"{")
+    with pytest.raises(RemoteError, match=r"run.json: is damaged"):
+        remote.claim("run", "attempt 3")
+
+
+def test_a_probe_leaves_nothing(remote: RemoteStore):
+    """A store that can do all that is needed."""
+    remote.probe("me")
+    assert list(remote.objects.list()) == []
+
+
+def test_a_step_that_is_not_there(remote: RemoteStore):
+    """Is named with its store."""
+    with pytest.raises(CheckpointError, match=r"remote|bucket.*: there is no step 3"):
+        remote.manifest(3)
+
+
+@pytest.mark.parametrize(
+    ("url", "message"),
+    [
+        ("s3:///prefix", "names no bucket"),
+        ("file://relative/path", "needs three slashes"),
+        ("ftp://host/path", "is no URL of an object store"),
+    ],
+)
+def test_urls_that_can_not_be_used(url: str, message: str):
+    """Exit code 2, and why."""
+    with pytest.raises(UsageError, match=message):
+        Objects(url)
+
+
+def test_what_is_a_url():
+    """A path with a colon is a path."""
+    assert all(map(is_url, ("s3://b/p", "gs://b", "az://c/p", "file:///x")))
+    assert not any(map(is_url, ("runs/s3", "a:b", "s3:b", "/s3://x", "http://x")))
+
+
+def test_a_server_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The error names the object, within the time that was given."""
+    monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{free_port()}")
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+    with pytest.raises(RemoteError, match=r"s3://bucket/run/committed: ") as error:
+        RemoteStore(Objects("s3://bucket/run", retry_seconds=1)).steps()
+    assert "secret" not in str(error.value)
+
+
+def test_a_bucket_that_is_not_there(s3: Path):
+    """Is an error, rather than an empty list."""
+    with pytest.raises(RemoteError, match="s3://nowhere/run"):
+        RemoteStore(Objects("s3://nowhere/run", retry_seconds=1)).probe("me")
+
+
+def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: Path):
+    """What a list shows of each comes from one object; a step that it lacks is read by itself."""
+    for step in (1, 2, 3):
+        put(remote, *make_step(tmp_path, step, {"a": b"1"}, metrics={"loss": step / 2, "lr": 1.0}))
+    asked: list[str] = []
+    get = remote.objects.get
+    remote.objects.get = lambda name: asked.append(name) or get(name)
+    rows = remote.summaries()
+    assert [(row["step"], row["bytes"], row["metrics"]) for row in rows] == [
+        (1, 1, {"loss": 0.5}),
+        (2, 1, {"loss": 1.0}),
+        (3, 1, {"loss": 1.5}),
+    ]
+    assert asked == ["catalog.json"]
+    for damage in (b"[", b"{}", b"[1]", None):
+        remote.objects.delete(["catalog.json"])
+        if damage is not None:
+            remote.objects.put("catalog.json", damage)
+        assert remote.summaries() == rows
+
+
+class TestUploads:
+    """What is uploaded, in which order, and what retention spares for it."""
+
+    @pytest.fixture
+    def store(self, tmp_path: Path) -> CheckpointStore:
+        return CheckpointStore(tmp_path / "checkpoints")
+
+    def uploader(self, store: CheckpointStore, remote: RemoteStore, **ckpt: Any) -> Uploader:
+        """The uploader of an attempt that has claimed the prefix."""
+        remote.claim("run", "run:1")
+        uploads = RunUploads(store, CkptConfig(remote="file:///unused", **ckpt), last=9)
+        uploader = Uploader(uploads, remote, "run:1", run_files=[store.root / "metrics.jsonl"])
+        uploader.begin()
+        return uploader
+
+    def test_the_newest_goes_first(self, store: CheckpointStore, remote: RemoteStore):
+        """Steps that are no multiples of the interval stay here, but for the last one of the run."""
+        for step in (2, 3, 4, 9):
+            make_step(store.root, step, {"a": b"1"})
+        (store.root / "metrics.jsonl").write_text("rows")
+        uploader = self.uploader(store, remote, remote_interval=2)
+        order: list[int] = []
+        while (step := uploader.next_step()) is not None:
+            uploader.upload(step)
+            order.append(step)
+        assert order == [9, 4, 2]
+        assert remote.steps() == [2, 4, 9]
+        assert remote.objects.get("run/metrics.jsonl") == b"rows"
+        assert self.uploader(store, remote).next_step() == 3
+
+    def test_retention_spares_what_waits(self, store: CheckpointStore, remote: RemoteStore):
+        """The step that is being uploaded and the newest others, as many as the settings allow."""
+        for step in (1, 2, 3, 4):
+            make_step(store.root, step, {"a": b"1"})
+        uploads = self.uploader(store, remote).uploads
+        assert uploads.hold([1, 2, 3]) == Hold(frozenset({2, 3}), frozenset({1}))
+        uploads.write(Uploaded(uploading=1))
+        assert uploads.hold([1, 2, 3]) == Hold(frozenset({1, 3}), frozenset({2}))
+        uploads.write(Uploaded((1, 2)))
+        assert uploads.hold([1, 2, 3]) == Hold(frozenset({3}), frozenset())
+        uploads.write(Uploaded(given_up="the key was revoked"))
+        assert uploads.hold([1, 2, 3]) == Hold(frozenset(), frozenset())
+
+    def test_remote_steps_have_rules_of_their_own(self, store: CheckpointStore, remote: RemoteStore):
+        """Pinned steps stay there as here."""
+        for step in (1, 2, 3, 4):
+            make_step(store.root, step, {"a": b"1"})
+        set_pin(store, 1, True)
+        uploader = self.uploader(store, remote, remote_keep_last=1, remote_keep_every=2)
+        for step in (1, 2, 3, 4):
+            uploader.upload(step)
+        assert remote.steps() == [1, 2, 4]
+        assert uploader.uploads.read() == Uploaded((1, 2, 4))
+
+    def test_an_older_attempt_stops(self, store: CheckpointStore, remote: RemoteStore):
+        """Even if the newer one, on another machine, claims the prefix while a step is being uploaded."""
+        make_step(store.root, 1, {"a": b"1"})
+        uploader = self.uploader(store, remote)
+        with pytest.raises(Taken, match="another attempt has taken it over"):
+            uploader.upload(1, on_bytes=lambda count: remote.claim("run", "run:2"))
+        assert remote.steps() == []
+        assert uploader.uploads.read() == Uploaded()
+
+    def test_the_rate_is_limited(self):
+        """By the bytes that were read so far."""
+        began = time.monotonic()
+        limit = Limit(1_000_000)
+        for _ in range(5):
+            limit(20_000)
+        assert time.monotonic() - began >= 0.1
