@@ -16,7 +16,7 @@ from cairn.run.files import DamagedFile, read_json, write_json
 logger = logging.getLogger(__name__)
 
 PINS = "pins.json"
-WAITING = "waiting for its export"
+WAITING = "waiting for an export or upload"
 """Why a step is kept that no rule keeps."""
 Spare = Callable[[Collection[int]], Collection[int]]
 """Which of the steps that no rule keeps must stay for now, because somebody still needs them."""

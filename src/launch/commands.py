@@ -39,6 +39,7 @@ from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
 from cairn.launch.supervisor import run_roles
+from cairn.launch.uploading import finish_uploads
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
 from cairn.orchestrator.following import AttemptOver
@@ -82,6 +83,8 @@ def start(command: str, config: RunConfig) -> int:
     if is_complete(config, chosen):
         if missing := finish_exports(config):
             raise RoleFailed(f"the run is complete, but not all of it could be exported: {missing}")
+        assert chosen.manifest is not None, "a complete run has a last step"
+        finish_uploads(config, chosen.manifest.run_id)
         print(
             f"the run is complete: {chosen.folder} is step {chosen.step} of --max-steps {config.max_steps}; "
             "give a larger --max-steps to continue",

@@ -19,7 +19,7 @@ from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
 from cairn.run.view import RunView
 
-ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",), ("exporter",))
+ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",), ("exporter",), ("uploader",))
 """Roles whose heartbeats are shown; the exporter's only while it has something to do. For the trainer: rank
 0's, or its driver's before there are ranks."""
 QUIET_SECONDS = 10.0
@@ -71,8 +71,9 @@ class StepDisplay:
                 self.console.print(
                     f"{event['role']} {event['reason']} and {event['how']}", markup=False, soft_wrap=True
                 )
-            elif event["event"] == "not_exported":
-                text = f"warning: step {event['step']} is not exported: {event['reason']}"
+            elif event["event"] in ("not_exported", "not_uploaded"):
+                what = event["event"].removeprefix("not_")
+                text = f"warning: step {event['step']} is not {what}: {event['reason']}"
                 self.console.print(text, markup=False, soft_wrap=True)
         self._events_seen = len(events)
         now = time.monotonic()
@@ -114,7 +115,7 @@ class StepDisplay:
         for names in ROLES:
             for name in names:
                 beat = self._view.beat(name)
-                idle = name == "exporter" and beat is not None and beat.waiting
+                idle = name in ("exporter", "uploader") and beat is not None and beat.waiting
                 if beat is not None and beat.since >= self._began and not idle:
                     seconds = time.time() - beat.since
                     lasting = f" ({seconds:.0f} s)" if seconds >= 2 else ""

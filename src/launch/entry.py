@@ -15,6 +15,7 @@ from cairn.launch.exporting import run_exporter
 from cairn.launch.placing import gpus_of_server
 from cairn.launch.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
+from cairn.launch.uploading import run_uploader
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.output import start_logging
@@ -39,6 +40,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
         "orchestrator": lambda: run_orchestrator(of("orchestrator"), attempt, run, turn),
         "inference": lambda: run_inference(of("inference"), run),
         "exporter": lambda: run_exporter(config, attempt, run),
+        "uploader": lambda: run_uploader(config, attempt, run),
     }
     return runs[role]()
 

@@ -5,10 +5,10 @@ import time
 from collections.abc import Mapping
 
 from cairn.config.kinds import KINDS, RunConfig
+from cairn.launch.beside import work_beside
 from cairn.launch.display import StepDisplay
 from cairn.launch.endings import RANK_DIED, conclude, conclude_early
 from cairn.launch.exits import EXIT_LOST, WORKING
-from cairn.launch.exporter_place import exporting
 from cairn.launch.process import stop_on_signals
 from cairn.launch.ray_folder import remove_private_folders
 from cairn.launch.role_place import OWN_WORKERS, RolePlace
@@ -25,7 +25,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
 
     Raises:
-        RoleFailed: a role failed for good; or the run is complete, but not all of it could be exported.
+        RoleFailed: a role failed for good; or the run is complete, but its exports or uploads are not.
         StartDamaged: the checkpoint that the trainer must resume from is damaged.
         KeyboardInterrupt: the user asked to stop a second time.
     """
@@ -36,7 +36,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     with (
         stop_on_signals(run, at_once.set),
         StepDisplay(run, attempt.start_step, config.max_steps) as display,
-        exporting(run, config, attempt) as exporter,
+        work_beside(run, config, attempt) as beside,
     ):
         watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
         try:
@@ -44,7 +44,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
                 stopping = run.stop_requested() is not None
                 for role in watched.values():
                     role.look_after(display.step, stopping=stopping)
-                exporter.look_after(display.step, stopping=stopping)
+                beside.look_after(display.step, stopping=stopping)
                 if at_once.is_set():
                     raise KeyboardInterrupt
                 if stopping and (cut_short := hopeless(run, watched)):
@@ -57,14 +57,16 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
             run.end_roles("stopped", *roles, *OWN_WORKERS)
             remove_private_folders()
         if not cut_short and watched["trainer"].exit_code == 0:
-            exporter.finish(display.update, lambda: run.stop_requested() is not None)
+            beside.finish(display.update, lambda: run.stop_requested() is not None)
+        elif run.stop_requested() and config.ckpt:
+            beside.finish_stopped(display.step, config.ckpt.remote_grace, display.update, at_once.is_set)
     if cut_short:
         code = conclude_early(run, attempt, display.step, config, cut_short)
     else:
         code = conclude(run, attempt, watched["trainer"].exit_code, display.step, config)
     if account := display.account():
         print(account, flush=True)
-    return exporter.conclude(code)
+    return beside.conclude(code)
 
 
 def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:

@@ -1,9 +1,7 @@
-"""Uploads of a run's steps while it trains: the process that makes them, and how they end."""
+"""The process that uploads a run's steps while it trains."""
 
-import contextlib
 import logging
 import time
-from collections.abc import Callable, Generator
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
@@ -12,8 +10,6 @@ from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
-from cairn.launch.background_place import BackgroundPlace
-from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
@@ -25,7 +21,6 @@ from cairn.run.progress import lines, progress_bars
 
 logger = logging.getLogger(__name__)
 
-NAME = "uploader"
 LOOK_SECONDS = 0.5
 """Between two looks for a step to upload."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
@@ -38,96 +33,6 @@ def uploads_of(config: RunConfig) -> RunUploads | None:
     if ckpt is None or ckpt.remote is None:
         return None
     return RunUploads(CheckpointStore(config.run_directory().checkpoints), ckpt, config.max_steps)
-
-
-class UploadWork:
-    """The uploads of a run, as `BackgroundPlace` sees them."""
-
-    name = NAME
-
-    def __init__(self, uploads: RunUploads, run: RunDirectory):
-        self.uploads = uploads
-        self.run = run
-
-    def newest_done(self) -> int:
-        """The newest step that was uploaded."""
-        return max(self.uploads.read().steps, default=0)
-
-    def give_up(self, step: int, reason: str) -> None:
-        """Upload nothing more in this attempt."""
-        self.uploads.give_up(reason)
-        self.run.history.not_uploaded(step, reason)
-
-    def is_done_for(self, step: int) -> bool:
-        """Whether the newest saved step is uploaded: it alone is worth waiting for."""
-        newest = self.uploads.store.latest()
-        return newest is None or newest in self.uploads.read().steps
-
-
-@contextlib.contextmanager
-def uploading(run: RunDirectory, config: RunConfig) -> Generator["Uploads"]:
-    """What uploads the run's steps as long as the block lasts."""
-    uploads = uploads_of(config)
-    if uploads is None:
-        yield NoUploads()
-        return
-    place = UploadPlace(run, config, uploads)
-    try:
-        yield place
-    finally:
-        place.stop()
-
-
-class Uploads:
-    """What the launcher asks for when it comes to uploads; of a run without a remote store, nothing."""
-
-    def look_after(self, step: int, *, stopping: bool) -> None:
-        """Keep the process at work; `step` is the run's newest step."""
-
-    def finish(self, update: Callable[[], None], interrupted: Callable[[], bool]) -> None:
-        """Wait until all is uploaded, once the run's last step is saved."""
-
-    def finish_stopped(
-        self, step: int, seconds: float, update: Callable[[], None], interrupted: Callable[[], bool]
-    ) -> None:
-        """Wait, but only for so long, until the newest step of a stopped run is uploaded."""
-
-    def conclude(self, code: int) -> int:
-        """Say what is uploaded and what is not; returns the launcher's exit code, of the run alone `code`.
-
-        Raises:
-            RoleFailed: the run is complete, but its last step is not uploaded.
-        """
-        return code
-
-
-NoUploads = Uploads
-
-
-class UploadPlace(BackgroundPlace, Uploads):
-    """Keeps the uploader at work (`run_uploader`)."""
-
-    def __init__(self, run: RunDirectory, config: RunConfig, uploads: RunUploads):
-        super().__init__(run, config, UploadWork(uploads, run))
-        self.uploads = uploads
-
-    def conclude(self, code: int) -> int:
-        """See `Uploads`."""
-        remote, waiting = self.uploads.ckpt.remote, self.uploads.missing()
-        newest = max(self.uploads.read().steps, default=None)
-        there = f"{remote} has step {newest}" if newest else f"{remote} has no step"
-        if not waiting:
-            print(there, flush=True)
-            return code
-        steps = ", ".join(map(str, waiting))
-        if code == EXIT_STOPPED or self.interrupted:
-            print(f"{there}; not uploaded yet: {steps}; a resumed run goes on with that", flush=True)
-            return EXIT_STOPPED
-        reason = self.uploads.read().given_up or "see the log of the uploader"
-        raise RoleFailed(
-            f"the run is complete, but {there}; not uploaded: {steps} ({reason}); --ckpt.resume auto tries "
-            "again"
-        )
 
 
 def finish_uploads(config: RunConfig, run_id: str) -> None:

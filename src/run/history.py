@@ -18,6 +18,7 @@ FIELDS: dict[str, dict[str, type]] = {
     "recompute": {"steps": int},
     "change": {"step": int, "name": str},
     "not_exported": {"step": int, "reason": str},
+    "not_uploaded": {"step": int, "reason": str},
 }
 """The fields of each event, and their types."""
 PREFIX = "run/"
@@ -32,6 +33,7 @@ class History(JsonLines):
       says what took its place.
     - change: from `step` on the recipe has another value of `name`: `now`, no longer `was`.
     - not_exported: the checkpoint of `step` could not be exported (`reason`); training goes on.
+    - not_uploaded: the same of an upload to the remote store.
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
     """
 
@@ -71,6 +73,10 @@ class History(JsonLines):
     def not_exported(self, step: int, reason: str) -> None:
         """A step could not be exported, at least not at once."""
         self._note({"time": time.time(), "event": "not_exported", "step": step, "reason": reason})
+
+    def not_uploaded(self, step: int, reason: str) -> None:
+        """A step could not be uploaded, at least not at once."""
+        self._note({"time": time.time(), "event": "not_uploaded", "step": step, "reason": reason})
 
     def _note(self, event: dict[str, Any]) -> None:
         """Add an event; a run that goes on at a full disk does so without it."""

@@ -12,6 +12,7 @@ from cairn.checkpoint.diff import compare
 from cairn.checkpoint.exports import run_exports
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
+from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.retention import (
     WAITING,
     Spare,
@@ -20,7 +21,6 @@ from cairn.checkpoint.retention import (
     read_steps,
     reasons_to_keep,
     set_pin,
-    spare_none,
 )
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
@@ -128,12 +128,15 @@ def _rules(path: Path) -> CkptConfig:
 
 
 def _waiting(path: Path, store: CheckpointStore, rules: CkptConfig) -> Spare:
-    """Which steps that no rule keeps wait to be exported, if the run around the checkpoints exports any."""
-    if rules.export is None or rules.export.folder is None:
-        return spare_none
-    last = run_config(path).get("max_steps", 0)
-    made = run_exports(rules.export, last=last, attempt=attempt_id(path))
-    return lambda unkept: made.hold(store, unkept).kept
+    """Which steps that no rule keeps wait to be exported or uploaded by the run around the checkpoints."""
+    last, spares = run_config(path).get("max_steps", 0), list[Spare]()
+    if rules.export is not None and rules.export.folder is not None:
+        made = run_exports(rules.export, last=last, attempt=attempt_id(path))
+        spares.append(lambda unkept: made.hold(store, unkept).kept)
+    if rules.remote is not None:
+        uploads = RunUploads(store, rules, last)
+        spares.append(lambda unkept: uploads.hold(unkept).kept)
+    return lambda unkept: {step for spare in spares for step in spare(unkept)}
 
 
 def _rules_and_pins(path: Path, store: CheckpointStore) -> tuple[CkptConfig, set[int]]:

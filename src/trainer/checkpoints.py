@@ -22,9 +22,9 @@ from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.machine import available_memory, bytes_of
-from cairn.trainer.exports import ExportsWaiting, NothingWaits
 from cairn.trainer.model import companions
 from cairn.trainer.task import Context
+from cairn.trainer.waiting import AllWaiting
 
 logger = logging.getLogger(__name__)
 
@@ -166,7 +166,7 @@ class TrainerCheckpoints:
         group = state.group
         self._companions = companions(state.policy.module, context.model_folder) if group.rank == 0 else {}
         self._saved_at = time.monotonic()
-        waiting = ExportsWaiting(context, ckpt.export) if ckpt.export else NothingWaits()
+        waiting = AllWaiting(context, ckpt)
         self.metrics = waiting.metrics
 
         def committed(step: int) -> None:

@@ -1,0 +1,28 @@
+"""The work beside a run, by its settings: exports and uploads of its steps."""
+
+import contextlib
+from collections.abc import Generator
+
+from cairn.config.kinds import RunConfig
+from cairn.launch.background_place import BackgroundPlace, Beside
+from cairn.launch.exporter_place import ExporterPlace
+from cairn.launch.exporting import exports_of
+from cairn.launch.uploader_place import UploaderPlace
+from cairn.launch.uploading import uploads_of
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
+
+
+@contextlib.contextmanager
+def work_beside(run: RunDirectory, config: RunConfig, attempt: Attempt) -> Generator[Beside]:
+    """All of it, at work as long as the block lasts."""
+    places: list[BackgroundPlace] = []
+    beside = Beside(config, places)
+    try:
+        if (uploads := uploads_of(config)) is not None:
+            places.append(UploaderPlace(run, config, uploads))
+        if (made := exports_of(config, attempt.id)) is not None:
+            places.append(ExporterPlace(run, config, made))
+        yield beside
+    finally:
+        beside.stop()

@@ -1,0 +1,114 @@
+"""What exports and uploads mean for retention: steps that wait for them are spared, within a bound."""
+
+import logging
+from collections.abc import Collection, Mapping
+from typing import Protocol
+
+from cairn.checkpoint.exports import run_exports
+from cairn.checkpoint.remote.uploads import RunUploads
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.config.export import ExportConfig
+from cairn.run.history import PREFIX
+from cairn.trainer.task import Context
+
+logger = logging.getLogger(__name__)
+
+
+class Waiting(Protocol):
+    """Work beside the run that some steps wait for."""
+
+    def spare(self, unkept: Collection[int]) -> Collection[int]:
+        """The steps that stay although no rule keeps them; see `retention.Spare`."""
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """How many steps waited, and how many of them no rule kept, when the newest step was committed."""
+        ...
+
+
+class AllWaiting:
+    """All such work, by the settings of checkpoints."""
+
+    def __init__(self, context: Context, ckpt: CkptConfig):
+        self._parts: list[Waiting] = []
+        if ckpt.export is not None:
+            self._parts.append(ExportsWaiting(context, ckpt.export))
+        if ckpt.remote is not None:
+            self._parts.append(UploadsWaiting(context, ckpt))
+
+    def spare(self, unkept: Collection[int]) -> Collection[int]:
+        """What any of it needs."""
+        return {step for part in self._parts for step in part.spare(unkept)}
+
+    def metrics(self) -> Mapping[str, float]:
+        """Those of all."""
+        return {name: value for part in self._parts for name, value in part.metrics().items()}
+
+
+class ExportsWaiting:
+    """Spares steps that wait to be exported, as many as the settings allow, and says so."""
+
+    def __init__(self, context: Context, config: ExportConfig):
+        self._run = context.run
+        self._store = CheckpointStore(context.run.checkpoints)
+        self._exports = run_exports(config, last=context.state.config.max_steps, attempt=context.attempt.id)
+        self._waiting = 0
+        self._spared: frozenset[int] = frozenset()
+
+    def spare(self, unkept: Collection[int]) -> Collection[int]:
+        """The steps that stay although no rule keeps them; see `retention.Spare`."""
+        self._waiting = len(self._exports.waiting(self._store))
+        hold = self._exports.hold(self._store, unkept)
+        for step in sorted(hold.kept - self._spared):
+            logger.info("step %d stays until it is exported, although no rule keeps it", step)
+        for step in sorted(hold.missed):
+            reason = (
+                f"{len(hold.kept)} other steps wait already, as many as --ckpt.export.max-waiting allows, so "
+                "retention deletes it"
+            )
+            logger.warning("step %d is not exported: %s", step, reason)
+            self._run.history.not_exported(step, reason)
+        self._spared = hold.kept
+        return hold.kept
+
+    def metrics(self) -> Mapping[str, float]:
+        """How many steps waited, and how many of them no rule kept, when the newest step was committed."""
+        return {
+            f"{PREFIX}exports_waiting": self._waiting,
+            f"{PREFIX}exports_spared": len(self._spared),
+        }
+
+
+class UploadsWaiting:
+    """Spares steps that wait to be uploaded, as many as the settings allow, and says so."""
+
+    def __init__(self, context: Context, ckpt: CkptConfig):
+        self._run = context.run
+        store = CheckpointStore(context.run.checkpoints)
+        self._uploads = RunUploads(store, ckpt, context.state.config.max_steps)
+        self._waiting = 0
+        self._spared: frozenset[int] = frozenset()
+
+    def spare(self, unkept: Collection[int]) -> Collection[int]:
+        """See `Waiting`."""
+        self._waiting = len(self._uploads.waiting())
+        hold = self._uploads.hold(unkept)
+        for step in sorted(hold.kept - self._spared):
+            logger.info("step %d stays until it is uploaded, although no rule keeps it", step)
+        for step in sorted(hold.missed):
+            reason = (
+                f"{len(hold.kept)} other steps wait already, as many as --ckpt.remote-max-waiting allows, so "
+                "retention deletes it"
+            )
+            logger.warning("step %d is not uploaded: %s", step, reason)
+            self._run.history.not_uploaded(step, reason)
+        self._spared = hold.kept
+        return hold.kept
+
+    def metrics(self) -> Mapping[str, float]:
+        """See `Waiting`."""
+        return {
+            f"{PREFIX}uploads_waiting": self._waiting,
+            f"{PREFIX}uploads_spared": len(self._spared),
+        }
