@@ -346,8 +346,8 @@ def test_ckpt_prune_and_list_know_what_waits(
     (run / "config.json").write_text(config.model_dump_json())
     rows = json.loads(ckpt("prune", run, "--keep-last", 1, "--json").output)
     assert rows["kept"] == {
-        "2": ["waiting for its export"],
-        "4": ["waiting for its export"],
+        "2": ["waiting for an export or upload"],
+        "4": ["waiting for an export or upload"],
         "6": ["newest", "last"],
     }
     assert ckpt("export", run, run / "exports", "--all").code == 0
