@@ -21,6 +21,7 @@ from cairn.checkpoint.retention import (
     read_steps,
     reasons_to_keep,
     set_pin,
+    spare_none,
 )
 from cairn.checkpoint.store import CheckpointStore, verify
 from cairn.config.ckpt import CkptConfig
@@ -129,6 +130,8 @@ def _rules(path: Path) -> CkptConfig:
 
 def _waiting(path: Path, store: CheckpointStore, rules: CkptConfig) -> Spare:
     """Which steps that no rule keeps wait to be exported or uploaded by the run around the checkpoints."""
+    if rules.export is None and rules.remote is None:
+        return spare_none
     last, spares = run_config(path).get("max_steps", 0), list[Spare]()
     if rules.export is not None and rules.export.folder is not None:
         made = run_exports(rules.export, last=last, attempt=attempt_id(path))

@@ -65,35 +65,38 @@ def in_seconds(seconds: float) -> datetime.datetime:
 AWS = "/latest/meta-data/spot/instance-action"
 GCP = "/computeMetadata/v1/instance/preempted"
 AZURE = "/metadata/scheduledevents?api-version=2020-07-01"
-CLOUDS = {
-    "aws": (
-        {"X-aws-ec2-metadata-token": "a token"},
-        {},
-        {AWS: json.dumps({"action": "terminate", "time": f"{in_seconds(110):%Y-%m-%dT%H:%M:%SZ}"})},
-    ),
-    "gcp": ({"Metadata-Flavor": "Google"}, {GCP: "FALSE"}, {GCP: "TRUE"}),
-    "azure": (
-        {"Metadata": "true"},
-        {AZURE: json.dumps({"Events": [{"EventType": "Reboot"}]})},
-        {
-            AZURE: json.dumps(
-                {"Events": [{"EventType": "Preempt", "NotBefore": format_datetime(in_seconds(40))}]}
-            )
-        },
-    ),
+HEADERS = {
+    "aws": {"X-aws-ec2-metadata-token": "a token"},
+    "gcp": {"Metadata-Flavor": "Google"},
+    "azure": {"Metadata": "true"},
+}
+CALM = {
+    "aws": {},
+    "gcp": {GCP: "FALSE"},
+    "azure": {AZURE: json.dumps({"Events": [{"EventType": "Reboot"}]})},
 }
 
 
-@pytest.mark.parametrize("cloud", CLOUDS)
+def noticing(cloud: str) -> dict[str, str]:
+    """Answers that hold a notice."""
+    action = {"action": "terminate", "time": f"{in_seconds(110):%Y-%m-%dT%H:%M:%SZ}"}
+    event = {"EventType": "Preempt", "NotBefore": format_datetime(in_seconds(40))}
+    return {
+        "aws": {AWS: json.dumps(action)},
+        "gcp": {GCP: "TRUE"},
+        "azure": {AZURE: json.dumps({"Events": [event]})},
+    }[cloud]
+
+
+@pytest.mark.parametrize("cloud", HEADERS)
 def test_a_cloud_is_asked_as_it_wants(service: Service, cloud: str):
     """None without a notice, and the seconds that are left with one."""
-    headers, calm, notice = CLOUDS[cloud]
-    service.wanted = headers
+    service.wanted = HEADERS[cloud]
     ask = asking(PreemptionConfig(watch=cloud, url=service.url))
     assert ask is not None
-    service.answers = {path: (200, text) for path, text in calm.items()}
+    service.answers = {path: (200, text) for path, text in CALM[cloud].items()}
     assert ask() is None
-    service.answers = {path: (200, text) for path, text in notice.items()}
+    service.answers = {path: (200, text) for path, text in noticing(cloud).items()}
     found = ask()
     assert found is not None
     assert found.seconds is not None
