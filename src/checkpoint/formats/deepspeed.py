@@ -1,20 +1,11 @@
 """Checkpoints of DeepSpeed's engine: the partitions of ZeRO 1, 2 and 3, and universal checkpoints."""
 
-import re
 from pathlib import Path
 
 from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.deepspeed_files import LATEST, STATES, UNIVERSAL
 from cairn.checkpoint.formats.reading_back import read_back
 from cairn.checkpoint.manifest import Damaged
-
-LATEST = ("latest", "latest_universal")
-"""The files in which the engine, and its converter, name the newest checkpoint's folder."""
-UNIVERSAL = "zero"
-"""The folder of a universal checkpoint that holds a folder for each parameter."""
-STATES = re.compile(
-    r"(?:(?P<kind>bf16_|fp16_)?zero_pp_rank_(?P<rank>\d+)_)?mp_rank_(?P<mp>\d+)_(?P<what>model|optim)_states\.pt"
-)
-"""The names of the files of an engine without pipeline and expert parallelism."""
 
 
 class DeepSpeed:

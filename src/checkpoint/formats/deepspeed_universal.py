@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats.content import Content, Source
-from cairn.checkpoint.formats.deepspeed import STATES, UNIVERSAL
+from cairn.checkpoint.formats.deepspeed_files import STATES, UNIVERSAL
 from cairn.checkpoint.formats.deepspeed_state import (
     ALLOWED,
     MOMENTS,

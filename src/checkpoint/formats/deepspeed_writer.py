@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.formats.content import Content, Source, WriteOptions
-from cairn.checkpoint.formats.deepspeed import LATEST, UNIVERSAL
+from cairn.checkpoint.formats.deepspeed_files import LATEST, UNIVERSAL
 from cairn.checkpoint.formats.deepspeed_state import MOMENTS
 from cairn.checkpoint.formats.deepspeed_universal import MASTER, OPTIMIZER_STATE
 from cairn.checkpoint.formats.fitting import refuse

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats.content import Content, Source
-from cairn.checkpoint.formats.deepspeed import STATES
+from cairn.checkpoint.formats.deepspeed_files import STATES
 from cairn.checkpoint.formats.deepspeed_state import (
     ALLOWED,
     MOMENTS,
