@@ -29,6 +29,9 @@ from cairn.run.files import naming
 FILE_TYPES = {"F32": 0, "F16": 1, "Q8_0": 7, "BF16": 32}
 """GGUF's numbers of what most of a file is in."""
 
+QUANTIZED_AT_ONCE = 1 << 19
+"""Values; gguf makes several copies of them. A multiple of BLOCK."""
+
 
 def write(content: Content, path: Path, options: WriteOptions) -> None:
     """Write a model, its tokenizer and its chat template; see `gguf.Gguf.write`."""
@@ -91,7 +94,7 @@ def check(
 def _in_steps(source: Source) -> Iterator[torch.Tensor]:
     """The values of a tensor in pieces of a fixed number of values, whatever its data type."""
     for piece in pieces_of(source):
-        yield from piece.split(PIECE_BYTES // 8)
+        yield from piece.split(PIECE_BYTES // 64)
 
 
 def _is_matrix(source: Source) -> bool:
@@ -154,10 +157,11 @@ def _encoded(gguf: Any, name: str, source: Source, kind: str) -> Iterator[memory
     """
     for piece in pieces_of(source):
         if kind == "Q8_0":
-            blocks = piece.float().view(-1, BLOCK)
-            if bool((blocks.abs() > 127 * torch.finfo(torch.float16).max).any()):
-                raise CheckpointError(f"{name} has values beyond the range of Q8_0")
-            yield gguf.quants.quantize(blocks.numpy(), gguf.GGMLQuantizationType.Q8_0).reshape(-1).data
+            for part in piece.split(QUANTIZED_AT_ONCE):
+                blocks = part.float().view(-1, BLOCK)
+                if bool((blocks.abs() > 127 * torch.finfo(torch.float16).max).any()):
+                    raise CheckpointError(f"{name} has values beyond the range of Q8_0")
+                yield gguf.quants.quantize(blocks.numpy(), gguf.GGMLQuantizationType.Q8_0).reshape(-1).data
         else:
             cast = piece.to(DTYPES[kind])
             if bool((cast.isinf() & piece.isfinite()).any()):
