@@ -395,6 +395,16 @@ def test_the_rate_of_the_next_step(written: Path, tmp_path: Path):
     assert said == "read back and equal; torchtitan decays all weights by 0.1, Cairn matrices only"
 
 
+@pytest.mark.parametrize("dtype", [None, "BF16"])
+def test_progress_ends_at_the_steps_size(written: Path, tmp_path: Path, dtype: str | None):
+    """Also where tied weights are written twice, and others converted."""
+    content = content_of_step(imported(written, "qwen3_tied", "plain", tmp_path))
+    told: list[int] = []
+    PrimeRl().write(content, tmp_path, WriteOptions(dtype, on_bytes=told.append))
+    sizes = [source.spec.nbytes for named in content.tensors.values() for source in named.values()]
+    assert sorted(told) == sorted(sizes)
+
+
 def test_a_step_that_does_not_say_its_settings(written: Path, tmp_path: Path):
     """One from a program that saved none is no checkpoint of prime-rl."""
     content = replace(content_of_step(imported(written, "llama", "plain", tmp_path)), settings={})

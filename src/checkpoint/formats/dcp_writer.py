@@ -52,13 +52,17 @@ class _Planner(DefaultSavePlanner):
         super().__init__()
         self._tensors = tensors
         self._on_bytes = on_bytes
+        self._told: set[int] = set()
 
     def lookup_object(self, index: MetadataIndex) -> Any:
         """What is stored under a key."""
         if index.fqn not in self._tensors:
             return super().lookup_object(index)
-        whole = self._tensors[index.fqn].read()
-        self._on_bytes(whole.nbytes)
+        tensor = self._tensors[index.fqn]
+        whole = tensor.read()
+        if id(tensor.source) not in self._told:  # a tied weight is written under each name
+            self._told.add(id(tensor.source))
+            self._on_bytes(tensor.source.spec.nbytes)
         return whole
 
 
