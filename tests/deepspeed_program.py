@@ -1,6 +1,7 @@
 """A program that trains with DeepSpeed on two ranks, and saves with its engine; started by torchrun.
 
-`deepspeed_program.py train OUT` trains what `runs_of` lists; `resume OUT` goes on from universal checkpoints.
+`deepspeed_program.py train OUT` trains what RUNS lists; `resume OUT` goes on from universal checkpoints.
+`trainer OUT` does both with transformers' Trainer: it goes on from `OUT/back`, where that is there.
 """
 
 import json
@@ -183,7 +184,55 @@ def resume(out: Path) -> None:
         engine.destroy()
 
 
+class SameRow(torch.utils.data.Dataset[dict[str, torch.Tensor]]):
+    """Gives the first row of `tokens(STEPS + 1)`, whatever is asked for."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        row = tokens(STEPS + 1, 100)[0]
+        return {"input_ids": row, "labels": row}
+
+
+def trainer(out: Path) -> None:
+    """Let Trainer train STEPS + 1 steps, or go on to there, and write each step's loss."""
+    from transformers import Trainer, TrainingArguments
+
+    back = out / "back" if (out / "back").exists() else None
+    config: dict[str, Any] = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 1.0,
+        "zero_optimization": {"stage": 2},
+        "zero_allow_untested_optimizer": True,
+        "zero_force_ds_cpu_optimizer": False,
+        "checkpoint": {"load_universal": back is not None},
+    }
+    arguments = TrainingArguments(
+        output_dir=str(out / ("resumed" if back else "first")),
+        per_device_train_batch_size=1,
+        max_steps=STEPS + 1,
+        save_steps=1,
+        logging_steps=1,
+        learning_rate=RATE,
+        lr_scheduler_type="constant",
+        optim="adamw_torch",
+        use_cpu=True,
+        deepspeed=config,
+        report_to=[],
+        disable_tqdm=True,
+    )
+    model = AutoModelForCausalLM.from_pretrained(out / "llama", dtype=torch.float32)
+    run = Trainer(model=model, args=arguments, train_dataset=SameRow())
+    done = run.train(resume_from_checkpoint=str(back) if back else None)
+    if run.args.process_index == 0:
+        losses = [entry["loss"] for entry in run.state.log_history if "loss" in entry]
+        last = losses[-1] if back is None else done.training_loss  # of the step after the resumption
+        (out / ("resumed.json" if back else "trained.json")).write_text(json.dumps(last))
+        print("Trainer", "resumed" if back else "trained", last, flush=True)
+
+
 if __name__ == "__main__":
     os.environ.setdefault("DS_ACCELERATOR", "cpu")
     deepspeed.init_distributed(dist_backend="gloo")
-    {"train": train, "resume": resume}[sys.argv[1]](Path(sys.argv[2]))
+    {"train": train, "resume": resume, "trainer": trainer}[sys.argv[1]](Path(sys.argv[2]))

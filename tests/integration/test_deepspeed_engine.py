@@ -165,3 +165,24 @@ def test_frozen_weights_are_read_but_no_run_goes_on_from_them(trained: Path, tmp
     assert torch.equal(values(weights["model.embed_tokens.weight"]), first)
     with pytest.raises(CheckpointError, match=r"missing for these weights: model\.embed_tokens"):
         import_checkpoint(trained / run.name, tmp_path, "deepspeed", model=trained / run.model)
+
+
+def test_trainer_with_deepspeed(group: RankGroup, tmp_path: Path):
+    """Cairn takes the step after its checkpoint-2, and Trainer takes it from an export of that."""
+    pytest.importorskip("accelerate", reason="Trainer needs it; it is in the group `formats`")
+    make("llama", tmp_path / "llama")
+    print(launch("trainer", tmp_path))
+    source = tmp_path / "first" / f"checkpoint-{STEPS}"
+    assert format_of(source) == "deepspeed"
+    step, *_ = import_checkpoint(source, tmp_path / "cairn", "deepspeed")
+    rows = tokens(STEPS + 1, 100)[:1].expand(2, -1)
+    loss, found = next_step(group, step, STEPS + 1, rows, lr=RATE, betas=(0.9, 0.999))
+    theirs = json.loads((tmp_path / "trained.json").read_text())
+    print(f"Trainer: step {STEPS + 1} of Cairn {loss:.9f}, of Trainer {theirs:.9f}")
+    assert loss == pytest.approx(theirs, rel=1e-5)
+    after = load_file(tmp_path / "first" / f"checkpoint-{STEPS + 1}" / "model.safetensors")
+    for name, tensor in after.items():
+        torch.testing.assert_close(found[name], tensor, rtol=1e-5, atol=2e-6)
+    export(step, tmp_path / "back", "deepspeed", WriteOptions())
+    print(launch("trainer", tmp_path))
+    assert json.loads((tmp_path / "resumed.json").read_text()) == theirs

@@ -1,6 +1,7 @@
 """Checkpoints of DeepSpeed in its layouts, read, written and refused; tests/integration has the program."""
 
 import functools
+import json
 import os
 import zipfile
 from collections.abc import Callable
@@ -109,6 +110,8 @@ def test_an_export_comes_back(ckpt, tmp_path: Path, family: str):
     assert finished.code == 0, finished.output
     assert "read back and equal" in finished.output
     assert (out / "latest_universal").read_text() == "global_step2"
+    assert json.loads((out / "trainer_state.json").read_text())["global_step"] == 2
+    assert torch.load(out / "scheduler.pt", weights_only=True)["last_epoch"] == 2
     held = truth(trained)
     for path in out.rglob("*.pt"):
         found = torch.load(path, weights_only=True)

@@ -14,6 +14,7 @@ from cairn.checkpoint.formats.deepspeed_files import LATEST, UNIVERSAL
 from cairn.checkpoint.formats.deepspeed_state import MOMENTS
 from cairn.checkpoint.formats.deepspeed_universal import MASTER, OPTIMIZER_STATE
 from cairn.checkpoint.formats.fitting import refuse
+from cairn.checkpoint.formats.hf_trainer_writer import write_progress
 from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.outgoing import Outgoing, weights_of
 from cairn.checkpoint.formats.rates import rate_of
@@ -27,10 +28,14 @@ MODEL_STATES = ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_s
 """The engine's state, under the names that ZeRO 1 and 2, and ZeRO 3, look for."""
 GROUPS = 64
 """Groups of parameters that are described: the loader leaves those out that come after the last one here."""
+TRAINER_GROUPS = 2
+"""Groups of parameters that Trainer makes: with weight decay, and without."""
 
 
 def write(content: Content, folder: Path, options: WriteOptions) -> None:
     """Write `latest_universal` and the folder that it names, beside config.json and tokenizer.
+
+    Trainer resumes from it as from its own `checkpoint-N`; its files are there, too.
 
     Raises:
         CheckpointError: there is no state of AdamW, or something in it has no counterpart.
@@ -60,6 +65,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     for name in MODEL_STATES:
         torch.save(_model_state(content, content.step, shapes, tied), inner / name)
     (folder / LATEST[1]).write_text(tag)
+    write_progress(content, folder, TRAINER_GROUPS, rate_of(content.settings, content.step + 1))
 
 
 def _check(weights: Mapping[str, Outgoing], state: Mapping[str, Source], where: Path) -> None:

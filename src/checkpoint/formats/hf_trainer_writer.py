@@ -62,21 +62,32 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
         {"state": {n: _of_one(name, state) for n, name in enumerate(names)}, "param_groups": groups},
         options.on_bytes,
     )
+    write_progress(content, folder, len(groups), rate)
+
+
+def write_progress(content: Content, folder: Path, groups: int, rate: float) -> None:
+    """Write the schedule's position, and the step, as Trainer has them beside any optimiser's state.
+
+    Args:
+        content: with a step, and `optimizer.lr` among its settings.
+        groups: number of the optimiser's groups. rate: the learning rate of the next step.
+    """
+    step = content.step or 0
     torch_writer.save(
         folder / SCHEDULER_FILE,
         {
-            "base_lrs": [group["initial_lr"] for group in groups],
-            "last_epoch": content.step,
-            "_step_count": content.step + 1,
+            "base_lrs": [float(content.settings["optimizer.lr"])] * groups,
+            "last_epoch": step,
+            "_step_count": step + 1,
             "_is_initial": False,
             "_get_lr_called_within_step": False,
-            "_last_lr": [rate] * len(groups),
-            "lr_lambdas": [{} for _ in groups],
+            "_last_lr": [rate] * groups,
+            "lr_lambdas": [{} for _ in range(groups)],
         },
     )
     batch = content.settings.get("data.batch_size")
     progress = TrainerState(
-        global_step=content.step,
+        global_step=step,
         num_input_tokens_seen=content.tokens or 0,
         train_batch_size=batch if isinstance(batch, int) else 1,
         stateful_callbacks=[TrainerControl()],  # pyright: ignore[reportArgumentType] # as Trainer does
