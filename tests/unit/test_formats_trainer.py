@@ -8,11 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from families import make
 from one_rank import one_rank
 from runs import Finished
 from test_families import make_rows
 from test_formats import begun, ckpt, commit, loss_of
+from tiny import tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 
 from cairn.checkpoint.formats.hf_schedule import schedule_of
@@ -216,6 +218,46 @@ def test_other_weights_that_decay_are_listed(ckpt: Callable[..., Finished], tmp_
     torch.save(state, tmp_path / "out" / "optimizer.pt")
     finished = ckpt("import", tmp_path / "out", tmp_path / "decaying")
     assert "left out: the weight decay of backbone.layers.0.mixer.D," in finished.output
+
+
+def test_cairn_makes_the_next_step_of_trls_trainer(
+    ckpt: Callable[..., Finished], group: RankGroup, tmp_path: Path
+):
+    """Its checkpoint-2 is Trainer's: the loss of the third step is the same."""
+    trl = pytest.importorskip("trl", reason="TRL's own SFTTrainer writes the checkpoint; it is in `bench`")
+    seen: list[tuple[torch.Tensor, float]] = []
+
+    class Noting(trl.SFTTrainer):
+        def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> torch.Tensor:
+            loss = super().training_step(model, inputs, num_items_in_batch)
+            seen.append((inputs["input_ids"].clone(), loss.item()))
+            return loss
+
+    arguments = trl.SFTConfig(
+        str(tmp_path / "out"),
+        per_device_train_batch_size=2,
+        learning_rate=1e-2,
+        adam_beta2=0.99,
+        weight_decay=0.01,
+        lr_scheduler_type="linear",
+        max_steps=3,
+        save_steps=2,
+        logging_steps=1,
+        report_to="none",
+        use_cpu=True,
+        bf16=False,
+        gradient_checkpointing=False,
+    )
+    rows = Dataset.from_list([{"input_ids": row, "labels": row} for row in TOKENS.tolist()])
+    model = opened(make("llama", tmp_path / "model"))
+    Noting(model, arguments, train_dataset=rows, processing_class=tokenizer()).train()
+    finished = ckpt("import", tmp_path / "out" / "checkpoint-2", tmp_path / "run")
+    assert finished.code == 0, finished.output
+    assert "the source's scheduler.steps: 4" in finished.output
+    step = CheckpointStore(tmp_path / "run" / "checkpoints").folder(2)
+    state = begin(step / "model", group, scheduler={"type": "linear", "warmup_steps": 1, "steps": 4})
+    state.load(step)
+    assert update(state, 3, seen[2][0]) == pytest.approx(seen[2][1], rel=1e-5)
 
 
 # Schedules
