@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats import FORMATS, Content, Source, format_of
+from cairn.checkpoint.formats import FORMATS, Content, Source, format_of, read_foreign
 from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, OrchestratorRecord, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
@@ -77,7 +77,7 @@ def _side(path: Path) -> Side:
     if name is None:
         raise UsageError(f"{path}: is neither a step of Cairn nor of one of the formats {', '.join(FORMATS)}")
     try:
-        return Side(path, name, FORMATS[name].read(path))
+        return Side(path, name, read_foreign(path, name))
     except FileNotFoundError as error:
         raise UsageError(f"{error.filename}: {error.strerror}") from None
 
@@ -98,11 +98,10 @@ def _layout_of(*sides: Side) -> "Layout | None":
     config = next((folder for folder in folders if folder and (folder / "config.json").is_file()), None)
     if config is None or all(side.manifest for side in sides):
         return None
-    from transformers import AutoConfig
-
+    from cairn.checkpoint.formats.foreign import load_config
     from cairn.checkpoint.formats.hub import hub_layout
 
-    return hub_layout(AutoConfig.from_pretrained(config))  # pyright: ignore # typed in part
+    return hub_layout(load_config(config))
 
 
 def _by_stem(content: Content, layout: "Layout | None") -> dict[str, Mapping[str, Source]]:

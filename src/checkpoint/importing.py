@@ -11,8 +11,9 @@ from typing import Any
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
-from cairn.checkpoint.formats import FORMATS, Content, Stage, no_progress
+from cairn.checkpoint.formats import Content, Stage, no_progress, read_foreign
 from cairn.checkpoint.formats.fitting import state_of, weights_of
+from cairn.checkpoint.formats.foreign import check_plain, load_config
 from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
 from cairn.checkpoint.manifest import CheckpointError, Manifest
@@ -57,7 +58,7 @@ def import_checkpoint(
         Damaged: the source is invalid, holds what is not allowed in it, or is not what was read back.
         OSError: a file can't be read or written; the error names it.
     """
-    content = FORMATS[name].read(source, model)
+    content = read_foreign(source, name, model)
     if content.state_refused and not weights_only:
         raise CheckpointError(
             f"{source}: the optimiser's state can't be taken over: {content.state_refused}. "
@@ -167,9 +168,8 @@ def companions_of(content: Content, source: Path, setting: str = "--model FOLDER
 
 def layout_and_files(companions: Path) -> tuple[Layout, dict[str, bytes]]:
     """The layout of the model that config.json describes, and the files beside the weights by their paths."""
-    from transformers import AutoConfig
-
-    layout = hub_layout(AutoConfig.from_pretrained(companions))  # pyright: ignore # typed in part
+    check_plain(companions)
+    layout = hub_layout(load_config(companions))
     return layout, {
         f"model/{path.name}": path.read_bytes()
         for path in sorted(companions.iterdir())

@@ -12,6 +12,7 @@ from cairn.checkpoint.formats.content import (
 )
 from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan
 from cairn.checkpoint.formats.deepspeed import DeepSpeed
+from cairn.checkpoint.formats.foreign import check_plain
 from cairn.checkpoint.formats.gguf import Gguf
 from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
@@ -34,6 +35,7 @@ __all__ = [
     "WriteOptions",
     "format_of",
     "no_progress",
+    "read_foreign",
 ]
 
 FORMATS: dict[str, Format] = {
@@ -71,3 +73,13 @@ QUANTIZATIONS: dict[str, tuple[str, ...]] = {"gguf": ("q8_0",)}
 def format_of(source: Path) -> str | None:
     """The name of a file's or folder's format; None if it has none of these formats."""
     return next((name for name, known in FORMATS.items() if known.detect(source)), None)
+
+
+def read_foreign(source: Path, name: str, model: Path | None = None) -> Content:
+    """What a checkpoint of another program holds, in the format `name`; see `Format.read`.
+
+    Raises:
+        Damaged: something in it is a pipe, a device or a socket.
+    """
+    check_plain(source)
+    return FORMATS[name].read(source, model)

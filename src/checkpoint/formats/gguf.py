@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.checkpoint.formats.content import Content, WriteOptions, listed
+from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.gguf_file import GgufFile, read_gguf
 from cairn.checkpoint.formats.gguf_model import (
     MODEL_TYPES,
@@ -104,9 +105,7 @@ def _check_config(file: GgufFile, folder: Path) -> None:
     Raises:
         CheckpointError: it describes another one; the message lists the settings.
     """
-    from transformers import AutoConfig
-
-    given = AutoConfig.from_pretrained(folder).get_text_config()
+    given = load_config(folder).get_text_config()
     arch = file.values["general.architecture"]
     if given.model_type != MODEL_TYPES[arch]:
         raise CheckpointError(

@@ -6,6 +6,8 @@
 from collections.abc import Mapping
 from pathlib import Path
 
+from cairn.checkpoint.formats.foreign import load_config
+
 STATE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
 SCHEDULER_FILE = "scheduler.pt"
@@ -25,11 +27,11 @@ def groups_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple
     """
     import torch
     from torch import nn
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import get_parameter_names
 
     with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model = AutoModelForCausalLM.from_config(load_config(folder))
     model.tie_weights()
     shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
     decay = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import PreTrainedConfig
 
 from cairn.checkpoint.formats.adamw import settings_of
 from cairn.checkpoint.formats.architectures import Architecture, Part, Sizes, architecture_of, sizes_of
@@ -19,6 +19,7 @@ from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_meta
 from cairn.checkpoint.formats.dcp_reading import MODEL_FOLDERS
 from cairn.checkpoint.formats.dcp_tensors import Checked, unstacked
 from cairn.checkpoint.formats.derived import Joined, Run
+from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.megatron_common import KEY, Common, check_arguments, read_common
 from cairn.checkpoint.formats.megatron_names import (
     MODEL_TYPES,
@@ -57,7 +58,7 @@ def read(source: Path, folder: Path, model: Path | None) -> Content:
             f"{source}: has no config.json and tokenizer beside it, which Megatron does not write; give the "
             "folder of its model with --model FOLDER"
         )
-    config: PreTrainedConfig = AutoConfig.from_pretrained(companions)
+    config: PreTrainedConfig = load_config(companions)
     index = read_metadata(folder)
     common = read_common(folder, index)
     check_arguments(common, _expected(config), folder)

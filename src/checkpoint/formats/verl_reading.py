@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, PreTrainedConfig
 
 from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of
 from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dtensors import ALLOWED, is_tensor, joined, read_ranks
+from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.pickled import held
 from cairn.checkpoint.formats.safe_pickle import Record, Refused, ignored
@@ -242,8 +242,7 @@ class _Reading:
 
     def _trained(self, order: Sequence[str]) -> list[str]:
         """The names of the model's parameters, in its order: not buffers, and tied ones once."""
-        config: PreTrainedConfig = AutoConfig.from_pretrained(self._model())
-        layout = hub_layout(config)
+        layout = hub_layout(load_config(self._model()))
         places = layout.find(order)
         tied = layout.tied.keys() | layout.tied_in_memory.keys()
         buffers = {name for name, place in places.items() if place.name in layout.buffers}
