@@ -9,6 +9,7 @@ from pathlib import Path
 
 from cairn.checkpoint.exports import RunExports, refuse_options, run_exports
 from cairn.checkpoint.formats import EXPORTERS
+from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.attempt import Start
@@ -133,6 +134,8 @@ def finish_exports(config: RunConfig) -> str | None:
         with progress_bars() as stage:
             while exporter.export_next(stage):
                 pass
+        if config.ckpt and config.ckpt.remote is None:  # or steps may still wait to be uploaded
+            apply_retention(store, config.ckpt, lambda unkept: made.hold(store, unkept).kept)
     finally:
         run.unlock()
     return what_is_missing(made, store)

@@ -58,7 +58,8 @@ def straight(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory)
     run = tmp_path_factory.mktemp("straight") / "run"
     uv = os.environ.get("UV") or shutil.which("uv")
     assert uv, "there is no uv: scripts/test fetches it"
-    shell.succeed(uv, "run", "--no-sync", *sft, "--max-steps", 40, "--ckpt.interval", 20, "--output-dir", run)
+    saving = ("--ckpt.interval", 20, "--ckpt.export.dtype", "bfloat16")
+    shell.succeed(uv, "run", "--no-sync", *sft, "--max-steps", 40, *saving, "--output-dir", run)
     return run
 
 
@@ -112,6 +113,20 @@ def test_parts_have_the_metrics_of_a_run_that_never_stopped(straight: Path, part
     assert expected[19]["epoch"] > 1
     assert expected[39]["epoch"] > 2
     assert expected[39]["total_samples"] == 40 * BATCH
+
+
+@pytest.mark.parametrize("step", [20, 40])
+def test_saved_steps_are_exported_meanwhile(straight: Path, step: int):
+    """By a process beside the trainer, in the data type asked for; transformers opens them."""
+    exported = AutoModelForCausalLM.from_pretrained(straight / "exports" / f"step_{step}")
+    assert exported.dtype == torch.bfloat16
+    saved = AutoModelForCausalLM.from_pretrained(step_folder(straight, step) / "model", dtype=torch.bfloat16)
+    assert_same_bits(
+        {name: tensor.view(torch.int16) for name, tensor in exported.state_dict().items()},
+        {name: tensor.view(torch.int16) for name, tensor in saved.state_dict().items()},
+    )
+    assert read(straight / "roles.json")["roles"]["exporter"]["state"] == "done"
+    assert all(row["run/exports_waiting"] <= 2 for row in rows(straight))
 
 
 @pytest.mark.parametrize("step", [20, 40])
