@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
+import torch
 from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, save
 from torch.distributed.checkpoint.metadata import MetadataIndex
 
@@ -45,8 +46,25 @@ def _blank(tree: Any, key: str, tensors: dict[str, Outgoing]) -> Any:
     return tree
 
 
-class _Planner(DefaultSavePlanner):
-    """Plans with blank tensors, and reads each when its turn comes to be written."""
+class ReadingPlanner(DefaultSavePlanner):
+    """Reads a tensor when its turn comes to be written, and frees its values when the next one is read."""
+
+    _last: torch.Tensor | None = None
+
+    def read(self, tensor: Outgoing) -> torch.Tensor:
+        """The whole tensor, until this is called again.
+
+        Raises:
+            Damaged: the source is invalid.
+        """
+        if self._last is not None:
+            self._last.untyped_storage().resize_(0)  # torch's writer keeps all tensors to its end
+        self._last = tensor.read()
+        return self._last
+
+
+class _Planner(ReadingPlanner):
+    """Plans with blank tensors."""
 
     def __init__(self, tensors: Mapping[str, Outgoing], on_bytes: Callable[[int], None]):
         super().__init__()
@@ -59,7 +77,7 @@ class _Planner(DefaultSavePlanner):
         if index.fqn not in self._tensors:
             return super().lookup_object(index)
         tensor = self._tensors[index.fqn]
-        whole = tensor.read()
+        whole = self.read(tensor)
         if id(tensor.source) not in self._told:  # a tied weight is written under each name
             self._told.add(id(tensor.source))
             self._on_bytes(tensor.source.spec.nbytes)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter, SavePlan, save
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan, save
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from transformers import AutoConfig
@@ -22,6 +22,7 @@ from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.architectures import Part, Role, Sizes, architecture_of, sizes_of
 from cairn.checkpoint.formats.content import Content, Source, WriteOptions, listed
 from cairn.checkpoint.formats.conversion import written_dtypes
+from cairn.checkpoint.formats.dcp_writer import ReadingPlanner
 from cairn.checkpoint.formats.derived import Joined, Run
 from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.megatron_common import FILE
@@ -162,7 +163,7 @@ def _joined(sources: list[Source], roles: tuple[Role, ...], sizes: Sizes) -> Joi
     return Joined(tuple(runs), TensorSpec(sources[0].spec.name, sources[0].spec.dtype, shape))
 
 
-class _Planner(DefaultSavePlanner):
+class _Planner(ReadingPlanner):
     """Plans to write the pieces of stacked tensors, and reads each when its turn comes."""
 
     def __init__(self, pieces: list[_Piece], sizes: Sizes, on_bytes: Callable[[int], None]):
@@ -190,7 +191,7 @@ class _Planner(DefaultSavePlanner):
             state = io.BytesIO()
             torch.save([None], state)
             return state
-        values = piece.tensor.read()
+        values = self.read(piece.tensor)
         self._on_bytes(values.nbytes)
         return values.view((1,) * len(piece.stack) + values.shape)
 
