@@ -10,6 +10,7 @@ from pydantic import model_validator
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.shared import CommandConfig, SharedConfig
+from cairn.config.slurm import RLSlurmConfig
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.run.addresses import is_loopback
@@ -40,6 +41,7 @@ class RLConfig(SharedConfig, SupervisionConfig):
     inference: InferenceConfig = InferenceConfig()
     colocate: bool | None = None
     """Trainer and server take turns on one GPU (default: where there is only one for both)."""
+    slurm: RLSlurmConfig | None = None
 
     @model_validator(mode="before")
     @classmethod

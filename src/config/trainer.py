@@ -10,6 +10,7 @@ from cairn.config.base import BaseConfig
 from cairn.config.gpus import Gpus
 from cairn.config.loss import ClipConfig, LikelihoodConfig, LossConfig, PolicyLossConfig, SFTLossConfig
 from cairn.config.shared import SharedConfig
+from cairn.config.slurm import SlurmConfig
 from cairn.config.supervision import SupervisionConfig
 
 
@@ -224,6 +225,7 @@ class SFTConfig(TrainerBase):
     """Run directory: everything that the run writes goes there."""
     data: SFTDataConfig = SFTDataConfig()
     loss: SFTLossConfig = LikelihoodConfig()
+    slurm: SlurmConfig | None = None
 
     @property
     def records(self) -> SFTDataConfig:

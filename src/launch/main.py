@@ -4,11 +4,16 @@ Heavy modules are imported after the command line is parsed, so that --help answ
 """
 
 import sys
+from typing import TYPE_CHECKING
 
 from cairn.config.cli import load, require
 from cairn.config.shared import CommandConfig
 from cairn.launch.exits import EXIT_STOPPED, answer
 from cairn.run.imports import importing
+
+if TYPE_CHECKING:
+    from cairn.config.kinds import RunConfig
+    from cairn.config.slurm import SlurmConfig
 
 
 def sft() -> int:
@@ -32,6 +37,9 @@ def _start(command: str) -> int:
     def run() -> int:
         kind = KINDS[command]
         config = load(kind.config, sys.argv[1:])
+        slurm: SlurmConfig | None = getattr(config, "slurm", None)
+        if slurm is not None:
+            return _submit(command, config, slurm)
         if config.dry_run:
             return _plan(command, config)
         require(config, *kind.needs)
@@ -41,6 +49,20 @@ def _start(command: str) -> int:
         return start(command, config)
 
     return answer(run, stopped=EXIT_STOPPED)
+
+
+def _submit(command: str, config: "RunConfig", slurm: "SlurmConfig") -> int:
+    """`--slurm`: hand the run to Slurm; with --dry-run, print the job's script instead."""
+    from cairn.config.kinds import KINDS
+    from cairn.launch.slurm.job import job_of, submit
+
+    require(config, *KINDS[command].needs)
+    job = job_of(command, config, slurm)
+    if config.dry_run:
+        print(job.contents[job.script.name], end="", flush=True)
+    else:
+        submit(job)
+    return 0
 
 
 def orchestrator() -> int:

@@ -145,10 +145,10 @@ def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path)
 
 @pytest.mark.parametrize(("count", "code"), [(1, 0), (2, 1)])
 def test_a_batch_job_waits_for_its_nodes(cluster: Cluster, count: int, code: int):
-    """As the example for Slurm does."""
-    script = REPOSITORY / "configs" / "slurm" / "wait_for_nodes.py"
+    """As a job of Slurm's does."""
+    module = "cairn.launch.slurm.wait_for_nodes"
     environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
-    arguments = [sys.executable, script, cluster.address, str(count), "1"]
+    arguments = [sys.executable, "-m", module, cluster.address, str(count), "1"]
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert ("1 of 2 nodes have joined" in done.stderr) == (code == 1)

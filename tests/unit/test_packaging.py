@@ -24,6 +24,13 @@ def test_type_checkers_may_read_the_package():
     assert "py.typed" in PROJECT["tool"]["setuptools"]["package-data"]["cairn"]
 
 
+def test_files_that_are_no_modules_go_into_a_wheel():
+    data = PROJECT["tool"]["setuptools"]["package-data"]
+    for path in (ROOT / "src").rglob("*.sh"):
+        package = ".".join(["cairn", *path.parent.relative_to(ROOT / "src").parts])
+        assert any(path.match(pattern) for pattern in data.get(package, [])), path
+
+
 def test_packages_are_the_folders_of_src():
     """A folder that is missing from the list would work here and be missing from a wheel."""
     folders = [path.parent.relative_to(ROOT / "src") for path in (ROOT / "src").rglob("__init__.py")]

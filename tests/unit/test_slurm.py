@@ -1,5 +1,6 @@
-"""The example for Slurm: its scripts run, with stand-ins for the commands of Slurm, Ray and Cairn."""
+"""Jobs of Slurm's: their scripts run, with stand-ins for the commands of Slurm, Ray and Cairn."""
 
+import contextlib
 import json
 import os
 import re
@@ -13,12 +14,15 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
+import psutil
 import pytest
 
 from cairn.config.cli import COMMANDS, load
+from cairn.config.kinds import KINDS
+from cairn.launch.slurm.job import Job as Written
+from cairn.launch.slurm.job import job_of, submit
+from cairn.run.errors import CairnError, UsageError
 
-ROOT = Path(__file__).resolve().parents[2]
-SCRIPTS = sorted((ROOT / "configs" / "slurm").iterdir())
 NOTE = """#!{python}
 import json, os, signal, sys, time
 name = os.path.basename(sys.argv[0])
@@ -27,7 +31,8 @@ with open("{folder}/" + name + ".jsonl", "a") as file:
     file.write(json.dumps(said) + "\\n")
 """
 BEHAVIOURS = {
-    "scontrol": 'if sys.argv[1] == "show": print("\\n".join(os.environ["NODES"].split()))',
+    "scontrol": 'if sys.argv[1] == "show": print("\\n".join(os.environ["NODES"].split())\n'
+    '    if sys.argv[2] == "hostnames" else "JobId=7 JobState=" + os.environ["STATE"] + " Reason=None")',
     "srun": 'first = next(i for i, a in enumerate(sys.argv[1:], 1) if not a.startswith("--"))\n'
     "os.execvp(sys.argv[first], sys.argv[first:])",
     "ray": "import socket\n"
@@ -36,7 +41,8 @@ BEHAVIOURS = {
     "    listening = socket.create_server(('127.0.0.1', port))\n"
     "    time.sleep(60)",
     "ip": 'print("1: lo    inet 127.0.0.1/8 scope host lo")',
-    "python": "",
+    "python": "calls = os.path.join(os.path.dirname(sys.argv[0]), '../../ray.jsonl')\n"
+    "while len(open(calls).readlines()) < min(2, int(sys.argv[-1])): time.sleep(0.02)",
     "inference": "",
     "sft": "",
     "rl": "",
@@ -58,6 +64,13 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.02)
 
 
+def written(command: str, *flags: str) -> Written:
+    """The job of a command with these flags."""
+    config = load(KINDS[command].config, ["--model.name", "owner/name", *flags, "--slurm"])
+    assert config.slurm is not None
+    return job_of(command, config, config.slurm)
+
+
 @dataclass
 class Job:
     """A job of Slurm's on three nodes, of which there is only this machine."""
@@ -66,9 +79,14 @@ class Job:
     environment: dict[str, str]
     processes: list[subprocess.Popen] = field(default_factory=list)
 
-    def start(self, script: str, *arguments: str, **environment: str) -> subprocess.Popen:
+    def start(self, command: str, *flags: str, **environment: str) -> subprocess.Popen:
+        """Write the job of a command, and run its script."""
+        job = written(command, "--output-dir", str(self.folder / "run"), *flags)
+        job.folder.mkdir(parents=True)
+        for name, content in job.contents.items():
+            (job.folder / name).write_text(content)
         process = subprocess.Popen(
-            ["bash", str(ROOT / "configs" / "slurm" / script), *arguments],
+            ["bash", str(job.script)],
             env={**self.environment, **environment},
             cwd="/",
             stdout=subprocess.PIPE,
@@ -92,6 +110,15 @@ class Job:
         text = path.read_text() if path.exists() else ""
         return [json.loads(line) for line in text.rpartition("\n")[0].splitlines()]
 
+    def still_run(self) -> bool:
+        """Whether any process of the job is alive."""
+        groups = {process.pid for process in self.processes}
+        for one in psutil.process_iter():
+            with contextlib.suppress(psutil.NoSuchProcess, ProcessLookupError):
+                if os.getpgid(one.pid) in groups and one.status() != psutil.STATUS_ZOMBIE:
+                    return True
+        return False
+
     def kill(self) -> None:
         for process in self.processes:
             try:
@@ -101,22 +128,21 @@ class Job:
 
 
 @pytest.fixture
-def job(tmp_path: Path) -> Iterator[Job]:
+def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    bin_folder = tmp_path / ".venv" / "bin"
-    bin_folder.mkdir(parents=True)
-    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
+    prefix = tmp_path / "installed"
+    (prefix / "bin").mkdir(parents=True)
     for name, behaviour in BEHAVIOURS.items():
-        file = bin_folder / name
+        file = prefix / "bin" / name
         file.write_text(NOTE.format(python=sys.executable, folder=tmp_path) + behaviour)
         file.chmod(0o755)
-    (tmp_path / "configs").symlink_to(ROOT / "configs")
+    monkeypatch.setattr(sys, "prefix", str(prefix))
     environment = {
         "PATH": os.environ["PATH"],
         "NODES": "localhost node2 node3",
+        "STATE": "RUNNING",
         "SLURM_JOB_ID": str(port - 20000 if 20000 <= port < 40000 else port % 20000),
-        "SLURM_SUBMIT_DIR": str(tmp_path),
         "SLURM_JOB_NODELIST": "node[1-3]",
     }
     job = Job(tmp_path, environment)
@@ -124,19 +150,127 @@ def job(tmp_path: Path) -> Iterator[Job]:
     job.kill()
 
 
+def asked(script: str) -> dict[str, str]:
+    """What a script asks Slurm for."""
+    lines = re.findall(r"^#SBATCH --(.*)$", script, re.M)
+    return {name: value for name, _, value in (line.partition("=") for line in lines)}
+
+
 @pytest.mark.parametrize(
-    "script", [path for path in SCRIPTS if path.suffix != ".py"], ids=lambda path: path.name
+    "flags",
+    [
+        ("sft",),
+        ("sft", "--slurm.nodes", "2", "--slurm.gpus-per-node", "8", "--slurm.runner", "uv run"),
+        ("rl", "--slurm.nodes", "3", "--slurm.gpus-per-node", "8", "--slurm.setup", "module load cuda"),
+    ],
+    ids=lambda flags: "_".join(flags[:3]),
 )
-def test_scripts_are_bash(script: Path):
-    subprocess.run(["bash", "-n", script], check=True)
-    if shellcheck := shutil.which("shellcheck"):
-        subprocess.run([shellcheck, "-x", script], check=True, cwd=ROOT)
+def test_scripts_are_bash(flags: tuple[str, ...], tmp_path: Path):
+    job = written(flags[0], "--output-dir", str(tmp_path), *flags[1:])
+    for name in sorted({"job.sbatch", "node.sh"} & set(job.contents)):
+        script = tmp_path / name
+        script.write_text(job.contents[name])
+        subprocess.run(["bash", "-n", script], check=True)
+        if shellcheck := shutil.which("shellcheck"):
+            subprocess.run([shellcheck, "-e", "SC1091", script], check=True)
 
 
-def check_flags(command: str, argv: list[str], folder: Path) -> dict:
+def test_what_is_asked_for(tmp_path: Path):
+    (tmp_path / "my.toml").write_text(
+        '[slurm]\npartition = "gpu"\naccount = "us"\nqos = "high"\ntime = "1-12:00"\ngpus_per_node = 4\n'
+        'cpus_per_task = 32\nmem = "500G"\njob_name = "my job"\nsignal_seconds = 600\nrequeue = false\n'
+        'setup = ["module load cuda/12"]\nextra = ["--exclusive", "#SBATCH --constraint=h100"]\n'
+        'runner = "uv run"\n'
+    )
+    job = written("sft", "@", str(tmp_path / "my.toml"), "--output-dir", str(tmp_path / "100% mine"))
+    script = job.contents["job.sbatch"]
+    assert asked(script) == {
+        "job-name": "'my job'",
+        "nodes": "1",
+        "ntasks-per-node": "1",
+        "gpus-per-node": "4",
+        "cpus-per-task": "32",
+        "mem": "500G",
+        "time": "1-12:00",
+        "partition": "gpu",
+        "account": "us",
+        "qos": "high",
+        "signal": "B:TERM@600",
+        "open-mode": "append",
+        "output": f"'{tmp_path}/100%% mine/slurm/job_%j.log'",
+        "no-requeue": "",
+        "exclusive": "",
+        "constraint": "h100",
+    }
+    lines = script.splitlines()
+    assert lines.index("module load cuda/12") < lines.index("requeue=no")
+    assert "export RUNNER='uv run'" in lines
+    assert not any(line.startswith("export PATH") for line in lines)
+    assert 'start_ray "' not in script
+
+
+@pytest.mark.parametrize("command", ["sft", "rl"])
+def test_the_jobs_settings_are_those_of_the_command(command: str, tmp_path: Path):
+    """Read back with the flags of the script, they are what was given, resuming and without the job."""
+    flags = ["--output-dir", str(tmp_path), "--max-steps", "7", "--ckpt.keep", "2"]
+    job = written(command, *flags)
+    file = tmp_path / "settings.json"
+    file.write_text(job.contents[f"{command}.json"])
+    kind = KINDS[command].config
+    found = load(kind, ["@", str(file), "--ckpt.resume", "auto"])
+    assert found == load(kind, ["--model.name", "owner/name", *flags, "--ckpt.resume", "auto"])
+    assert found.slurm is None
+
+
+@pytest.mark.parametrize(
+    ("command", "flags", "message"),
+    [
+        ("sft", ["--ckpt.resume-step", "5"], "--ckpt.resume-step 5: a job resumes with --ckpt.resume auto"),
+        ("rl", ["--ckpt.resume", "latest"], "--ckpt.resume latest: a job resumes with --ckpt.resume auto"),
+        ("sft", ["--slurm.nodes", "2"], "--slurm.nodes 2 needs --slurm.gpus-per-node"),
+        ("rl", ["--slurm.nodes", "2", "--slurm.server-nodes", "2"], "leaves none for the trainer"),
+        ("sft", ["--slurm.nodes", "2", "--workers", "2", "--ray.address", "h:1"], "a Ray cluster of its own"),
+        ("sft", ["--slurm.time", "soon"], "'soon' is no time limit"),
+        ("sft", ["--slurm.partition", "a\nrm -rf"], "must be one line"),
+    ],
+)
+def test_what_is_no_job(command: str, flags: list[str], message: str):
+    with pytest.raises(UsageError, match=re.escape(message)):
+        written(command, *flags)
+
+
+def test_no_sbatch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """The job is written, and the message says how to go on."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    job = written("sft", "--output-dir", str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=re.escape(f"`sbatch {job.script}`")):
+        submit(job)
+    assert job.script.read_text() == job.contents["job.sbatch"]
+
+
+@pytest.mark.parametrize("code", [0, 1])
+def test_sbatch_gets_the_script(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    sbatch = tmp_path / "sbatch"
+    said = 'echo "Submitted batch job $(basename "$1")"' if code == 0 else "echo 'no such partition' >&2"
+    sbatch.write_text(f"#!/bin/bash\n{said}\nexit {code}\n")
+    sbatch.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    job = written("sft", "--output-dir", str(tmp_path / "run"))
+    if code == 0:
+        submit(job)
+        assert (
+            f"Submitted batch job job.sbatch; its script and logs are in {job.folder}"
+            in capsys.readouterr().out
+        )
+    else:
+        with pytest.raises(CairnError, match="exit code 1: no such partition"):
+            submit(job)
+
+
+def check_flags(command: str, argv: list[str]) -> dict:
     """Read the flags as the command itself would; returns the configuration."""
-    (folder / "my.toml").write_text("")
-    argv = [str(folder / "my.toml") if word == "my.toml" else word for word in argv]
     return load(COMMANDS[command], argv).model_dump()
 
 
@@ -149,12 +283,16 @@ def check_ray_flags(calls: list[dict]) -> None:
         assert {flag.partition("=")[0] for flag in call["argv"][1:]} <= known
 
 
+NODES = ("--slurm.nodes", "3")
+
+
 def test_sft_runs_on_all_nodes(job: Job):
-    process = job.start("sft.sbatch", "my.toml", "--max-steps", "7", GPUS="4", IFACE="lo")
+    flags = (*NODES, "--slurm.gpus-per-node", "4", "--slurm.interface", "lo", "--slurm.cpus-per-task", "9")
+    process = job.start("sft", *flags, "--max-steps", "7")
     output = job.finish(process, ray=2)
     assert process.returncode == 0, output
     (call,) = job.calls("sft")
-    config = check_flags("sft", call["argv"], job.folder)
+    config = check_flags("sft", call["argv"])
     assert config["workers"] == 12
     assert config["ckpt"]["resume"] == "auto"
     assert config["max_steps"] == 7
@@ -162,12 +300,14 @@ def test_sft_runs_on_all_nodes(job: Job):
     check_ray_flags([head, rest])
     assert f"--address={config['ray']['address']}" in rest["argv"]
     assert f"--port={config['ray']['address'].partition(':')[2]}" in head["argv"]
-    assert {"--num-gpus=4", "--node-ip-address=127.0.0.1", "--block"} <= set(head["argv"]) & set(rest["argv"])
+    flags = {"--num-gpus=4", "--num-cpus=9", "--node-ip-address=127.0.0.1", "--block"}
+    assert flags <= set(head["argv"]) & set(rest["argv"])
     (wait,) = job.calls("python")
-    assert wait["argv"] == ["configs/slurm/wait_for_nodes.py", config["ray"]["address"], "3"]
+    assert wait["argv"] == ["-m", "cairn.launch.slurm.wait_for_nodes", config["ray"]["address"], "3"]
     steps = [one["argv"] for one in job.calls("srun")]
     assert {"--nodelist=localhost", "--nodelist=node2,node3"} <= {flag for step in steps for flag in step}
     assert "--ntasks=2" in next(step for step in steps if "--nodelist=node2,node3" in step)
+    assert all("--cpus-per-task=9" in step for step in steps)
     for one in (call, head, rest):
         assert one["env"]["NCCL_SOCKET_IFNAME"] == one["env"]["GLOO_SOCKET_IFNAME"] == "lo"
         assert one["env"]["RAY_AUTH_MODE"] == "token"
@@ -175,59 +315,65 @@ def test_sft_runs_on_all_nodes(job: Job):
     assert not Path(call["env"]["RAY_AUTH_TOKEN_PATH"]).exists()
 
 
+def test_the_job_ends_its_ray(job: Job):
+    """Not only Slurm does, which kills what is left of a job."""
+    process = job.start("sft", *NODES, "--slurm.gpus-per-node", "4")
+    process.wait(60)
+    wait_until(lambda: not job.still_run())
+    assert job.calls("ray")
+
+
 def test_rl_has_servers_on_nodes_of_their_own(job: Job):
-    process = job.start(
-        "rl.sbatch", "my.toml", MODEL="owner/name", SERVERS="2", INFERENCE="--max-model-len 99"
-    )
+    flags = (*NODES, "--slurm.gpus-per-node", "8", "--slurm.server-nodes", "2")
+    process = job.start("rl", *flags, "--inference.max-model-len", "99")
     output = job.finish(process, inference=2)
     assert process.returncode == 0, output
     (call,) = job.calls("rl")
-    config = check_flags("rl", call["argv"], job.folder)
+    config = check_flags("rl", call["argv"])
     assert config["orchestrator"]["inference_url"] == ["http://node2:8000", "http://node3:8000"]
     assert config["trainer"]["workers"] == 8
     assert config["trainer"]["ray"]["address"].startswith("localhost:")
-    assert config["model"]["name"] == "owner/name"
     servers = job.calls("inference")
     assert len(servers) == 2
     for server in servers:
-        served = check_flags("inference", server["argv"], job.folder)
+        served = check_flags("inference", server["argv"])
         assert (served["max_model_len"], served["tensor_parallel"], served["host"]) == (99, 8, "0.0.0.0")
+        assert served["model"]["name"] == config["model"]["name"] == "owner/name"
         assert server["env"]["CAIRN_INFERENCE_TOKEN"] == call["env"]["CAIRN_INFERENCE_TOKEN"]
     assert len(call["env"]["CAIRN_INFERENCE_TOKEN"]) == 64
     check_ray_flags(job.calls("ray"))
 
 
-def test_rl_needs_a_node_for_the_trainer(job: Job):
-    process = job.start("rl.sbatch", "my.toml", MODEL="m", SERVERS="3")
-    assert "none is left for the trainer" in job.finish(process)
-    assert process.returncode == 2
-
-
 @pytest.mark.parametrize(
-    ("number", "code", "requeued"),
-    [(signal.SIGUSR1, 0, True), (signal.SIGTERM, 75, False)],
+    ("number", "state", "flags", "requeued"),
+    [
+        (signal.SIGTERM, "RUNNING", (), True),
+        (signal.SIGTERM, "COMPLETING", (), False),  # as after scancel
+        (signal.SIGTERM, "RUNNING", ("--no-slurm.requeue",), False),
+        (signal.SIGINT, "RUNNING", (), False),
+    ],
 )
 def test_notice_of_the_end_saves_and_queues_again(
-    job: Job, number: signal.Signals, code: int, requeued: bool
+    job: Job, number: signal.Signals, state: str, flags: tuple[str, ...], requeued: bool
 ):
     """Slurm tells the script only; what it runs gets the signal that Cairn heeds."""
-    file = job.folder / ".venv" / "bin" / "sft"
+    file = job.folder / "installed" / "bin" / "sft"
     file.write_text(file.read_text() + WAITS.format(folder=job.folder))
-    process = job.start("sft.sbatch", "my.toml")
+    process = job.start("sft", *flags, STATE=state)
     wait_until((job.folder / "started").exists)
     os.kill(process.pid, number)
     wait_until((job.folder / "stopped").exists)
     output = job.finish(process)
-    assert process.returncode == code, output
+    assert process.returncode == 75, output
     assert "sft ended with exit code 75" in output
     requeues = [one["argv"] for one in job.calls("scontrol") if one["argv"][0] == "requeue"]
     assert requeues == ([["requeue", job.environment["SLURM_JOB_ID"]]] if requeued else [])
 
 
 def test_a_failure_is_the_jobs(job: Job):
-    file = job.folder / ".venv" / "bin" / "sft"
+    file = job.folder / "installed" / "bin" / "sft"
     file.write_text(file.read_text() + "\nos.kill(os.getpid(), 9)\n")
-    process = job.start("sft.sbatch", "my.toml")
+    process = job.start("sft")
     assert "sft ended with exit code 137" in job.finish(process)
     assert process.returncode == 137
     assert [one for one in job.calls("scontrol") if one["argv"][0] == "requeue"] == []

@@ -1,4 +1,5 @@
-"""Wait until a Ray cluster has so many nodes: wait_for_nodes.py HOST:PORT COUNT [SECONDS]."""
+"""Wait until a Ray cluster has so many nodes: python -m ... HOST:PORT COUNT [SECONDS]."""
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 import sys
 import time
@@ -7,6 +8,7 @@ import ray
 
 
 def main(address: str, count: int, seconds: float = 600) -> None:
+    """Return once the cluster at `address` has `count` living nodes; exit with 1 after `seconds`."""
     ray.init(address, log_to_driver=False)
     end = time.monotonic() + seconds
     while (found := sum(node["Alive"] for node in ray.nodes())) < count:
@@ -15,4 +17,5 @@ def main(address: str, count: int, seconds: float = 600) -> None:
         time.sleep(1)
 
 
-main(sys.argv[1], *map(int, sys.argv[2:]))
+if __name__ == "__main__":
+    main(sys.argv[1], *map(int, sys.argv[2:]))

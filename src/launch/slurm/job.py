@@ -1,0 +1,204 @@
+"""A run as a job of Slurm's: writes its batch script into the run directory, and submits it.
+
+The job reads no file of the user's: the resolved settings lie beside the script, so that editing a file while
+the job waits in the queue changes nothing.
+"""
+
+import shlex
+import shutil
+import subprocess
+import sys
+from dataclasses import dataclass
+from importlib.resources import files
+from pathlib import Path
+from typing import cast
+
+from cairn.config.kinds import KINDS, RunConfig, RunKind
+from cairn.config.rl import RLConfig
+from cairn.config.slurm import SlurmConfig
+from cairn.run.errors import CairnError, UsageError
+from cairn.run.files import make_folders, write_atomic
+
+FOLDER = "slurm"
+"""Folder in the run directory for the job's script, settings and logs."""
+SCRIPT = "job.sbatch"
+
+
+@dataclass(frozen=True)
+class Job:
+    """The files of a job, by name, to be written into `folder`."""
+
+    folder: Path
+    contents: dict[str, str]
+
+    @property
+    def script(self) -> Path:
+        """Where the batch script lies."""
+        return self.folder / SCRIPT
+
+
+def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
+    """The job that runs `command` with these settings; nothing is written.
+
+    Raises:
+        UsageError: the settings do not fit a job.
+    """
+    kind, flags = KINDS[command], KINDS[command].flags("trainer")
+    _refuse_another_start(config)
+    servers = _server_nodes(kind, config)
+    trainers = slurm.nodes - servers
+    if trainers < 1:
+        raise UsageError(
+            f"--slurm.nodes {slurm.nodes}: --slurm.server-nodes {servers} leaves none for the trainer; raise "
+            "the nodes, or lower those of servers"
+        )
+    folder = Path(config.output_dir) / FOLDER
+    contents: dict[str, str] = {}
+    words = [command, "@", str(folder / f"{command}.json"), "--ckpt.resume", "auto"]
+    lines = [shlex.join(words)]
+    if slurm.nodes > 1:
+        trainer = kind.trainer(config)
+        if trainer.ray.address:
+            raise UsageError(
+                f"{flags}ray.address {trainer.ray.address}: a job on {slurm.nodes} nodes starts a Ray "
+                "cluster of its own; leave the address out"
+            )
+        workers = trainer.workers or trainers * (slurm.gpus_per_node or 0)
+        if not workers:
+            raise UsageError(
+                f"--slurm.nodes {slurm.nodes} needs --slurm.gpus-per-node, for one rank on each GPU, or "
+                f"{flags}workers"
+            )
+        lines = [
+            _shell("cluster.sh"),
+            'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
+            *(_serving(cast(RLConfig, config), slurm, folder, trainers, contents) if servers else []),
+            f'start_ray "${{nodes[@]:0:{trainers}}}"',
+            f"{lines[0]} "
+            f'{flags}ray.address "$address" {flags}workers {workers}'
+            + (' --orchestrator.inference-url "${urls[@]}"' if servers else ""),
+        ]
+        contents["node.sh"] = _shell("node.sh")
+    lines[-1] = f"run {lines[-1]}"
+    contents[f"{command}.json"] = config.model_dump_json(indent=2, exclude={"slurm"}) + "\n"
+    contents[SCRIPT] = "\n".join([*_head(command, slurm, folder), _shell("job.sh"), *lines, ""])
+    return Job(folder, contents)
+
+
+def submit(job: Job) -> None:
+    """Write the job's files and hand the script to sbatch.
+
+    Raises:
+        UsageError: this machine has no sbatch.
+        CairnError: sbatch refuses the job.
+    """
+    make_folders(job.folder)
+    for name, content in job.contents.items():
+        write_atomic(job.folder / name, content.encode())
+    if shutil.which("sbatch") is None:
+        raise UsageError(
+            f"--slurm: there is no sbatch on this machine. The job is written: submit it on a login node of "
+            f"the cluster, with `sbatch {shlex.quote(str(job.script))}`, if the run directory and this "
+            "environment are at the same paths there; or run the command there"
+        )
+    done = subprocess.run(["sbatch", str(job.script)], capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        said = done.stderr.strip() or "it said nothing"
+        raise CairnError(f"sbatch {job.script} ended with exit code {done.returncode}: {said}")
+    print(f"{done.stdout.strip()}; its script and logs are in {job.folder}", flush=True)
+
+
+def _refuse_another_start(config: RunConfig) -> None:
+    """A requeued job would go back to a step that is named, and lose those since."""
+    ckpt = config.ckpt
+    if ckpt is None or ckpt.resume == "auto" or not ckpt.resumes:
+        return
+    named = f"resume {ckpt.resume}" if ckpt.resume else f"resume-step {ckpt.resume_step}"
+    raise UsageError(
+        f"--ckpt.{named}: a job resumes with --ckpt.resume auto, since a requeued one would go back to a "
+        "step that is named. Leave it out to go on from the run's newest step; to begin with another step's "
+        "weights in a new run directory, give its folder as --model.name"
+    )
+
+
+def _server_nodes(kind: RunKind, config: RunConfig) -> int:
+    """How many of the job's nodes run a server and nothing else."""
+    if "inference" not in kind.roles:
+        return 0
+    config = cast(RLConfig, config)
+    if config.slurm is None or config.slurm.nodes == 1 or config.orchestrator.inference_url:
+        return 0
+    return config.slurm.server_nodes
+
+
+def _serving(
+    config: RLConfig, slurm: SlurmConfig, folder: Path, trainers: int, contents: dict[str, str]
+) -> list[str]:
+    """Shell lines that start a server on each node after the trainers'; adds the servers' settings."""
+    server = config.inference.model_copy(update={"host": "0.0.0.0", "model": config.model})
+    if "tensor_parallel" not in config.inference.model_fields_set and slurm.gpus_per_node:
+        server = server.model_copy(update={"tensor_parallel": slurm.gpus_per_node})
+    contents["inference.json"] = server.model_dump_json(indent=2) + "\n"
+    command = shlex.join(["inference", "@", str(folder / "inference.json")])
+    return [
+        "# Loading weights into a server takes this token, which servers and orchestrator have.",
+        "CAIRN_INFERENCE_TOKEN=$(secret)",
+        "export CAIRN_INFERENCE_TOKEN",
+        "urls=()",
+        f'for node in "${{nodes[@]:{trainers}}}"; do',
+        f'    on 1 "$node" $RUNNER {command}',
+        f'    urls+=("http://$node:{server.port}")',
+        "done",
+    ]
+
+
+def _head(command: str, slurm: SlurmConfig, folder: Path) -> list[str]:
+    """What the job asks Slurm for, and its settings as shell variables."""
+    asked = {
+        "job-name": slurm.job_name,
+        "nodes": slurm.nodes,
+        "ntasks-per-node": 1,
+        "gpus-per-node": slurm.gpus_per_node,
+        "cpus-per-task": slurm.cpus_per_task,
+        "mem": slurm.mem,
+        "time": slurm.time,
+        "partition": slurm.partition,
+        "account": slurm.account,
+        "qos": slurm.qos,
+        "signal": f"B:TERM@{slurm.signal_seconds}",
+        "open-mode": "append",
+        "output": str(folder).replace("%", "%%") + "/job_%j.log",
+    }
+    options = [f"--{name}={shlex.quote(str(value))}" for name, value in asked.items() if value is not None]
+    options += ["--requeue" if slurm.requeue else "--no-requeue", *slurm.extra]
+    settings = {
+        "folder": str(folder),
+        "requeue": "yes" if slurm.requeue else "no",
+    }
+    exported = {
+        "RUNNER": slurm.runner or "",
+        "GPUS": str(slurm.gpus_per_node or 0),
+        "CPUS": str(slurm.cpus_per_task or ""),
+        "INTERFACE": slurm.interface or "",
+        "UV_NO_SYNC": "1",  # nodes that sync one environment at once would break it
+    }
+    own = [] if slurm.runner else [f'export PATH={shlex.quote(f"{sys.prefix}/bin")}:"$PATH"']
+    return [
+        "#!/usr/bin/env bash",
+        f"# Written by {command} --slurm, which submits it with sbatch.",
+        *(f"#SBATCH {option}" for option in options),
+        "",
+        "# shellcheck disable=SC2086,SC2329  # RUNNER is several words; a trap calls what nothing else does",
+        "set -eo pipefail",
+        ': "${SLURM_JOB_ID:?this is a batch script: submit it with sbatch}"',
+        f"cd {shlex.quote(str(Path.cwd()))}",
+        *slurm.setup,
+        *own,
+        *(f"{name}={shlex.quote(value)}" for name, value in settings.items()),
+        *(f"export {name}={shlex.quote(value)}" for name, value in exported.items()),
+        "",
+    ]
+
+
+def _shell(name: str) -> str:
+    return files("cairn.launch.slurm").joinpath(name).read_text()
