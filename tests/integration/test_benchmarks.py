@@ -84,6 +84,20 @@ def test_formats(tmp_path: Path):
         assert found["operations"][name]["beyond_bytes"] < found["allowed_bytes"], name
 
 
+def test_remote(tmp_path: Path):
+    found = report("remote", "--dir", tmp_path)
+    assert found["servers"].keys() == {"null", "localbucket", "file"}
+    for name, row in found["servers"].items():
+        assert row["put_of_raw"] == pytest.approx(row["raw_put_s"] / row["put_s"]), name
+        assert row["fetch_of_raw_disk"] == pytest.approx(row["raw_get_disk_s"] / row["fetch_s"]), name
+        assert row["resume_s"] == pytest.approx(row["resume_fetch_s"] + row["resume_load_s"]), name
+    assert found["limits"].keys() == {"loopback_s", "disk_s"}
+    sft = found["sft"]
+    assert sft["remote"]["uploaded"] >= 1
+    assert sft["ratios"]["remote / local, step_ms"] > 0
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_gpu():
     """On a CPU, with the smallest shape."""
     found = report("gpu")
