@@ -3,6 +3,7 @@
 from pydantic import Field
 
 from cairn.config.base import BaseConfig
+from cairn.config.preemption import PreemptionConfig
 
 
 class SupervisionConfig(BaseConfig):
@@ -16,3 +17,4 @@ class SupervisionConfig(BaseConfig):
     """Seconds in one activity, such as a micro-batch, after which a role is restarted."""
     standby: bool = False
     """Keep a second trainer driver and orchestrator ready, to take over within two seconds."""
+    preemption: PreemptionConfig | None = None

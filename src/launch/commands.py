@@ -32,6 +32,7 @@ from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.model import resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
+from cairn.launch.preemption import asking
 from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.remote import claim, leave_branch, replaced, with_remote
@@ -76,6 +77,8 @@ def start(command: str, config: RunConfig) -> int:
         from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
 
         make_loss(own_loss)
+    if config.preemption:
+        asking(config.preemption)
     config = with_exports(config)
     config = with_remote(config)
     chosen = choose_start(config, needs=kind.parts)

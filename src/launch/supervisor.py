@@ -9,6 +9,7 @@ from cairn.launch.beside import work_beside
 from cairn.launch.display import StepDisplay
 from cairn.launch.endings import RANK_DIED, conclude, conclude_early
 from cairn.launch.exits import EXIT_LOST, WORKING
+from cairn.launch.preemption import Notice, watching
 from cairn.launch.process import stop_on_signals
 from cairn.launch.ray_folder import remove_private_folders
 from cairn.launch.role_place import OWN_WORKERS, RolePlace
@@ -17,6 +18,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note
 from cairn.run.heartbeat import Beat
 from cairn.run.output import outlive_terminal
+from cairn.run.signals import say
 
 
 def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: RunConfig) -> int:
@@ -37,6 +39,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         stop_on_signals(run, at_once.set),
         StepDisplay(run, attempt.start_step, config.max_steps) as display,
         work_beside(run, config, attempt) as beside,
+        watching(config.preemption, lambda notice: stop_for(notice, run)),
     ):
         watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
         try:
@@ -67,6 +70,13 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     if account := display.account():
         print(account, flush=True)
     return beside.conclude(code)
+
+
+def stop_for(notice: Notice, run: RunDirectory) -> None:
+    """Ask the run to save and stop, because this machine will be taken away."""
+    left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
+    run.request_stop(notice.reason)
+    say(f"{notice.reason}{left}: stopping at the next step boundary")
 
 
 def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
