@@ -126,8 +126,8 @@ class _Loop:
         try:
             nbytes = self.uploads.store.manifest(step).nbytes
             self.uploader.upload(step, self._stage(f"uploading step {step}", nbytes))
-        except CheckpointError as error:
-            if self.uploads.store.exists(step):
+        except (CheckpointError, FileNotFoundError) as error:
+            if self.uploads.store.exists(step):  # else retention, or a person, has deleted it meanwhile
                 self._skipped.add(step)
                 self._say(step, str(error))
             return

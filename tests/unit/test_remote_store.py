@@ -1,6 +1,7 @@
 """Steps in an object store, against a real S3 server on loopback, and in a folder."""
 
 import json
+import os
 import random
 import time
 from collections.abc import Iterator
@@ -9,7 +10,7 @@ from typing import Any
 
 import pytest
 from runs import free_port
-from stores import make_step, s3_server
+from stores import BadNetwork, make_step, s3_server
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
@@ -259,6 +260,24 @@ def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: 
         if damage is not None:
             remote.objects.put("catalog.json", damage)
         assert remote.summaries() == rows
+
+
+@pytest.mark.parametrize("mood", ["storm", "drops", "damage"])
+def test_bad_networks(s3: Path, mood: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Requests are made again, also where the answer to one that took effect was lost."""
+    network = BadNetwork(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", network.url)
+    network.mood = mood
+    remote = RemoteStore(Objects(f"s3://bucket/bad_{mood}", retry_seconds=20))
+    try:
+        remote.claim("run", "run:1")
+        for step in (1, 2):
+            put(remote, *make_step(tmp_path / "here", step, {**FILES, "a": bytes([step])}))
+        assert remote.steps() == [1, 2]
+        back = remote.fetch(2, CheckpointStore(tmp_path / "there"))
+    finally:
+        network.close()
+    assert (back / "model/model.safetensors").read_bytes() == LARGE
 
 
 class TestUploads:

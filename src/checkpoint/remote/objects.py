@@ -2,9 +2,11 @@
 
 import contextlib
 import os
-from collections.abc import Generator, Iterable, Iterator, Sequence
+import time
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
-from typing import TYPE_CHECKING, Any
+from functools import partial
+from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import urlsplit
 
 from cairn.checkpoint.remote.credentials import s3_credentials
@@ -23,9 +25,17 @@ REQUEST_SECONDS = 120
 RETRY_SECONDS = 120
 """How long a failing request is repeated before its error counts; obstore allows up to 300."""
 
+PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
+"""Seconds before a request is made again that obstore has given up."""
+T = TypeVar("T")
+
 
 class RemoteError(CairnError):
     """An object store refused or failed; the message names the object and what to do."""
+
+
+class Unsure(RemoteError):
+    """A request failed in a way that may pass."""
 
 
 class Exists(RemoteError):
@@ -44,83 +54,126 @@ class Objects:
     def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS):
         self.url = url.rstrip("/")
         self._store = _open(self.url, retry_seconds)
+        self._retry_seconds = retry_seconds
 
     def put(self, name: str, content: bytes) -> None:
         """Put a small object; one of that name is replaced."""
         import obstore
 
-        with self._errors(name):
-            obstore.put(self._store, name, content, use_multipart=False)
+        self._try(name, lambda: obstore.put(self._store, name, content, use_multipart=False))
 
     def put_new(self, name: str, content: bytes) -> None:
         """Put a small object unless one of that name exists, in one atomic request.
 
         Raises:
-            Exists: there is one.
+            Exists: there is one, with another content.
         """
         import obstore
 
-        with self._errors(name):
-            obstore.put(self._store, name, content, mode="create")
+        try:
+            self._try(name, lambda: obstore.put(self._store, name, content, mode="create"))
+        except Exists:
+            if self.get(name) != content:  # else the answer to an earlier request was lost
+                raise
 
-    def put_parts(self, name: str, parts: Iterator[bytes]) -> None:
+    def put_parts(self, name: str, parts: Callable[[], Iterator[bytes]]) -> None:
         """Put an object of any size, which appears when its last part has arrived.
 
         Args:
-            parts: its content, in pieces of PART_BYTES.
+            parts: gives its content, in pieces of PART_BYTES; called once more if an upload fails. Errors
+                that it raises are raised as they are.
         """
         import obstore
 
-        with self._errors(name):
-            obstore.put(self._store, name, parts, chunk_size=PART_BYTES, max_concurrency=CONCURRENT_PARTS)
+        failed: list[BaseException] = []
+
+        def watched() -> Iterator[bytes]:
+            try:
+                yield from parts()
+            except BaseException as error:
+                failed.append(error)
+                raise
+
+        def put() -> None:
+            try:
+                obstore.put(
+                    self._store, name, watched(), chunk_size=PART_BYTES, max_concurrency=CONCURRENT_PARTS
+                )
+            except BaseException:
+                if failed:
+                    raise _Local(failed[0]) from None
+                raise
+
+        try:
+            self._try(name, put)
+        except _Local as error:
+            raise error.cause from None
 
     def get(self, name: str) -> bytes | None:
         """The content of a small object; None if there is none."""
         import obstore
 
-        with self._errors(name):
+        def get() -> bytes | None:
             try:
                 return bytes(obstore.get(self._store, name).bytes())
             except FileNotFoundError:
                 return None
 
+        return self._try(name, get)
+
     def read(self, name: str, first: int, count: int) -> memoryview:
         """The bytes `first` to `first + count` of an object."""
         import obstore
 
-        with self._errors(name):
-            return memoryview(obstore.get_range(self._store, name, start=first, length=count))
+        return self._try(
+            name, lambda: memoryview(obstore.get_range(self._store, name, start=first, length=count))
+        )
 
     def modified(self, name: str) -> datetime:
         """When an object was put, by the clock of the object store."""
         import obstore
 
-        with self._errors(name):
-            return obstore.head(self._store, name)["last_modified"]
+        return self._try(name, lambda: obstore.head(self._store, name)["last_modified"])
 
-    def list(self, prefix: str = "") -> Iterator[tuple[str, int]]:
+    def list(self, prefix: str = "") -> Sequence[tuple[str, int]]:
         """Names and sizes in bytes of the objects whose names begin with the folder `prefix`."""
         import obstore
 
-        with self._errors(prefix):
-            pages: Iterable[Sequence[ObjectMeta]] = obstore.list(self._store, prefix or None)  # pyright: ignore[reportUnknownMemberType]
-            for page in pages:
-                yield from ((entry["path"], entry["size"]) for entry in page)
+        def pages() -> Sequence[tuple[str, int]]:
+            found: Iterable[Sequence[ObjectMeta]] = obstore.list(self._store, prefix or None)  # pyright: ignore[reportUnknownMemberType]
+            return [(entry["path"], entry["size"]) for page in found for entry in page]
+
+        return self._try(prefix, pages)
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object within the store, without reading it here."""
         import obstore
 
-        with self._errors(source):
-            obstore.copy(self._store, source, target)
+        self._try(source, lambda: obstore.copy(self._store, source, target))
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; one that does not exist is no error."""
         import obstore
 
-        for name in names:
-            with self._errors(name), contextlib.suppress(FileNotFoundError):
+        def delete(name: str) -> None:
+            with contextlib.suppress(FileNotFoundError):
                 obstore.delete(self._store, name)
+
+        for name in names:
+            self._try(name, partial(delete, name))
+
+    def _try(self, name: str, request: Callable[[], T]) -> T:
+        """Make a request, again if it fails in a way that obstore does not repeat, such as a lost answer."""
+        end = time.monotonic() + self._retry_seconds
+        for pause in (*PAUSES, None):
+            try:
+                with self._errors(name):
+                    return request()
+            except Unsure:
+                if pause is None or time.monotonic() + pause > end:
+                    raise
+                time.sleep(pause)
+        raise AssertionError
 
     @contextlib.contextmanager
     def _errors(self, name: str) -> Generator[None]:
@@ -139,7 +192,15 @@ class Objects:
                 f"{where}: access was denied; check the credentials ({_first(error)})"
             ) from None
         except (exceptions.BaseError, OSError) as error:
-            raise RemoteError(f"{where}: {_first(error)}") from None
+            raise Unsure(f"{where}: {_first(error)}") from None
+
+
+class _Local(Exception):
+    """Reading what should be uploaded has failed."""
+
+    def __init__(self, cause: BaseException):
+        super().__init__()
+        self.cause = cause
 
 
 def _first(error: Exception) -> str:

@@ -5,6 +5,7 @@ import json
 import os
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -236,7 +237,7 @@ class RemoteStore:
             elif entry.size <= CHUNK_BYTES:
                 self.objects.put(prefix + name, b"".join(_checked(folder / name, entry, on_bytes)))
             else:
-                self.objects.put_parts(prefix + name, _checked(folder / name, entry, on_bytes))
+                self.objects.put_parts(prefix + name, partial(_checked, folder / name, entry, on_bytes))
             fault_point("remote.sent_file")
             sent.add(name, entry)
 
@@ -251,7 +252,7 @@ class RemoteStore:
         try:
             self.objects.put_new(_committed(step), text)
         except Exists:
-            self._is_there(manifest)  # another attempt was faster: raises if it is another step
+            self._is_there(manifest)  # raises, since it is another attempt's
         fault_point("remote.done")
         self._add_to_catalog(manifest)
 
@@ -363,7 +364,7 @@ class RemoteStore:
         if self.objects.get(name) != content:
             raise RemoteError(f"{self}/{name}: reads differently from what was written")
         try:
-            self.objects.put_new(name, b"")
+            self.objects.put_new(name, b"another content")
         except Exists:
             pass
         else:
