@@ -1,6 +1,7 @@
 """What exports and uploads mean for retention: steps that wait for them are spared, within a bound."""
 
 import logging
+import time
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
@@ -13,6 +14,9 @@ from cairn.run.history import PREFIX
 from cairn.trainer.task import Context
 
 logger = logging.getLogger(__name__)
+
+SAY_SECONDS = 30.0
+"""Between two warnings about steps that are not uploaded, which may be many."""
 
 
 class Waiting(Protocol):
@@ -87,6 +91,9 @@ class UploadsWaiting:
         self._run = context.run
         store = CheckpointStore(context.run.checkpoints)
         self._uploads = RunUploads(store, ckpt, context.state.config.max_steps)
+        self._most = ckpt.remote_max_waiting
+        self._lost: list[int] = []
+        self._say_at = 0.0
         self._waiting = 0
         self._spared: frozenset[int] = frozenset()
 
@@ -96,13 +103,17 @@ class UploadsWaiting:
         hold = self._uploads.hold(unkept)
         for step in sorted(hold.kept - self._spared):
             logger.info("step %d stays until it is uploaded, although no rule keeps it", step)
-        for step in sorted(hold.missed):
+        self._lost += sorted(hold.missed)
+        if self._lost and time.monotonic() >= self._say_at:
+            self._say_at = time.monotonic() + SAY_SECONDS
+            steps, self._lost = self._lost, []
+            number = f", nor are {len(steps) - 1} steps before it" if len(steps) > 1 else ""
             reason = (
-                f"{len(hold.kept)} other steps wait already, as many as --ckpt.remote-max-waiting allows, so "
-                "retention deletes it"
+                f"uploads are slower than saves, and --ckpt.remote-max-waiting is {self._most}, so retention "
+                f"deletes it{number}"
             )
-            logger.warning("step %d is not uploaded: %s", step, reason)
-            self._run.history.not_uploaded(step, reason)
+            logger.warning("step %d is not uploaded: %s", steps[-1], reason)
+            self._run.history.not_uploaded(steps[-1], reason)
         self._spared = hold.kept
         return hold.kept
 

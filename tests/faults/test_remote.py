@@ -106,10 +106,11 @@ def test_uploaders_that_are_killed_leave_whole_steps_only(store: Store, tmp_path
         (tmp_path / "once" / fault).touch()
     faults = {"CAIRN_FAULT": ",".join(POINTS), "CAIRN_FAULT_ONCE": str(tmp_path / "once")}
     run = tmp_path / "run"
-    remote = ("--ckpt.remote", url, "--ckpt.remote-keep-last", 1, "--max-restarts", 10)
-    with store.shell.start(
-        *SFT, *remote, "--max-steps", END, "--output-dir", run, environment=faults
-    ) as running:
+    remote = ("--ckpt.remote", url, "--ckpt.remote-keep-last", 1, "--max-restarts", 10, "--output-dir", run)
+    store.shell.succeed(*SFT, *remote, "--max-steps", 4)  # its step has to be deleted by the next run
+    assert store.steps("killed") == [4]
+    command = (*SFT, *remote, "--max-steps", END, "--ckpt.resume", "auto")
+    with store.shell.start(*command, environment=faults) as running:
         finished = running.finish(300)
     assert finished.code == 0, finished.output
     assert list((tmp_path / "once").iterdir()) == [], "every fault has struck"
@@ -126,7 +127,7 @@ def test_a_store_that_is_away_stops_no_training(store: Store, tmp_path: Path):
     assert store.steps("away") == [2]
 
     with store.shell.start(*command, "--max-steps", END, "--ckpt.resume", "auto") as running:
-        running.wait_until(lambda: "step 3/" in running.output)
+        running.wait_until(lambda: len(rows(run)) > 3)
         store.network.mood = "away"
         finished = running.finish(300)
     assert finished.code == 1, finished.output
@@ -206,7 +207,7 @@ def test_a_notice_saves_and_uploads(store: Store, tmp_path: Path):
     command = (*SFT, "--ckpt.remote", url, *watch, "--preemption.interval", 0.1, "--max-steps", 100_000)
     try:
         with store.shell.start(*command, "--output-dir", run) as running:
-            running.wait_until(lambda: "step 3/" in running.output)
+            running.wait_until(lambda: len(rows(run)) > 3)
             Google.taken = True
             finished = running.finish(120)
     finally:

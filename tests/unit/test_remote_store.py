@@ -332,7 +332,27 @@ class TestUploads:
         for step in (1, 2, 3, 4):
             uploader.upload(step)
         assert remote.steps() == [1, 2, 4]
-        assert uploader.uploads.read() == Uploaded((1, 2, 4))
+        assert uploader.uploads.read() == Uploaded((1, 2, 4), dropped=(3,))
+        assert uploader.next_step() is None
+        uploader.begin()
+        assert uploader.next_step() is None, "its rules would delete step 3 again"
+
+    def test_the_best_are_uploaded_once(self, store: CheckpointStore, remote: RemoteStore):
+        """Also where a step on the local disk is better than the others here, but not than those there."""
+        rules = {"remote_keep_best": 1, "metric": "loss", "mode": "min"}
+        for step, loss in ((1, 0.5), (2, 0.7), (3, 0.9)):
+            make_step(store.root, step, {"a": b"1"}, metrics={"loss": loss})
+        uploader = self.uploader(store, remote, **rules)
+        order: list[int] = []
+        while (step := uploader.next_step()) is not None and len(order) < 9:
+            uploader.upload(step)
+            order.append(step)
+        assert order == [3, 1]
+        store.delete(1)
+        assert uploader.next_step() == 2, "it is the best step here"
+        uploader.upload(2)
+        assert remote.steps() == [1, 3]
+        assert uploader.next_step() is None
 
     def test_an_older_attempt_stops(self, store: CheckpointStore, remote: RemoteStore):
         """Even if the newer one, on another machine, claims the prefix while a step is being uploaded."""

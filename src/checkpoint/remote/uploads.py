@@ -4,15 +4,17 @@ What lies in the object store is noted in a local file as well: retention, which
 on, must not wait for a network.
 """
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.remote.store import OnBytes, RemoteStore, Sent
-from cairn.checkpoint.retention import delete_unkept, pins
+from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.files import read_note, write_json
@@ -27,10 +29,12 @@ NOTES = ".remote"
 class Uploaded:
     """What is known of the remote steps: the content of a local file.
 
-    uploading: the step that is being uploaded. given_up: why nothing more is uploaded, if so.
+    uploading: the step that is being uploaded. given_up: why nothing more is uploaded, if so. dropped: the
+    steps that the rules of remote steps have deleted there since the uploader has begun.
     """
 
     steps: tuple[int, ...] = ()
+    dropped: tuple[int, ...] = ()
     uploading: int | None = None
     given_up: str | None = None
 
@@ -79,9 +83,32 @@ class RunUploads:
         self.write(replace(self.read(), given_up=reason))
 
     def missing(self) -> list[int]:
-        """The local steps that have to be uploaded and are not, oldest first."""
-        uploaded = self.read().steps
-        return [step for step in self.due(self.store.steps()) if step not in uploaded]
+        """The local steps that have to be uploaded and are not, oldest first.
+
+        A step that the rules of remote steps would not keep is left here.
+        """
+        noted = self.read()
+        due = self.due(self.store.steps())
+        kept = self._kept({*due, *noted.steps})
+        return [step for step in due if step in kept and step not in (*noted.steps, *noted.dropped)]
+
+    def _kept(self, steps: set[int]) -> set[int]:
+        """Those of these steps that the rules of remote steps keep; metrics are known of local steps only."""
+        rules = self.ckpt.remote_rules()
+        if rules.keep_last is None and rules.keep_best is None:
+            return steps
+        found: list[Step] = []
+        for step in steps:
+            metrics: Mapping[str, Any] = {}
+            if rules.keep_best is not None:
+                with contextlib.suppress(CheckpointError):
+                    metrics = self.store.manifest(step).metrics
+            found.append(Step(step, metrics))
+        try:
+            pinned = pins(self.store)
+        except CheckpointError:  # retention deletes nothing either
+            return steps
+        return {step for step, reasons in reasons_to_keep(found, rules, pinned).items() if reasons}
 
     def waiting(self) -> list[int]:
         """The missing steps, unless nothing more is uploaded."""
@@ -168,7 +195,7 @@ class Uploader:
             self.uploads.write(before)
             raise
         sent.remove()
-        self.uploads.write(Uploaded((*before.steps, step)))
+        self.uploads.write(Uploaded((*before.steps, step), before.dropped))
         self._delete_unkept()
 
     def _delete_unkept(self) -> None:
@@ -183,7 +210,8 @@ class Uploader:
             return
         deleted = delete_unkept(self.remote, rules, pinned)
         found = self.uploads.read()
-        self.uploads.write(replace(found, steps=tuple(s for s in found.steps if s not in deleted)))
+        left = tuple(step for step in found.steps if step not in deleted)
+        self.uploads.write(replace(found, steps=left, dropped=(*found.dropped, *deleted)))
 
 
 class Limit:
