@@ -151,7 +151,7 @@ class Uploader:
         self.limit = limit
 
     def begin(self) -> None:
-        """Compare the notes with what the object store has.
+        """Compare the notes with what the object store has, and finish deleting what its rules do not keep.
 
         Raises:
             Taken: another attempt has taken the prefix over.
@@ -159,6 +159,7 @@ class Uploader:
         """
         self.remote.check_owner(self.owner)
         self.uploads.write(Uploaded(tuple(self.remote.steps())))
+        self._delete_unkept()
 
     def next_step(self, skipped: Collection[int] = ()) -> int | None:
         """The step to upload next, which is none of `skipped`; None if none waits."""
