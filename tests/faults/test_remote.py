@@ -16,7 +16,7 @@ from cairn.checkpoint.remote import Objects, RemoteStore
 pytestmark = pytest.mark.timeout(600)
 
 END = 60
-SHORT = ("--seq-len", 32, "--micro-batch-size", 2, "--data.batch-size", 8)
+SHORT = ("--seq-len", 32, "--micro-batch-size", 2, "--data.batch-size", 32)
 SFT = ("sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--ckpt.interval", 4, "--ckpt.keep-last", 2)
 POINTS = (
     "remote.sent_file:kill@2",
@@ -73,10 +73,9 @@ def calm(store: Store) -> Iterator[None]:
 
 
 def test_a_lost_machine_loses_nothing(store: Store, straight: Path):
-    """Uploads go through storms and cut answers; another machine, with an empty disk, goes on bit for bit."""
+    """Another machine, with an empty disk, goes on bit for bit, although the network cuts answers."""
     url, first, second = "s3://bucket/lost", store.shell.folder / "first", store.shell.folder / "second"
     remote = ("--ckpt.remote", url, "--ckpt.remote-keep-last", 3)
-    store.network.mood = "storm"
     with store.shell.start(*SFT, *remote, "--max-steps", END, "--output-dir", first) as running:
         running.wait_until(lambda: list((store.bucket / "lost/committed").glob("*.json")))
     running.assert_nothing_survives()
