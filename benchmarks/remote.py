@@ -182,7 +182,7 @@ class Transfers:
     def put(self, url: str) -> None:
         """Cairn's upload."""
         from cairn.checkpoint.remote import Objects, RemoteStore
-        from cairn.checkpoint.remote.store import Sent
+        from cairn.checkpoint.remote.sent import Sent
 
         note = self.root / "note"
         note.unlink(missing_ok=True)

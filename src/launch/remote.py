@@ -12,6 +12,7 @@ from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError, check_files
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.store import CheckpointStore, step_of
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
@@ -104,7 +105,7 @@ class _Nearest:
 
     def bring(self) -> None:
         """Download the step to resume from into the local store, unless a local one will do."""
-        self.remote.probe(secrets.token_hex(4))
+        probe(self.remote.objects, secrets.token_hex(4))
         owner = self.remote.owner()
         if owner is None:
             return

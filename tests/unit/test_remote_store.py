@@ -15,7 +15,9 @@ from stores import BadNetwork, make_step, s3_server
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
-from cairn.checkpoint.remote.store import Sent, Taken
+from cairn.checkpoint.remote.probing import probe
+from cairn.checkpoint.remote.sent import Sent
+from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
 from cairn.checkpoint.retention import set_pin
 from cairn.checkpoint.store import CheckpointStore, verify
@@ -195,7 +197,7 @@ def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
 
 def test_a_probe_leaves_nothing(remote: RemoteStore):
     """A store that can do all that is needed."""
-    remote.probe("me")
+    probe(remote.objects, "me")
     assert list(remote.objects.list()) == []
 
 
@@ -238,7 +240,7 @@ def test_a_server_that_is_gone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 def test_a_bucket_that_is_not_there(s3: Path):
     """Is an error, rather than an empty list."""
     with pytest.raises(RemoteError, match="s3://nowhere/run"):
-        RemoteStore(Objects("s3://nowhere/run", retry_seconds=1)).probe("me")
+        probe(Objects("s3://nowhere/run", retry_seconds=1), "me")
 
 
 def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: Path):

@@ -6,12 +6,14 @@ import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from datetime import datetime, timedelta
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
-from urllib.parse import urlsplit
+from urllib.parse import unquote, urlsplit
 
 from cairn.checkpoint.remote.credentials import s3_credentials
 from cairn.run.addresses import SCHEMES
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.files import sync
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
@@ -161,6 +163,15 @@ class Objects:
 
         for name in names:
             self._try(name, partial(delete, name))
+
+    def make_durable(self, prefix: str) -> None:
+        """Return when the objects in the folder `prefix` survive a power cut; real stores see to that."""
+        if urlsplit(self.url).scheme != "file":
+            return
+        folder = Path(unquote(urlsplit(self.url).path)) / prefix
+        with self._errors(prefix):
+            for path in (*folder.rglob("*"), folder, folder.parent):
+                sync(path)
 
     def _try(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, again if it fails in a way that obstore does not repeat, such as a lost answer."""

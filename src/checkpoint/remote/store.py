@@ -23,6 +23,7 @@ from cairn.checkpoint.manifest import (
 )
 from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote.objects import Exists, Objects, RemoteError
+from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
@@ -43,8 +44,6 @@ WORTH_COPYING = 1 << 20
 """Smaller files are sent again rather than copied within the object store."""
 MOST_COPIED = 5 << 30
 """The largest object that S3 copies in one request."""
-MOST_SKEW = 300
-"""Seconds by which the clocks may differ; S3 refuses requests from 15 minutes on."""
 OnBytes = Callable[[int], None]
 
 
@@ -201,7 +200,7 @@ class RemoteStore:
         self,
         folder: Path,
         manifest: Manifest,
-        sent: "Sent",
+        sent: Sent,
         *,
         on_bytes: OnBytes = lambda n: None,
         check: Callable[[], None] = lambda: None,
@@ -249,8 +248,10 @@ class RemoteStore:
         fault_point("remote.before_manifest")
         text = manifest.to_json()
         self.objects.put(prefix + FILE_NAME, text)
+        self.objects.make_durable(f"step_{step}")
         try:
             self.objects.put_new(_committed(step), text)
+            self.objects.make_durable(COMMITTED)
         except Exists:
             self._is_there(manifest)  # raises, since it is another attempt's
         fault_point("remote.done")
@@ -352,82 +353,11 @@ class RemoteStore:
             raise RemoteError(f"{self}/{CLAIM}: is damaged; if the prefix is this run's, delete the object")
         return cast("dict[str, Any]", content)
 
-    def probe(self, owner: str) -> None:
-        """Check that objects can be written, read, listed and deleted, only if they are new, and the clock.
-
-        Raises:
-            RemoteError: something fails; the message says what it is needed for.
-        """
-        name, content = f"probe/{owner}", os.urandom(16)
-        self.objects.delete([name])
-        self.objects.put_new(name, content)
-        if self.objects.get(name) != content:
-            raise RemoteError(f"{self}/{name}: reads differently from what was written")
-        try:
-            self.objects.put_new(name, b"another content")
-        except Exists:
-            pass
-        else:
-            raise RemoteError(
-                f"{self}: ignores the condition If-None-Match, so two runs could commit the same step; "
-                "use a store that knows it"
-            )
-        if name not in [found for found, _ in self.objects.list("probe")]:
-            raise RemoteError(f"{self}/{name}: was written, but is not listed")
-        skew = (self.objects.modified(name) - datetime.datetime.now(datetime.UTC)).total_seconds()
-        if abs(skew) > MOST_SKEW:
-            raise RemoteError(
-                f"{self}: its clock and this machine's differ by {abs(skew):.0f} s; set the clock"
-            )
-        self.objects.delete([name])
-        if self.objects.get(name) is not None:
-            raise RemoteError(
-                f"{self}/{name}: was deleted, but is still there; old steps could not be removed"
-            )
-
 
 def summary(manifest: Manifest) -> dict[str, Any]:
     """What lists of steps show of a manifest."""
     metrics = {name: manifest.metrics[name] for name in LISTED_METRICS if name in manifest.metrics}
     return {**manifest.model_dump(include=LISTED), "bytes": manifest.nbytes, "metrics": metrics}
-
-
-class Sent:
-    """A local note of the files of a step that were sent, so that a later process need not send them again.
-
-    It counts for one manifest only: the files of another attempt's step of the same number may have replaced
-    those that an older note lists.
-
-    Args:
-        path: the file of the note; a line that was cut is ignored.
-        manifest: the step's.
-    """
-
-    def __init__(self, path: Path, manifest: Manifest):
-        self.path = path
-        title = f"{crc64(memoryview(manifest.to_json())):016x}"
-        lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        self._lines = set(lines) if lines[:1] == [title] else set[str]()
-        if not self._lines:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            path.write_text(f"{title}\n")
-
-    def has(self, name: str, entry: FileEntry) -> bool:
-        """Whether the file was sent with this content."""
-        return _line(name, entry) in self._lines
-
-    def add(self, name: str, entry: FileEntry) -> None:
-        """Note that the file was sent."""
-        with open(self.path, "a") as file:
-            file.write(f"{_line(name, entry)}\n")
-
-    def remove(self) -> None:
-        """Remove the note, once the step is committed."""
-        self.path.unlink(missing_ok=True)
-
-
-def _line(name: str, entry: FileEntry) -> str:
-    return json.dumps([name, entry.size, *entry.crc64nvme])
 
 
 def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:

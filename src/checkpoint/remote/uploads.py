@@ -13,7 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.remote.store import OnBytes, RemoteStore, Sent
+from cairn.checkpoint.remote.sent import Sent
+from cairn.checkpoint.remote.store import OnBytes, RemoteStore
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
