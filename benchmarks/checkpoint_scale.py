@@ -8,6 +8,7 @@ import time
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum
 from cairn.checkpoint.layout import TensorSpec, plan, plan_rank
 from cairn.checkpoint.manifest import FileEntry, Manifest, parse
+from cairn.checkpoint.ratings import Ratings
 from cairn.checkpoint.receipts import make_receipt, read_receipt
 from cairn.checkpoint.retention import Step, read_steps, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
@@ -47,7 +48,7 @@ def measure_scale(steps: int) -> dict[str, float]:
         with timed(f"list {steps} steps"):
             assert len(store.steps()) == steps
         with timed(f"read {steps} manifests"):
-            read_steps(store)
+            read_steps(store, Ratings())
     rules = CkptConfig(keep_last=3, keep_every=1000, keep_best=5, metric="loss", mode="min")
     with timed(f"retention over {steps} steps"):
         reasons_to_keep([Step(step, {"loss": 1 / step}) for step in range(1, steps + 1)], rules, set())

@@ -6,8 +6,8 @@ empty page cache:
 - seconds: without imports, until everything is fsynced; cpu_seconds: of all threads
 - raw_seconds: reading the same files and writing as many bytes, fsynced, with nothing in between: blocks of 8
   MiB, on one, two or three threads, through the page cache or with O_DIRECT. The first round tries all ways,
-  the others the best two. Where an operation reads its result back, so does this, beside the source once
-  more.
+  the others the best two. Where an operation reads its result back, so does this, after the fsync: it
+  reads the source, writes the result, and reads the result. The source is read once, as the operations do.
 - of_raw: the disk's share, raw_seconds / seconds of the same round; 1 is as fast as the disk
 - beyond_bytes: peak of resident memory beyond that of the process with its imports
 - allowed_bytes: 1.2 times the largest tensor, and 300 MB
@@ -25,7 +25,6 @@ import os
 import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -33,7 +32,7 @@ from pathlib import Path
 
 from checkpoint_limits import BLOCK
 from checkpoint_state import drop_cache
-from common import make_model, result_of
+from common import make_model, result_of, scratch
 
 SIZES = {
     "1 GB": {
@@ -71,12 +70,8 @@ def main() -> None:
         return
     if arguments.quick:
         arguments.repeats = 1
-    arguments.dir.mkdir(parents=True, exist_ok=True)
-    root = Path(tempfile.mkdtemp(dir=arguments.dir)).resolve()
-    try:
+    with scratch(arguments.dir) as root:
         report = measure(root, arguments)
-    finally:
-        shutil.rmtree(root, ignore_errors=True)
     if not arguments.json:
         _show(report)
     print(json.dumps(report))
@@ -97,7 +92,7 @@ def measure(root: Path, arguments: argparse.Namespace) -> dict:
             drop_cache(root)
             done = run(name)
             source, result = Path(done["source"]), Path(done["result"])
-            found = raw_rounds(source, result, root / "raw", ways[name], again=name in VERIFIED)
+            found = raw_rounds(source, result, root / "raw", ways[name], back=name in VERIFIED)
             ways[name] = sorted(found, key=found.__getitem__)[:2]
             raw = min(found.values())
             rounds[name].append({**done, "raw_seconds": raw, "of_raw": raw / done["seconds"]})
@@ -131,13 +126,11 @@ def _show(report: dict) -> None:
 # The disk
 
 
-def raw_rounds(
-    source: Path, result: Path, scratch: Path, ways: list[Way], *, again: bool
-) -> dict[Way, float]:
+def raw_rounds(source: Path, result: Path, scratch: Path, ways: list[Way], *, back: bool) -> dict[Way, float]:
     """Seconds for reading `source` and writing as many bytes as `result` has, in each way.
 
     Args:
-        again: read source and result once more afterwards, as for a comparison.
+        back: read the result afterwards, as for a comparison.
     """
     reads, size = _files(source), sum(path.stat().st_size for path in _files(result))
     found: dict[Way, float] = {}
@@ -152,8 +145,8 @@ def raw_rounds(
             drop_cache(path)
         began = time.perf_counter()
         _copy(reads, scratch, size, way, memory)
-        if again:
-            _copy(reads + _files(result), None, 0, way, memory)
+        if back:
+            _copy(_files(result), None, 0, way, memory)
         found[way] = time.perf_counter() - began
     scratch.unlink(missing_ok=True)
     return found

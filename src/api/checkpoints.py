@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from cairn.checkpoint.formats import FORMATS, Source
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
-from cairn.checkpoint.store import verify
+from cairn.checkpoint.steps import verify
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 

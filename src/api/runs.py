@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from cairn.api.checkpoints import Checkpoint
 
 COLUMNS = (
-    *("step", "place", "problem", "sample", "prompt", "text", "reward"),
-    *("finish_reason", "tokens", "policy_step"),
+    *("step", "place", "problem", "sample", "environment", "prompt", "text", "reward", "parts", "failed"),
+    *("finish_reason", "tokens", "seconds", "policy_step"),
 )
 """Columns of the data frame of rollouts."""
 
@@ -113,38 +113,61 @@ class Run:
         return frame.set_index("step") if len(frame) else pd.DataFrame(index=pd.Index([], name="step"))
 
     @property
+    def evals(self) -> "pd.DataFrame":
+        """evals.jsonl: one row per evaluation of a policy: `step`, `name`, `reward`, `pass@1` ... (RL)."""
+        import pandas as pd
+
+        return pd.DataFrame(self._view.run.evals.rows())
+
+    @property
     def steps(self) -> list[Step]:
         """The checkpoints that exist, oldest first."""
         store = CheckpointStore(self._view.checkpoints())
         return [Step(number, store.folder(number)) for number in store.steps()]
 
-    def rollouts(self) -> "pd.DataFrame":
-        """The whole answers in the run's ledger, one per row (RL only).
+    def rollouts(self, *, turns: bool = False) -> "pd.DataFrame":
+        """The rollouts that were shipped for training and those that wait, one per row (RL only).
 
-        A committed checkpoint removes the answers that were trained on up to its step. Columns: `step`, the
-        optimiser step that the answer was shipped for (missing while it waits); `place` in the prompt order;
-        `problem` number in the environment; `sample`, its number among the answers to this prompt; `prompt`,
-        the text with the chat template, None if the tokenizer is gone; `text`; `reward`, missing until it is
-        known; `finish_reason`, stop or length; `tokens`, their number in the answer; `policy_step`, the
-        newest policy when the prompt was issued.
+        Shipped ones are read from `rollouts/`, whose oldest files are deleted by
+        `orchestrator.keep_rollouts_gb`; where these are missing, from the ledger, which keeps them until a
+        checkpoint has the training on them.
+
+        Args:
+            turns: add a column with each rollout's turns: texts, tokens, logprobs and policy versions.
+
+        Returns:
+            The columns `step`, the optimiser step that the rollout was shipped for (missing while it waits);
+            `place` in the prompt order; `problem` number in the environment; `sample`, its number among the
+            answers to this prompt; `environment`; `prompt`, the text with the chat template, None if the
+            tokenizer is gone; `text`; `reward`, missing until it is known; `parts` of the reward by name;
+            `failed`, the reason if there will be no reward; `finish_reason`, stop or length; `tokens`, the
+            number of sampled ones; `seconds` from its begin to its reward, if one process saw both;
+            `policy_step`, the newest policy when the prompt was issued.
 
         Raises:
-            cairn.UsageError: the run has no ledger, as in SFT.
-            cairn.CairnError: the ledger is damaged.
+            cairn.UsageError: the run has neither rollouts nor a ledger, as in SFT.
+            cairn.CairnError: the ledger or a file of rollouts is damaged.
         """
         import pandas as pd
 
+        from cairn.orchestrator.kept_rollouts import KeptRollouts
         from cairn.orchestrator.ledger import read_answers
 
-        ledger = self._view.run.ledger
-        if not ledger.exists():
+        run = self._view.run
+        kept, columns = KeptRollouts(run.rollouts), [*COLUMNS, *(["turns"] if turns else [])]
+        # The ledger first: what is shipped meanwhile is then seen twice, and not missed.
+        waiting = read_answers(run.ledger) if run.ledger.exists() else []
+        rows = [row for step in kept.steps() for row in kept.read(step, columns)]
+        if not rows and not run.ledger.exists():
             raise UsageError(f"{self.path}: there is no ledger of rollouts; only RL runs have one")
-        rows = read_answers(ledger)
-        tokenizer = self._tokenizer() if rows else None
-        for row in rows:
+        seen = {(row["place"], row["sample"]) for row in rows}
+        waiting = [row for row in waiting if (row["place"], row["sample"]) not in seen]
+        tokenizer = self._tokenizer() if waiting else None
+        for row in waiting:
             ids = json.loads(row.pop("prompt_ids") or "[]")
             row["prompt"] = tokenizer.decode(ids) if tokenizer and ids else None
-        return pd.DataFrame(rows, columns=list(COLUMNS)).astype({"step": "Int64", "reward": "float64"})
+        types = {"step": "Int64", "reward": "float64", "seconds": "float64"}
+        return pd.DataFrame([*rows, *waiting], columns=columns).astype(types)
 
     def _tokenizer(self) -> "PreTrainedTokenizerBase | None":
         """The tokenizer of the newest checkpoint, or of the model that the run started from; None if gone."""

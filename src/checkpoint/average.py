@@ -13,7 +13,7 @@ import torch
 
 from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.exporting import appearing, content_of_step, write_content
-from cairn.checkpoint.formats import EXPORTERS, Content, Source, Stage, WriteOptions, no_progress
+from cairn.checkpoint.formats import Content, Source, Stage, WriteOptions, no_progress
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL
@@ -46,7 +46,7 @@ def average_steps(
 
     Args:
         weights: one for each step; they are divided by their sum.
-        check: read the result back, and compare it with the average computed anew.
+        check: read the result back, and compare it with the average that was computed.
 
     Returns:
         What the check found.
@@ -75,13 +75,10 @@ def average_steps(
 
     watched = [read.watch(content.tensors[MODEL]) for read, content in zip(checked, contents, strict=True)]
     with appearing(out) as folder:
-        write_content(mean(watched), folder, "hf", options, stage)
+        verify = write_content(mean(watched), folder, "hf", options, stage)
         for read in checked:
             read.check(stage)
-        if not check:
-            return "not read back"
-        plain = mean([content.tensors[MODEL] for content in contents])
-        return EXPORTERS["hf"].verify(plain, folder, options, stage)
+        return verify(stage) if check else "not read back"
 
 
 def ema_weights(count: int, decay: float) -> list[float]:

@@ -83,8 +83,8 @@ class CheckedStep:
 
 
 def _is_plain(tensor: Source) -> TypeGuard[StoredTensor]:
-    """Whether the bytes of a tensor are those of its file, which packed ones are not."""
-    return isinstance(tensor, StoredTensor) and tensor.packed is None
+    """Whether the bytes of a tensor are those of a file that is here: not packed, and not away."""
+    return isinstance(tensor, StoredTensor) and not (tensor.packed or tensor.away)
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,11 @@ another process. So ranks that each hold some of a file's bytes get the same che
 without exchanging data, and a reader verifies the file with the bytes that its ranks read anyway.
 """
 
-from collections.abc import Mapping
+import bisect
+import threading
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from awscrt import checksums as crt  # pyright: ignore[reportMissingTypeStubs] # it is typed in its code
@@ -18,6 +22,83 @@ READ_BYTES = 1 << 20  # stays in the processor's cache between reading and check
 def crc64(data: memoryview | bytes, previous: int = 0) -> int:
     """The CRC-64/NVME of `data`, continuing after bytes whose CRC is `previous`."""
     return crt.crc64nvme(data, previous)  # pyright: ignore[reportArgumentType] # it takes any buffer
+
+
+def join_crcs(pieces: Iterable[tuple[int, int]]) -> int:
+    """The CRC of bytes in a row, from the CRC and the number of bytes of each piece."""
+    joined = 0
+    for crc, nbytes in pieces:
+        joined = crt.combine_crc64nvme(joined, crc, nbytes)
+    return joined
+
+
+@dataclass(frozen=True)
+class Crc:
+    """A kind of CRC.
+
+    of: the CRC of bytes, continuing after bytes whose CRC is given. joined: the CRC of bytes of which the
+    first have the first CRC, and the others, whose number is given, the second.
+    """
+
+    of: Callable[[memoryview, int], int]
+    joined: Callable[[int, int, int], int]
+
+
+CRC64 = Crc(crc64, crt.combine_crc64nvme)
+ZIP_CRC32 = Crc(zlib.crc32, crt.combine_crc32)
+"""That of ZIP archives. zlib's is faster than awscrt's, which uses no vector instructions here."""
+
+
+class SpanSum:
+    """The CRC of a span of bytes that arrive in parts, in any order and from any thread.
+
+    Bytes that arrive again do not count: it is the CRC of those that came first.
+    """
+
+    def __init__(self, nbytes: int, kind: Crc = CRC64):
+        self.nbytes = nbytes
+        self._kind = kind
+        self._lock = threading.Lock()
+        self._crc = 0
+        self._left = nbytes
+        self._gaps: list[tuple[int, int]] = [(0, nbytes)] if nbytes else []
+
+    def add(self, first: int, data: memoryview) -> int | None:
+        """Add the bytes from `first` on; returns `value` if they were the last that were missing."""
+        with self._lock:
+            fresh = self._take(first, first + len(data))
+        crc, count = 0, 0
+        for low, high in fresh:
+            part = self._kind.of(data[low - first : high - first], 0)
+            crc ^= self._kind.joined(part, 0, self.nbytes - high)
+            count += high - low
+        with self._lock:
+            self._crc ^= crc
+            self._left -= count
+            return self._crc if count and not self._left else None
+
+    def value(self) -> int | None:
+        """The CRC; None while bytes are missing."""
+        with self._lock:
+            return None if self._left else self._crc
+
+    def gaps(self) -> list[tuple[int, int]]:
+        """First byte and end of each run of bytes that have not arrived yet."""
+        with self._lock:
+            return list(self._gaps)
+
+    def _take(self, low: int, high: int) -> list[tuple[int, int]]:
+        """Remove a range from the gaps; returns what of it was in them."""
+        if low >= high:
+            return []
+        begin = bisect.bisect_right(self._gaps, low, key=lambda gap: gap[1])
+        end = bisect.bisect_left(self._gaps, high, key=lambda gap: gap[0])
+        touched = self._gaps[begin:end]
+        if not touched:
+            return []
+        kept = [(touched[0][0], low), (high, touched[-1][1])]
+        self._gaps[begin:end] = [gap for gap in kept if gap[0] < gap[1]]
+        return [(max(low, first), min(high, last)) for first, last in touched]
 
 
 class FileChecksum:

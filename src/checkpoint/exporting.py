@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import shutil
+import threading
 from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -12,7 +13,8 @@ from typing import Any
 
 from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.exports import RECORD, UNFINISHED, Exports, refuse_options
-from cairn.checkpoint.formats import EXPORTERS, Content, Stage, WriteOptions, no_progress
+from cairn.checkpoint.formats import EXPORTERS, Content, Stage, Verification, WriteOptions, no_progress
+from cairn.checkpoint.formats.conversion import written_bytes
 from cairn.checkpoint.manifest import Damaged, load_manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
@@ -78,7 +80,7 @@ def export(
     end of its name, which the next call removes.
 
     Args:
-        check: read the result back and compare it with the step; see `Exporter.verify`.
+        check: read the result back and compare it with what was read of the step; see `Exporter.write`.
         beside: further files in `out`, by name.
 
     Returns:
@@ -95,32 +97,48 @@ def export(
     watched = {stem: read.watch(named) for stem, named in content.tensors.items()}
     with appearing(out) as folder:
         written = replace(content, tensors=watched)
-        write_content(written, folder, name, options, stage)
+        verify = write_content(written, folder, name, options, stage)
         read.check(stage)
-        found = EXPORTERS[name].verify(content, folder, options, stage) if check else "not read back"
+        found = verify(stage) if check else "not read back"
         for file, data in beside.items():
             write_atomic(folder / file, data, durable=True)
     return found
 
 
-def write_content(content: Content, folder: Path, name: str, options: WriteOptions, stage: Stage) -> None:
+def write_content(
+    content: Content, folder: Path, name: str, options: WriteOptions, stage: Stage
+) -> Verification:
     """Write `content` into the empty folder `folder`, in the format `name`, and make all of it durable.
+
+    Returns:
+        What reads it back from the disk.
 
     Raises:
         CheckpointError: a source is damaged, or has no counterpart in this format.
         OSError: a file can't be written; the error names it.
     """
-    nbytes = sum(source.spec.nbytes for named in content.tensors.values() for source in named.values())
+    nbytes = sum(
+        written_bytes(source.spec, options.dtype if stem == MODEL else None)
+        for stem in EXPORTERS[name].stems
+        for source in content.tensors.get(stem, {}).values()
+    )
     progress = stage(f"writing {name}", nbytes)
+    left, several = nbytes, threading.Lock()
 
     def on_bytes(count: int) -> None:
+        nonlocal left
+        with several:
+            count = min(count, left)
+            left -= count
         progress(count)
         fault_point("export.write")
 
-    EXPORTERS[name].write(content, folder, replace(options, on_bytes=on_bytes))
+    verify = EXPORTERS[name].write(content, folder, replace(options, on_bytes=on_bytes))
+    progress(left)  # a format may write fewer bytes: a quantisation, or an embedding once that is tied
     fault_point("export.before_fsync")
     for path in (*folder.rglob("*"), folder):
-        sync(path)
+        sync(path, forget=path.is_file())
+    return verify
 
 
 @contextlib.contextmanager

@@ -19,7 +19,8 @@ from typing import Any
 from cairn.checkpoint.formats import QUANTIZATIONS
 from cairn.checkpoint.formats.content import WEIGHT_DTYPES, WriteOptions
 from cairn.checkpoint.manifest import FILE_NAME, STEP_NAME, CheckpointError, load_manifest
-from cairn.checkpoint.store import CheckpointStore, remove_folder, step_of
+from cairn.checkpoint.steps import step_of
+from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.config.export import ExportConfig
 from cairn.run.errors import UsageError
 from cairn.run.file_system import flock, open_lock

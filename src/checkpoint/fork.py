@@ -4,11 +4,13 @@ import contextlib
 import errno
 import os
 import secrets
+from collections.abc import Generator
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, Origin, holds_tensors, load_manifest
-from cairn.checkpoint.store import CheckpointStore, copy_file, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore, copy_file
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, read_note
@@ -64,18 +66,10 @@ def copy_step(step: Path, dest: Path, *, link: bool = False, stage: Stage = no_p
         OSError: a file can't be written; the error names it.
     """
     manifest = verify(step, on_bytes=stage(f"verifying {step.name}", load_manifest(step).nbytes))
-    store = CheckpointStore(dest if dest.name == "checkpoints" else dest / "checkpoints")
-    if any(path.exists() and not path.is_dir() for path in (store.root, *store.root.parents)):
-        raise UsageError(f"{dest}: is not a folder and can't be created; give another one")
+    store = store_of_copies(dest)
     if step.resolve() in (target := store.root.resolve(), *target.parents):
         raise UsageError(f"{dest}: is inside the checkpoint itself; give another folder")
-    make_folders(store.root)
-    with store.alone():
-        if others := _runs_in(store) - {manifest.run_id}:
-            raise UsageError(
-                f"{dest}: holds the run {', '.join(sorted(others))}, and {step} is of run {manifest.run_id}, "
-                "which would go on as that; give another folder, or make a new run of it with ckpt fork"
-            )
+    with receiving(store, manifest.run_id, str(step)):
         progress = stage("linking" if link else "copying", manifest.nbytes)
         try:
             return store.adopt(step, manifest, os.link if link else copy_file, progress)
@@ -85,6 +79,35 @@ def copy_step(step: Path, dest: Path, *, link: bool = False, stage: Stage = no_p
                     f"{dest}: hard links to {step} can't be made there ({error.strerror}); leave out --link"
                 ) from None
             raise
+
+
+def store_of_copies(dest: Path) -> CheckpointStore:
+    """The store for copies of steps in the folder `dest`; see `copy_step`.
+
+    Raises:
+        UsageError: `dest` is not a folder.
+    """
+    store = CheckpointStore(dest if dest.name == "checkpoints" else dest / "checkpoints")
+    if any(path.exists() and not path.is_dir() for path in (store.root, *store.root.parents)):
+        raise UsageError(f"{dest}: is not a folder and can't be created; give another one")
+    return store
+
+
+@contextlib.contextmanager
+def receiving(store: CheckpointStore, run_id: str, name: str) -> Generator[None]:
+    """Within this context, a step of a run, which messages call `name`, may be copied into the store.
+
+    Raises:
+        UsageError: it has steps of another run.
+    """
+    make_folders(store.root)
+    with store.alone():
+        if others := _runs_in(store) - {run_id}:
+            raise UsageError(
+                f"{store.root}: holds the run {', '.join(sorted(others))}, and {name} is of run {run_id}, "
+                "which would go on as that; give another folder, or make a new run of it with ckpt fork"
+            )
+        yield
 
 
 def _runs_in(store: CheckpointStore) -> set[str]:

@@ -13,13 +13,14 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
 from cairn.checkpoint.formats import Content, Stage, no_progress, read_foreign
 from cairn.checkpoint.formats.fitting import state_of, weights_of
-from cairn.checkpoint.formats.foreign import check_plain, load_config
+from cairn.checkpoint.formats.foreign import check_link, check_plain, load_config
 from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
 from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.checkpoint.noted import check_noted, noted
 from cairn.checkpoint.receipts import make_receipt
 from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
-from cairn.checkpoint.streaming import check_equal, write_sources
+from cairn.checkpoint.streaming import write_sources
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_json
@@ -46,7 +47,8 @@ def import_checkpoint(
     Args:
         model: a folder with config.json and tokenizer; default: the one that belongs to the source.
         step: the number of the step; default: the source's, or 1 where it has none.
-        check: read the step back and compare it with the source, bit for bit, before it counts.
+        check: read the step back and compare it with what was read of the source, bit for bit, before it
+            counts.
         weights_only: don't take over the optimiser's state.
 
     Returns:
@@ -70,11 +72,11 @@ def import_checkpoint(
     number = 1 if number is None else number
     if number < 1:
         raise UsageError(f"{source}: is of step {number}, before any update; use it with --model.name")
-    tensors = {MODEL: weights_of(content.tensors[MODEL], layout, source)}
+    tensors = {MODEL: noted(weights_of(content.tensors[MODEL], layout, source))}
     parts = ["model"]
     state = None if weights_only else content.tensors.get(OPTIMIZER)
     if state:
-        tensors[OPTIMIZER] = state_of(state, layout, source)
+        tensors[OPTIMIZER] = noted(state_of(state, layout, source))
         parts = ["trainer"]
         record = TrainerRecord(
             progress={
@@ -121,7 +123,7 @@ def import_checkpoint(
                     progress = stage(
                         f"comparing {stem}", sum(tensor.spec.nbytes for tensor in named.values())
                     )
-                    check_equal(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
+                    check_noted(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
             store.write_part(number, "files", files, session, read_back=check)
             write_json(store.receipt_file(number, "tensors"), make_receipt(session, written), durable=True)
             for path in sorted(folder.iterdir()):
@@ -170,9 +172,12 @@ def layout_and_files(companions: Path) -> tuple[Layout, dict[str, bytes]]:
     """The layout of the model that config.json describes, and the files beside the weights by their paths."""
     check_plain(companions)
     layout = hub_layout(load_config(companions))
-    return layout, {
-        f"model/{path.name}": path.read_bytes()
+    copied = [
+        path
         for path in sorted(companions.iterdir())
         if path.is_file() and path.suffix in COMPANIONS and path.name not in NOT_OF_A_MODEL
         if ".safetensors" not in path.name and not path.name.endswith(".bin.index.json")
-    }
+    ]
+    for path in copied:
+        check_link(path)
+    return layout, {f"model/{path.name}": path.read_bytes() for path in copied}

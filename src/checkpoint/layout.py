@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from cairn.checkpoint.away import AwayFile, away_files
 from cairn.checkpoint.manifest import CheckpointError, Damaged, refuse_repeated_keys
 from cairn.checkpoint.packed import PackedFile, packed_files
 
@@ -201,13 +202,15 @@ def _join(pieces: list[tuple[int, int, str]]) -> Iterator[tuple[int, int, list[t
 class StoredTensor:
     """The location of a tensor in a file, where its values lie in row-major order; a `formats.Source`.
 
-    packed: where the file's bytes are, if it is packed; there is then no file at `path`.
+    packed: where the file's bytes are, if it is packed; there is then no file at `path`. away: the same, if
+    they are in an object store.
     """
 
     path: Path
     offset: int
     spec: TensorSpec
     packed: PackedFile | None = None
+    away: AwayFile | None = None
 
     def fill(self, first: int, into: "torch.Tensor") -> None:
         """Read values, beginning with value `first`, into a flat tensor, converting the data type.
@@ -225,7 +228,8 @@ class StoredTensor:
             )
         dtype = DTYPES[self.spec.dtype]
         offset = self.offset + first * dtype.itemsize
-        read_pieces([Piece(self.path, offset, dtype, into, packed=self.packed)])
+        piece = Piece(self.path, offset, dtype, into, counted=False, packed=self.packed, away=self.away)
+        read_pieces([piece])
 
 
 def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
@@ -236,9 +240,9 @@ def find_tensors(folder: Path, stem: str) -> dict[str, StoredTensor]:
         Damaged: the index or a header is invalid.
     """
     found: dict[str, StoredTensor] = {}
-    packed = packed_files(folder)
+    packed, away = packed_files(folder), away_files(folder)
     for path in tensor_files(folder, stem, packed):
-        for tensor in read_header(path, packed.get(path.name)):
+        for tensor in read_header(path, packed.get(path.name), away.get(path.name)):
             found[tensor.spec.name] = tensor
     return found
 
@@ -273,8 +277,10 @@ def tensor_files(folder: Path, stem: str, packed: Collection[str] = ()) -> list[
     return [folder / name for name in names]
 
 
-def read_header(path: Path, packed: PackedFile | None = None) -> list[StoredTensor]:
-    """The tensors of a safetensors file, which may be packed, in file order.
+def read_header(
+    path: Path, packed: PackedFile | None = None, away: AwayFile | None = None
+) -> list[StoredTensor]:
+    """The tensors of a safetensors file, which may be packed or away, in file order.
 
     Raises:
         FileNotFoundError: there is no such file.
@@ -282,7 +288,8 @@ def read_header(path: Path, packed: PackedFile | None = None) -> list[StoredTens
     """
     if packed is None and path.is_dir():
         raise Damaged(f"{path}: is a folder, not a safetensors file")
-    size = packed.size if packed else path.stat().st_size
+    whole = packed or away
+    size = whole.size if whole else path.stat().st_size
     with io.BytesIO(packed.read(0, 8)) if packed else open(path, "rb") as file:
         prefix = file.read(8)
         length = struct.unpack("<Q", prefix)[0] if len(prefix) == 8 else size
@@ -302,7 +309,7 @@ def read_header(path: Path, packed: PackedFile | None = None) -> list[StoredTens
         position = end
     if position != size - 8 - length:
         raise Damaged(f"{path}: has {size} bytes, but its header describes {8 + length + position}")
-    return [StoredTensor(path, 8 + length + start, spec, packed) for start, _, spec in spans]
+    return [StoredTensor(path, 8 + length + start, spec, packed, away) for start, _, spec in spans]
 
 
 def _span(name: str, entry: dict[str, Any]) -> tuple[int, int, TensorSpec]:

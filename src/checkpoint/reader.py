@@ -1,29 +1,20 @@
-"""Reads ranges of files into tensors, with several threads, and computes checksums on the way.
-
-Bytes in the page cache are copied from there straight into the tensors. Other bytes are read with O_DIRECT, 2
-MiB at a time, into a buffer that stays in the CPU's cache: this takes far less CPU time than filling the page
-cache, and a checkpoint is loaded only once.
-"""
+"""Reads ranges of files into tensors, with several threads, and computes checksums on the way."""
 
 import contextlib
-import ctypes
-import errno
-import mmap
-import os
-import threading
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-import numpy as np
 import torch
 
+from cairn.checkpoint.away import READERS as AWAY_READERS
+from cairn.checkpoint.away import AwayFile
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, crc64
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.packed import Block as PackedBlock
 from cairn.checkpoint.packed import PackedFile
+from cairn.checkpoint.windows import File, Window
 
 READERS = 3
 """Threads per rank."""
@@ -31,19 +22,8 @@ STREAM_BYTES = CHUNK_BYTES
 """Bytes that one thread reads in sequence. Threads read neighbouring stretches at any time, since disks,
 above all virtual ones, are slower where reads go back and forth between distant places."""
 SHORTEST_STREAM = 1 << 20
-BLOCK_BYTES = 512 << 10
-"""Bytes per checksum call: few enough to be still in the CPU's cache after they were copied."""
-DIRECT_BYTES = 2 << 20
-"""Bytes per read with O_DIRECT."""
-DIRECT_FROM = 256 << 10
-"""Shorter reads go through the page cache."""
-ALIGNMENT = max(4096, mmap.PAGESIZE)
-"""Alignment of reads with O_DIRECT, in bytes."""
-MAX_BUFFERS = 512
-"""Maximum buffers of one readv; systems allow at least 1024."""
-Block = list[memoryview]
-"""Buffers to fill with consecutive bytes of a file."""
-Bytes = np.ndarray[tuple[int], np.dtype[np.uint8]]
+WIDEST_GAP = 4 << 10
+"""Of an object, so many bytes between two pieces are read with them: a request of its own takes longer."""
 
 
 @dataclass(frozen=True)
@@ -52,7 +32,7 @@ class Piece:
 
     dtype: data type in the file. target: contiguous, one-dimensional, possibly of another data type. counted:
     whether the range counts in the checksums that `read_pieces` returns. packed: where the file's bytes are,
-    if it is packed.
+    if it is packed. away: the same, if they are in an object store.
     """
 
     path: Path
@@ -61,6 +41,7 @@ class Piece:
     target: torch.Tensor
     counted: bool = True
     packed: PackedFile | None = None
+    away: AwayFile | None = None
 
     @property
     def nbytes(self) -> int:
@@ -91,18 +72,28 @@ def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
     are those of their contents.
 
     Raises:
-        Damaged: a file ends too early, or a block can't be unpacked.
+        Damaged: a file ends too early, a block can't be unpacked, or an object store refuses or fails.
     """
-    pieces = list(pieces)
-    packed = [piece for piece in pieces if piece.nbytes and piece.packed]
-    pieces = [piece for piece in pieces if piece.nbytes and not piece.packed]
-    seen = {piece.path: FileChecksum(piece.packed.size) for piece in packed if piece.packed}
+    pieces = [piece for piece in pieces if piece.nbytes]
+    packed, away = [p for p in pieces if p.packed], [p for p in pieces if p.away]
+    seen = {p.path: FileChecksum(whole.size) for p in pieces if (whole := p.packed or p.away)}
+    pieces = [piece for piece in pieces if piece.path not in seen]
     with contextlib.ExitStack() as closing:
-        files = {path: closing.enter_context(_File(path)) for path in {piece.path for piece in pieces}}
+        files = {path: closing.enter_context(File(path)) for path in {piece.path for piece in pieces}}
+        if len(pieces) == 1 and pieces[0].nbytes <= STREAM_BYTES and not packed:
+            path, sums = _read(files[pieces[0].path], pieces)  # whoever reads in parts has threads
+            seen[path] = FileChecksum(files[path].size)
+            for offset, nbytes, crc in sums:
+                seen[path].add_crc(offset, nbytes, crc)
+            return seen
         pool = closing.enter_context(ThreadPoolExecutor(READERS))
         closing.callback(pool.shutdown, cancel_futures=True)
         jobs = [pool.submit(_read, files[stream[0].path], stream) for stream in _streams(pieces)]
         jobs += [pool.submit(_unpack, block, parts) for block, parts in _by_block(packed)]
+        if away:
+            network = closing.enter_context(ThreadPoolExecutor(AWAY_READERS))
+            closing.callback(network.shutdown, cancel_futures=True)
+            jobs += [network.submit(_fetch, parts) for parts in _by_request(away)]
         for path, file in files.items():
             seen[path] = FileChecksum(file.size)
         for job in jobs:
@@ -110,155 +101,6 @@ def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
             for offset, nbytes, crc in sums:
                 seen[path].add_crc(offset, nbytes, crc)
     return seen
-
-
-_libc = ctypes.CDLL(None, use_errno=True)
-
-
-class _File:
-    """An open file that several threads read; a context manager."""
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.fd = os.open(path, os.O_RDONLY)
-        self.size = os.fstat(self.fd).st_size
-        self.direct_fd: int | None = None
-        """Descriptor with O_DIRECT; None if the file system doesn't support that."""
-        with contextlib.suppress(OSError):
-            self.direct_fd = os.open(path, os.O_RDONLY | os.O_DIRECT)
-        self._address = 0
-        if self.size >= DIRECT_FROM:
-            self._mapped = mmap.mmap(self.fd, self.size, prot=mmap.PROT_READ)  # takes no memory, is not read
-            self._address = np.frombuffer(self._mapped, np.uint8).ctypes.data
-
-    def __enter__(self) -> "_File":
-        return self
-
-    def is_cached(self, start: int, end: int) -> bool:
-        """Whether a range that begins at a page is in the page cache; True if that can't be found out."""
-        if not self._address:
-            return True
-        end = min(end, self.size)
-        pages = np.zeros(max(-(-(end - start) // mmap.PAGESIZE), 0), np.uint8)
-        where, nbytes = ctypes.c_void_p(self._address + start), ctypes.c_size_t(max(end - start, 0))
-        failed = _libc.mincore(where, nbytes, ctypes.c_void_p(pages.ctypes.data)) != 0
-        return failed or bool(np.all(pages & 1))
-
-    def __exit__(self, *_: object) -> None:
-        os.close(self.fd)
-        if self.direct_fd is not None:
-            os.close(self.direct_fd)
-
-
-class _Own(threading.local):
-    """A thread's own buffer, kept from one window to the next."""
-
-    def __init__(self) -> None:
-        self._memory: Bytes | None = None
-
-    def memory(self) -> Bytes:
-        """uint8 [DIRECT_BYTES], aligned to pages."""
-        if self._memory is None:
-            self._memory = np.frombuffer(mmap.mmap(-1, DIRECT_BYTES), np.uint8)
-        return self._memory
-
-
-_own = _Own()
-
-
-class _Window:
-    """A range of a file, from `offset` to `end`, that one thread reads into buffers, block after block."""
-
-    def __init__(self, file: _File, offset: int, buffers: Iterable[torch.Tensor]):
-        self.file = file
-        self.offset = offset
-        self._targets = deque(as_memory(buffer) for buffer in buffers)
-        self.end = offset + sum(map(len, self._targets))
-        self._held: Bytes = np.empty(0, np.uint8)
-        """Bytes that were read ahead with O_DIRECT."""
-        self._through_cache_until = 0
-        """Offset up to which reads go through the page cache."""
-
-    def fill_block(self) -> Block:
-        """Fill the next block of the buffers, which ends at the next multiple of BLOCK_BYTES; returns it.
-
-        Raises:
-            Damaged: the file ends too early.
-        """
-        block = self._take(BLOCK_BYTES - self.offset % BLOCK_BYTES)
-        left = block
-        while left:
-            if not len(self._held) and self._goes_direct():
-                self._read_ahead()
-            count = (
-                self._copy_held(left[0]) if len(self._held) else os.preadv(self.file.fd, left, self.offset)
-            )
-            if count == 0:
-                raise Damaged(f"{self.file.path}: ends at byte {self.offset}, but should be longer")
-            self.offset += count
-            left = _after(left, count)
-        return block
-
-    def _take(self, nbytes: int) -> Block:
-        """The next `nbytes` of the buffers, or less."""
-        block: Block = []
-        while nbytes and self._targets and len(block) < MAX_BUFFERS:
-            view = self._targets[0]
-            if len(view) > nbytes:
-                block.append(view[:nbytes])
-                self._targets[0] = view[nbytes:]
-                break
-            block.append(self._targets.popleft())
-            nbytes -= len(view)
-        return block
-
-    def _copy_held(self, view: memoryview) -> int:
-        count = min(len(view), len(self._held))
-        np.copyto(np.frombuffer(view, np.uint8, count), self._held[:count])
-        self._held = self._held[count:]
-        return count
-
-    def _goes_direct(self) -> bool:
-        """Whether to read the next bytes with O_DIRECT."""
-        if (
-            self.file.direct_fd is None
-            or self.offset < self._through_cache_until
-            or self.end - self.offset < DIRECT_FROM
-        ):
-            return False
-        start, stop = self._next_direct()
-        if self.file.is_cached(start, stop):
-            self._through_cache_until = stop
-            return False
-        return True
-
-    def _next_direct(self) -> tuple[int, int]:
-        """First and last offset of the next read with O_DIRECT, both aligned."""
-        start = self.offset // ALIGNMENT * ALIGNMENT
-        stop = (start // DIRECT_BYTES + 1) * DIRECT_BYTES
-        return start, min(stop, -(-self.end // ALIGNMENT) * ALIGNMENT)
-
-    def _read_ahead(self) -> None:
-        """Read the next bytes into `_held`; none if the file ends here or O_DIRECT fails."""
-        assert self.file.direct_fd is not None
-        start, stop = self._next_direct()
-        memory = _own.memory()[: stop - start]
-        try:
-            count = os.preadv(self.file.direct_fd, [memory.data], start)
-        except OSError as error:
-            if error.errno != errno.EINVAL:  # EINVAL: the device needs another alignment
-                raise
-            self._through_cache_until = stop
-            return
-        self._held = memory[self.offset - start : max(min(count, self.end - start), self.offset - start)]
-
-
-def _after(block: Block, count: int) -> Block:
-    """A block without its first `count` bytes."""
-    while block and count >= len(block[0]):
-        count -= len(block[0])
-        block = block[1:]
-    return [block[0][count:], *block[1:]] if count else block
 
 
 def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
@@ -297,11 +139,11 @@ def _follows(piece: Piece, before: Piece) -> bool:
     return same and piece.offset == before.offset + before.nbytes
 
 
-def _read(file: _File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+def _read(file: File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
     """Read adjacent pieces; returns the file and the (offset, bytes, CRC) of counted ranges, by chunk."""
     first = stream[0]
     buffers = [p.target if p.in_place else torch.empty(p.target.shape, dtype=p.dtype) for p in stream]
-    window = _Window(file, first.offset, buffers)
+    window = Window(file, first.offset, map(as_memory, buffers))
     sums: list[tuple[int, int, int]] = []
     begin, crc = first.offset, 0
     while window.offset < window.end:
@@ -345,13 +187,47 @@ def _unpack(block: PackedBlock, parts: list[Piece]) -> tuple[Path, list[tuple[in
             within = memoryview(part.packed.read(part.offset, part.nbytes))
         if len(within) < part.nbytes:
             raise Damaged(f"{part.path}: ends at byte {part.packed.size}, but should be longer")
-        buffer = part.target if part.in_place else torch.empty(part.target.shape, dtype=part.dtype)
-        as_memory(buffer)[:] = within
-        if not part.in_place:
-            part.target.copy_(buffer)
-        begin = part.offset
-        while part.counted and within:
-            piece = within[: CHUNK_BYTES - begin % CHUNK_BYTES]
-            sums.append((begin, len(piece), crc64(piece)))
-            begin, within = begin + len(piece), within[len(piece) :]
+        sums += _give(part, within)
     return parts[0].path, sums
+
+
+def _by_request(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Groups pieces that one request to an object store brings: parts of a stretch, with small gaps."""
+    group: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.path, piece.offset)):
+        for part in _cut(piece, STREAM_BYTES):
+            near = group and part.path == group[-1].path
+            near = near and part.offset <= group[-1].offset + group[-1].nbytes + WIDEST_GAP
+            if group and not (near and part.offset // STREAM_BYTES == group[0].offset // STREAM_BYTES):
+                yield group
+                group = []
+            group.append(part)
+    if group:
+        yield group
+
+
+def _fetch(parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+    """Fill pieces from an object store; returns what `_read` returns."""
+    first, end = parts[0].offset, max(part.offset + part.nbytes for part in parts)
+    away = parts[0].away
+    assert away
+    held = memoryview(away.read(first, end - first))
+    sums: list[tuple[int, int, int]] = []
+    for part in parts:
+        sums += _give(part, held[part.offset - first :][: part.nbytes])
+    return parts[0].path, sums
+
+
+def _give(part: Piece, values: memoryview) -> list[tuple[int, int, int]]:
+    """Fill a piece with bytes; returns the (offset, bytes, CRC) of counted ranges, by chunk."""
+    buffer = part.target if part.in_place else torch.empty(part.target.shape, dtype=part.dtype)
+    as_memory(buffer)[:] = values
+    if not part.in_place:
+        part.target.copy_(buffer)
+    sums: list[tuple[int, int, int]] = []
+    begin = part.offset
+    while part.counted and values:
+        piece = values[: CHUNK_BYTES - begin % CHUNK_BYTES]
+        sums.append((begin, len(piece), crc64(piece)))
+        begin, values = begin + len(piece), values[len(piece) :]
+    return sums

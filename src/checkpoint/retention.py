@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.store import CheckpointStore, remove_folder, step_of
+from cairn.checkpoint.ratings import Ratings, ratings_in
+from cairn.checkpoint.steps import step_of
+from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
 from cairn.run.files import DamagedFile, read_json, write_json
@@ -18,6 +20,10 @@ logger = logging.getLogger(__name__)
 PINS = "pins.json"
 WAITING = "waiting for an export or upload"
 """Why a step is kept that no rule keeps."""
+PENDING = "waiting for its evaluation"
+"""Why a step is kept that may turn out to be one of the best."""
+MOST_PENDING = 4
+"""So many of the newest steps are kept until they are evaluated."""
 Spare = Callable[[Collection[int]], Collection[int]]
 """Which of the steps that no rule keeps must stay for now, because somebody still needs them."""
 
@@ -40,7 +46,8 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
 
     Only `keep_last` and `keep_best` limit the number of steps: without either, all are kept. The newest step
     is always kept. Of equally good steps the newer counts as better; a step without the metric, or with a
-    value that is not a number, is never among the best.
+    value that is not a number, is never among the best. If the metric is an evaluation's, the newest steps
+    whose evaluation is due and not done stay, at most `MOST_PENDING`.
     """
     numbers = sorted(step.step for step in steps)
     reasons: dict[int, list[str]] = {number: [] for number in numbers}
@@ -63,6 +70,8 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
         ]
         for _, number in sorted(rated, reverse=True)[: rules.keep_best]:
             reasons[number].append("best")
+        for number in _pending(steps, rules)[-MOST_PENDING:]:
+            reasons[number].append(PENDING)
     for number in numbers:
         if rules.keep_every is not None and number % rules.keep_every == 0:
             reasons[number].append("every")
@@ -73,17 +82,31 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
     return reasons
 
 
+def _pending(steps: Sequence[Step], rules: CkptConfig) -> list[int]:
+    """The steps that will be evaluated, oldest first: evaluations are done in the order of steps."""
+    evaluation, interval = rules.rated_by, rules.metric_interval
+    if evaluation is None or interval is None:
+        return []
+    rated = [step.step for step in steps if any(name.startswith(evaluation) for name in step.metrics)]
+    newest = max(rated, default=0)
+    return sorted(step.step for step in steps if step.step > newest and step.step % interval == 0)
+
+
 def _is_number(metrics: Mapping[str, Any], name: str) -> bool:
     value = metrics.get(name)
     return isinstance(value, int | float) and value == value
 
 
-def read_steps(tier: Tier) -> list[Step]:
-    """The steps of a tier with their metrics; a step with a damaged manifest has none."""
+def read_steps(tier: Tier, ratings: Ratings) -> list[Step]:
+    """The steps of a tier with their metrics; a step with a damaged manifest has none.
+
+    Args:
+        ratings: by evaluations, of the run's steps in any tier.
+    """
     found: list[Step] = []
     for number in tier.steps():
         try:
-            found.append(Step(number, tier.manifest(number).metrics))
+            found.append(Step(number, ratings.metrics(tier.manifest(number))))
         except CheckpointError:
             found.append(Step(number, {}))
     return found
@@ -126,28 +149,37 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig, spare: Spare = sp
     if rules.keep_last is None and rules.keep_best is None:
         return []
     try:
-        pinned = pins(store)
+        pinned, ratings = pins(store), ratings_in(store.root)
     except CheckpointError as error:
         logger.warning("no checkpoint is deleted: %s", error)
         return []
-    return delete_unkept(store, rules, pinned, spare)
+    return delete_unkept(store, rules, pinned, ratings, spare)
 
 
-def delete_unkept(tier: Tier, rules: CkptConfig, pinned: set[int], spare: Spare = spare_none) -> list[int]:
+def delete_unkept(
+    tier: Tier, rules: CkptConfig, pinned: set[int], ratings: Ratings, spare: Spare = spare_none
+) -> list[int]:
     """Delete the steps of a tier that neither the rules nor `spare` keep, and return them; failures are
     logged.
     """
     # Read manifests only if a rule needs their metrics.
-    steps = read_steps(tier) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
+    steps = read_steps(tier, ratings) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
     deleted: list[int] = []
     unkept = [number for number, reasons in reasons_to_keep(steps, rules, pinned).items() if not reasons]
     spared = spare(unkept)
+    unrated = _pending(steps, rules)
     for number in unkept:
         if number in spared:
             continue
         try:
             tier.delete(number)
             deleted.append(number)
+            if number in unrated:
+                logger.warning(
+                    "step %d is deleted before it is evaluated: %d newer ones wait as well",
+                    number,
+                    MOST_PENDING,
+                )
         except OSError as error:
             logger.warning("could not delete checkpoint %d: %s", number, error)
     return deleted
@@ -172,7 +204,7 @@ def prune(
         pinned: the steps that count as pinned.
     """
     good, damaged = store.newest_good()
-    kept = reasons_to_keep(read_steps(store), rules, pinned)
+    kept = reasons_to_keep(read_steps(store, ratings_in(store.root)), rules, pinned)
     for step in [step_of(good)] if good else kept:
         kept[step] = kept.get(step) or ["newest good" if good else "none is good"]
     for step in spare([step for step, reasons in kept.items() if not reasons]):

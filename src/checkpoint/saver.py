@@ -138,7 +138,7 @@ class Saver:
             SaveFailed: the previous save failed.
         """
         started = time.monotonic()
-        if self._thread is not None and self._thread.is_alive():
+        if self.saving:
             logger.warning("saving step %d waits, because the previous save is still being written", step)
         self.finish()
         self.prepare(tensors)
@@ -155,6 +155,11 @@ class Saver:
         )
         self._thread.start()
         self._stall = time.monotonic() - started
+
+    @property
+    def saving(self) -> bool:
+        """Whether a save is in progress."""
+        return self._thread is not None and self._thread.is_alive()
 
     def before_update(self) -> None:
         """Wait until the state has been copied; call it right before the state changes."""

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 
+from cairn.checkpoint.away import AwayFile, away_in_step, check_away
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.copies import Outlet, copies_from
 from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
@@ -31,6 +32,7 @@ from cairn.checkpoint.layout import (
 from cairn.checkpoint.manifest import (
     CheckpointError,
     Damaged,
+    FileEntry,
     Manifest,
     check_content,
     check_crc,
@@ -234,7 +236,15 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
                 scattered.append((local, flat))
             dtype = dtype_of(stored)
             pieces += [
-                Piece(stored.path, stored.offset + first * dtype.itemsize, dtype, values, own, stored.packed)
+                Piece(
+                    stored.path,
+                    stored.offset + first * dtype.itemsize,
+                    dtype,
+                    values,
+                    own,
+                    stored.packed,
+                    stored.away,
+                )
                 for first, values, own in share.cut_by_owner(flat)
             ]
         firsts: dict[Path, StoredTensor] = {}
@@ -242,11 +252,11 @@ def _read_all(found: list[_Found], rank: int) -> dict[Path, FileChecksum]:
             firsts[tensor.path] = min(tensor, firsts.get(tensor.path, tensor), key=lambda t: t.offset)
         for path, first in firsts.items():
             header = torch.empty(first.offset if rank == 0 else 0, dtype=torch.uint8)
-            pieces.append(Piece(path, 0, torch.uint8, header, packed=first.packed))
+            pieces.append(Piece(path, 0, torch.uint8, header, packed=first.packed, away=first.away))
     seen = read_pieces(pieces)
     for local, flat in scattered:
         local.copy_(flat.view(local.shape))
-    sizes = {p.path: p.packed.size if p.packed else p.path.stat().st_size for p in pieces}
+    sizes = {p.path: held.size if (held := p.packed or p.away) else p.path.stat().st_size for p in pieces}
     return {path: seen.get(path) or FileChecksum(size) for path, size in sizes.items()}
 
 
@@ -289,7 +299,7 @@ def load_step(
     except Damaged:
         raise
     except CheckpointError:  # a damaged header may name wrong tensors
-        check_content(folder, {name: e for name, e in manifest.files.items() if holds_tensors(name)})
+        _check_tensor_files(folder, {n: e for n, e in manifest.files.items() if holds_tensors(n)})
         raise
     for own in rows.values():
         own.finish()
@@ -301,9 +311,10 @@ def _load_files(
 ) -> dict[str, FileChecksum]:
     """Fill this rank's share of `tensors`; returns its contributions to the files' checksums, by name."""
     try:
+        away = away_in_step(folder)
         for name, entry in manifest.files.items():
             if holds_tensors(name):
-                check_size(folder / name, entry)
+                _check_size(folder / name, entry, away.get(name))
         found = [
             _find(folder / stem.rpartition("/")[0], targets, stem.rpartition("/")[2])
             for stem, targets in tensors.items()
@@ -319,8 +330,27 @@ def _load_files(
             for name, entry in manifest.files.items()
             if holds_tensors(name) and name not in seen and not (unpacked and holds_blocks(name))
         }
-        check_content(folder, left)
+        _check_tensor_files(folder, left)
     return seen
+
+
+def _check_size(path: Path, entry: FileEntry, away: AwayFile | None) -> None:
+    """See `check_size`; an object's size was compared when its beginning was brought here."""
+    if away is None:
+        check_size(path, entry)
+    elif away.size != entry.size:
+        raise Damaged(f"{away.url}: has {away.size} bytes, but should have {entry.size}")
+
+
+def _check_tensor_files(folder: Path, files: Mapping[str, FileEntry]) -> None:
+    """Read these files of a step, wherever they are, and compare them with their checksums.
+
+    Raises:
+        Damaged: a file can't be read or was changed.
+    """
+    away = {name: file for name, file in away_in_step(folder).items() if name in files}
+    check_content(folder, {name: entry for name, entry in files.items() if name not in away})
+    check_away(away, files)
 
 
 def _check_sums(folder: Path, manifest: Manifest, merged: Mapping[str, FileChecksum]) -> None:

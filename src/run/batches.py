@@ -65,6 +65,17 @@ FROM_TEXT = Sampling(temperature=1.0)
 """For records that nobody sampled, as in SFT: their loss is that of the model's own distribution."""
 
 
+@dataclass(frozen=True)
+class Piece:
+    """Some tokens of a sample.
+
+    sampled: for each column, the values of all tokens or one for all; None for tokens that are not learned.
+    """
+
+    token_ids: Sequence[int]
+    sampled: "dict[str, float | Sequence[float]] | None" = None
+
+
 @dataclass
 class Sample:
     """One sequence of T tokens to learn from.
@@ -97,6 +108,36 @@ class Sample:
             filled[name][start:] = values
         token_ids = np.array([*prompt_ids, *answer_ids], np.int32)
         return cls(token_ids, np.arange(length) >= start, filled)
+
+    @classmethod
+    def of_pieces(cls, pieces: Sequence["Piece"]) -> "Sample":
+        """Pieces one after the other, of which those that were sampled are learned.
+
+        Raises:
+            ValueError: sampled pieces have different columns.
+        """
+        lengths = [len(piece.token_ids) for piece in pieces]
+        names = {tuple(sorted(piece.sampled)) for piece in pieces if piece.sampled is not None}
+        if len(names) > 1:
+            raise ValueError(f"pieces of one sample have different columns: {sorted(names)}")
+        filled = {
+            name: np.full(sum(lengths), COLUMNS[name].default, COLUMNS[name].dtype)
+            for name in max(names, default=())
+        }
+        loss_mask = np.zeros(sum(lengths), np.bool_)
+        start = 0
+        for piece, length in zip(pieces, lengths, strict=True):
+            if piece.sampled is not None:
+                loss_mask[start : start + length] = True
+                for name, values in piece.sampled.items():
+                    filled[name][start : start + length] = values
+            start += length
+        token_ids = np.concatenate([np.asarray(piece.token_ids, np.int32) for piece in pieces])
+        return cls(token_ids, loss_mask, filled)
+
+    def unlearned(self) -> "Sample":
+        """The same tokens, of which none is learned."""
+        return Sample(self.token_ids, np.zeros_like(self.loss_mask), self.columns)
 
     def cut(self, length: int) -> "Sample":
         """The first `length` tokens."""

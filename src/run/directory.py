@@ -19,8 +19,9 @@ from cairn.run.files import DamagedFile, entries, read_json, read_note, set_asid
 from cairn.run.heartbeat import Beat
 from cairn.run.history import History
 from cairn.run.jsonlines import as_object
-from cairn.run.messages import StopRequest
+from cairn.run.messages import Deadline, StopRequest
 from cairn.run.metrics import MetricsLog
+from cairn.run.rates import Rates
 from cairn.run.versions import PolicyVersions
 
 if TYPE_CHECKING:
@@ -31,9 +32,13 @@ logger = logging.getLogger(__name__)
 Config = TypeVar("Config", bound="BaseModel")
 
 BATCH_NAME = re.compile(r"step_([0-9]+)\.safetensors")
+ROLLOUTS_NAME = re.compile(r"step_([0-9]+)\.parquet")
+EVALUATION_NAME = re.compile(r".*_step_([0-9]+)\.sqlite(?:-[a-z]+)?")
 
 JOURNALS = ("-wal", "-shm", "-journal")
 """Ends of the names of SQLite's journals, which belong to the file that is named like them without it."""
+RESERVE_SECONDS = 2.0
+"""Seconds before a deadline that are left for ending processes, and for a scheduler's commands after them."""
 LOCK_TRIES, LOCK_SECONDS = 5, 0.02
 """How often a launcher tries to lock a run directory before it says that another one is at work, and how long
 it waits in between."""
@@ -69,16 +74,21 @@ class RunDirectory:
         self.config = self.path / "config.json"
         self.recipe = self.path / "recipe.json"
         self.metrics = MetricsLog(self.path / "metrics.jsonl")
+        self.evals = MetricsLog(self.path / "evals.jsonl")
+        self.evaluations = self.path / "evals"
         self.history = History(self.path / "history.jsonl")
         self.logs = self.path / "logs"
         self.heartbeats = self.path / "heartbeats"
         self.roles = self.path / "roles.json"
         self.batches = self.path / "batches"
+        self.rollouts = self.path / "rollouts"
         self.ledger = self.path / "ledger.sqlite"
         self.weights = self.path / "weights"
         self.versions = PolicyVersions(self.weights)
         self.servers = self.path / "servers.json"
+        self.rates = Rates(self.path / "rates")
         self._stop = self.path / "stop.json"
+        self._deadline = self.path / "deadline.json"
         self._lock: int | None = None
         self._warned = False
         self._known: Attempt | None = None
@@ -92,9 +102,9 @@ class RunDirectory:
         Raises:
             OSError: something can't be moved.
         """
-        files = [self.roles, self.config, self.recipe, self._stop, self.metrics.path, self.history.path]
-        files += entries(self.heartbeats, ".json")
-        folders = [self.logs, self.heartbeats, self.batches, self.weights]
+        files = [self.roles, self.config, self.recipe, self.metrics.path, self.evals.path, self.history.path]
+        files += [self._stop, self._deadline, *entries(self.heartbeats, ".json")]
+        folders = [self.logs, self.heartbeats, self.batches, self.rollouts, self.weights, self.rates.folder]
         wrong = [path for path in files if os.path.lexists(path) and not path.is_file()]
         wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
         for path in wrong:
@@ -135,6 +145,7 @@ class RunDirectory:
     def begin(self, attempt: Attempt) -> None:
         """Make `attempt` the current one, with no role running yet."""
         self._stop.unlink(missing_ok=True)
+        self._deadline.unlink(missing_ok=True)
         self._known = attempt
         write_json(self.roles, {**asdict(attempt), "roles": {}}, durable=True)
 
@@ -256,18 +267,35 @@ class RunDirectory:
         return content.attempt if content and trainer and trainer.state == "running" else None
 
     def set_batches_aside(self, folder: Path, attempt: Attempt) -> None:
-        """Move into `folder` the batches that `attempt` does not go on with, and another branch's ledger."""
+        """Move batches, rollouts and a ledger that `attempt` does not go on with into `folder`."""
         earlier = self.attempt()
         # If there is no saying, the ledger itself says whose it is to whoever opens it.
         same = earlier is None or (earlier.run_id, earlier.branch) == (attempt.run_id, attempt.branch)
         ledger = [Path(f"{self.ledger}{suffix}") for suffix in ("", *JOURNALS)]
         doomed = [] if same else ledger
         if self.batch(attempt, attempt.start_step + 1) is None:
-            doomed.append(self.batches)
+            doomed += [self.batches, *self._rollouts_after(attempt.start_step)]
         for path in doomed:
             if path.exists():
-                folder.mkdir(parents=True, exist_ok=True)
-                path.rename(folder / path.name)
+                aside = folder / path.relative_to(self.path)
+                aside.parent.mkdir(parents=True, exist_ok=True)
+                path.rename(aside)
+
+    def _rollouts_after(self, step: int) -> list[Path]:
+        found = {path: ROLLOUTS_NAME.fullmatch(path.name) for path in entries(self.rollouts, ".parquet")}
+        return [path for path, match in found.items() if match and int(match[1]) > step]
+
+    def forget_evaluations(self, attempt: Attempt, step: int) -> int:
+        """Forget results and answers of the policies after `step` of this branch, which will be others now.
+
+        Returns how many results there were.
+        """
+        branch = {"run_id": attempt.run_id, "branch": attempt.branch}
+        dropped = self.evals.drop(lambda row: row["step"] <= step or not branch.items() <= row.items())
+        for path in entries(self.evaluations, ""):
+            if (match := EVALUATION_NAME.fullmatch(path.name)) and int(match[1]) > step:
+                path.unlink()
+        return dropped
 
     def batch(self, attempt: Attempt, step: int) -> RLBatch | None:
         """The batch of optimiser step `step`, if it was shipped by this branch of this run.
@@ -300,14 +328,35 @@ class RunDirectory:
 
     # Asking a run to stop: any role may, the trainer heeds it at the next step boundary.
 
-    def request_stop(self, reason: str) -> None:
-        """Ask the run to save and stop at the next step boundary."""
+    def request_stop(self, reason: str, seconds: float | None = None) -> None:
+        """Ask the run to save and stop at the next step boundary.
+
+        Args:
+            seconds: the time until the run must have ended; only its launcher says so. Of several deadlines
+                the earliest counts.
+        """
+        if seconds is not None:
+            earlier = read_note(self._deadline, Deadline)
+            deadline = time.time() + seconds
+            deadline = min(deadline, earlier.time) if earlier else deadline
+            write_json(self._deadline, Deadline(deadline).to_json())
         write_json(self._stop, StopRequest(reason).to_json())
 
     def stop_requested(self) -> str | None:
         """The reason for which somebody asked the run to stop, if so."""
         content = read_note(self._stop, StopRequest)
         return content.reason if content else None
+
+    def has_stopped(self) -> bool:
+        """Whether the trainer has ended because the run was asked to stop: no step is saved any more."""
+        trainer = (self.current_roles() or {}).get("trainer")
+        ended = trainer is not None and trainer.state not in ("running", "waiting")
+        return ended and self.stop_requested() is not None
+
+    def seconds_left(self) -> float | None:
+        """Seconds until the run must have ended, with a reserve for its end; None without a deadline."""
+        content = read_note(self._deadline, Deadline)
+        return content.time - RESERVE_SECONDS - time.time() if content else None
 
 
 def _kind(file: bool) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 
 T = TypeVar("T")
 
@@ -66,7 +66,7 @@ def make(cls: Callable[..., T], arguments: Mapping[str, Any], setting: str) -> T
     try:
         return cls(**arguments)
     except Exception as error:  # the user's own code
-        what = str(error) if isinstance(error, TypeError | ValueError) else repr(error)
+        what = str(error) if isinstance(error, TypeError | ValueError | CairnError) else repr(error)
         raise BadExtension(f"{setting} = {dict(arguments)}: {what}") from error
 
 

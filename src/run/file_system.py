@@ -10,6 +10,7 @@ import fcntl
 import functools
 import os
 import re
+import tempfile
 import time
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -25,10 +26,17 @@ NETWORK = frozenset(
     )
 )
 """The kernel's names of file systems whose files other machines change too."""
+BUCKETS = frozenset(
+    f"fuse.{name}"
+    for name in ("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse2", "rclone", "geesefs")
+)
+"""Object stores mounted as folders, which neither append to files nor rename or lock them properly."""
 ONE_MACHINES_LOCKS = frozenset(("nolock", "local_lock=all", "local_lock=flock", "localflock"))
 """Mount options with which locks are kept on this machine, where others don't see them."""
 NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
 
+SLOW_SECONDS = 1.0
+"""A file system that takes longer for a small file delays what roles tell each other by files."""
 LOOK_SECONDS = 0.1
 """The server is asked at most so often what is new in a folder; whoever waits for a file looks more often."""
 
@@ -72,7 +80,9 @@ def file_system_of(path: Path) -> FileSystem:
     for line in lines:
         fields, _, rest = line.partition(" - ")
         mount, options = (_unescaped(field) for field in fields.split()[4:6])
-        kind, _, *of_kind = rest.split()
+        kind, source, *of_kind = rest.split()
+        if kind == "fuse" and f"fuse.{source}" in BUCKETS:
+            kind = f"fuse.{source}"
         inside = place == mount or place.startswith(mount.rstrip("/") + "/")
         if inside and len(mount) >= len(
             found.mount
@@ -163,20 +173,88 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
-# What a user is told
+# A look at a folder before a run relies on it
+
+
+def probe(folder: Path) -> float | None:
+    """Try out the file system that `folder`, perhaps not made yet, will be on.
+
+    Returns:
+        The seconds until a small new file is durable and the server has been asked for it; None if nothing
+        may be written there.
+
+    Raises:
+        UsageError: it grants one lock twice, or has none.
+    """
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    began = time.monotonic()
+    try:
+        fd, name = tempfile.mkstemp(dir=place, prefix=".cairn-probe-")
+    except OSError:  # whoever needs the folder says what is wrong with it
+        return None
+    path = Path(name)
+    try:
+        os.write(fd, b"probe")
+        os.fsync(fd)
+        _synchronise(path)
+        seconds = time.monotonic() - began
+        if _excludes(fd, path):
+            return seconds
+    finally:
+        os.close(fd)
+        path.unlink(missing_ok=True)
+    raise UsageError(
+        f"{folder}: its file system ({file_system_of(folder)}) grants one lock twice, so nothing would keep "
+        "two commands out of one folder: choose a folder elsewhere"
+    )
+
+
+def _excludes(fd: int, path: Path) -> bool:
+    """Whether a lock of the file keeps out who opens it a second time.
+
+    Raises:
+        UsageError: the file system has no locks.
+    """
+    flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
+    again = open_lock(path)
+    try:
+        fcntl.flock(again, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return False
+    except BlockingIOError:
+        return True
+    finally:
+        os.close(again)
 
 
 def remarks(folders: Iterable[Path]) -> list[str]:
-    """What is done otherwise for those of the folders that are on network file systems, in words."""
+    """What is done otherwise for those of the folders that are on network file systems, in words.
+
+    Raises:
+        UsageError: a folder can't be used: it is a bucket, or its file system has no locks that hold.
+    """
     said: list[str] = []
     for folder in folders:
         found = file_system_of(folder)
+        if found.kind in BUCKETS:
+            raise UsageError(
+                f"{folder} is in a bucket that is mounted as a folder ({found}), where files can't be "
+                "appended to, renamed or locked as a run needs it: choose a folder on a disk, and give the "
+                "bucket's address as --ckpt.remote, such as s3://bucket/prefix"
+            )
         if not found.is_network:
             continue
+        seconds = probe(folder)
+        taken = "" if seconds is None else f". A small file took {1000 * seconds:.0f} ms there"
         said.append(
             f"{folder} is on a network file system ({found}): the server is asked for new files of other "
             "machines, SQLite keeps a rollback journal instead of WAL, and parts of pages are written through"
+            f"{taken}"
         )
+        if seconds is not None and seconds > SLOW_SECONDS:
+            said.append(
+                f"warning: roles tell each other things by files, and wait about {seconds:.1f} s each time; "
+                "if they are all on one machine, put --output-dir on its disk and only --ckpt.dir here"
+            )
         if found.locks_here_only:
             options = ", ".join(sorted(found.options & ONE_MACHINES_LOCKS))
             said.append(

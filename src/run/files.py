@@ -162,11 +162,17 @@ def make_folders(path: Path) -> None:
         sync(folder.parent)
 
 
-def sync(path: Path) -> None:
-    """Make a file's bytes, or a folder's entries, durable."""
+def sync(path: Path, *, forget: bool = False) -> None:
+    """Make a file's bytes, or a folder's entries, durable.
+
+    Args:
+        forget: also drop the file from the page cache; see `forget_cached`.
+    """
     fd = os.open(path, os.O_RDONLY)
     try:
         os.fsync(fd)
+        if forget:
+            forget_cached(fd)
     finally:
         os.close(fd)
 

@@ -17,6 +17,8 @@ FIELDS: dict[str, dict[str, type]] = {
     "restart": {"time": float, "role": str, "step": int, "reason": str, "how": str},
     "recompute": {"steps": int},
     "change": {"step": int, "name": str},
+    "saved_in_time": {"step": int, "reason": str},
+    "not_saved": {"step": int, "reason": str},
     "not_exported": {"step": int, "reason": str},
     "not_uploaded": {"step": int, "reason": str},
 }
@@ -32,6 +34,8 @@ class History(JsonLines):
     - restart: `role` had died or hung (`reason`) when the run was at `step`, and was started again. `how`
       says what took its place.
     - change: from `step` on the recipe has another value of `name`: `now`, no longer `was`.
+    - saved_in_time, not_saved: the run must end soon, so `step`, its newest, is the last one to be saved, or
+      is not saved any more (`reason`, with the times that decided).
     - not_exported: the checkpoint of `step` could not be exported (`reason`); training goes on.
     - not_uploaded: the same of an upload to the remote store.
     - recompute: `steps` finished steps came after the newest checkpoint, so they are done again.
@@ -69,6 +73,11 @@ class History(JsonLines):
         """Finished steps are done again."""
         if steps:
             self._note({"time": time.time(), "event": "recompute", "steps": steps})
+
+    def last_save(self, step: int, reason: str, *, saves: bool) -> None:
+        """The run must end soon: whether its newest step is saved, and why."""
+        event = "saved_in_time" if saves else "not_saved"
+        self._note({"time": time.time(), "event": event, "step": step, "reason": reason})
 
     def not_exported(self, step: int, reason: str) -> None:
         """A step could not be exported, at least not at once."""

@@ -189,3 +189,10 @@ class StopRequest(Message):
     """That the run is to save and stop, and why."""
 
     reason: str
+
+
+@dataclass(frozen=True)
+class Deadline(Message):
+    """When a run that is to stop must have ended, in seconds since 1970."""
+
+    time: float

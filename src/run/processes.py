@@ -3,20 +3,29 @@
 import contextlib
 import ctypes
 import os
+import resource
 import select
 import signal
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from typing import TypeVar
 
 T = TypeVar("T")
 
+OPEN_FILES = 1 << 16
+"""Most open files that a process asks the system for."""
+
 PR_SET_PDEATHSIG = 1
 IOPRIO_SET = {"x86_64": 251, "aarch64": 30}
 """Number of the system call ioprio_set, which the C library has no function for, by machine."""
 IOPRIO_WHO_PROCESS = 1
 IOPRIO_IDLE = 3 << 13
+HIGHEST = 19
+"""The highest niceness."""
+AUTOGROUP_SECONDS = 1.0
+"""How long a change is tried that the kernel refuses because another one came just before."""
 
 
 def die_with(parent: int) -> None:
@@ -47,6 +56,18 @@ def die_after(process: int) -> None:
     threading.Thread(target=watch, name="lifetime", daemon=True).start()
 
 
+def allow_open_files() -> None:
+    """Let this process, and those that it starts, have as many open files as the system allows.
+
+    At most `OPEN_FILES`. The soft limit is often 1024: too few for hundreds of rollouts that have processes
+    and connections of their own.
+    """
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = OPEN_FILES if hard == resource.RLIM_INFINITY else min(OPEN_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
 def in_background(work: Callable[[], T]) -> T:
     """Do `work` in a thread that Linux schedules at idle priority (SCHED_IDLE).
 
@@ -62,12 +83,80 @@ def in_background(work: Callable[[], T]) -> T:
         return thread.submit(work).result()
 
 
-def stay_in_background() -> None:
-    """From now on leave processors and disks to all other processes; the threads started later do so too.
+def put_in_background(process: int) -> None:
+    """Have a process, which leads a session of its own, leave processors and disks to all other processes.
 
-    The niceness is the highest, not the idle class: on a machine without an idle moment this process would
-    never end its work. Disks serve it when nobody else wants them, where their scheduler knows of that.
+    The niceness is the highest, not the idle class: on a machine without an idle moment the process would
+    never come on. Where Linux shares processors out between sessions first (autogroups), the niceness counts
+    only within the session, so the session gets the smallest share, too. Disks serve the process when nobody
+    else wants them, where their scheduler knows of that. Threads that start later inherit all of it.
     """
-    os.nice(19)
+    _set_share(process, HIGHEST)
+    _set_threads(process, HIGHEST, os.SCHED_BATCH, IOPRIO_IDLE)  # waking up, SCHED_BATCH interrupts nobody
+
+
+def bring_forward(process: int) -> bool:
+    """Undo what `put_in_background` did; returns whether the process now is as one that has just started.
+
+    Otherwise its niceness is still high: to lower that takes a privilege (CAP_SYS_NICE, or RLIMIT_NICE). The
+    share of its session and its turn at disks are restored in any case.
+    """
+    _set_share(process, 0)
+    return _set_threads(process, os.getpriority(os.PRIO_PROCESS, 0), os.SCHED_OTHER, 0)
+
+
+def processor_times(process: int) -> dict[int, tuple[int, int]]:
+    """Nanoseconds that each thread of a process has had a processor, and has waited for one.
+
+    Empty if the process has ended, or the system doesn't tell.
+    """
+    times: dict[int, tuple[int, int]] = {}
+    for thread in _threads(process):
+        with contextlib.suppress(OSError, ValueError), open(f"/proc/{thread}/schedstat") as file:
+            had, waited, _ = map(int, file.read().split())
+            times[thread] = had, waited
+    return times
+
+
+def _set_threads(process: int, niceness: int, policy: int, disk_class: int) -> bool:
+    """Set the priorities of all threads of a process; False if the niceness of one can't be lowered."""
     libc = ctypes.CDLL(None, use_errno=True)
-    libc.syscall(IOPRIO_SET.get(os.uname().machine, -1), IOPRIO_WHO_PROCESS, 0, IOPRIO_IDLE)
+    done: set[int] = set()
+    allowed = True
+    while new := _threads(process) - done:  # then those that the others have started meanwhile
+        for thread in new:
+            libc.syscall(IOPRIO_SET.get(os.uname().machine, -1), IOPRIO_WHO_PROCESS, thread, disk_class)
+            with contextlib.suppress(AttributeError, OSError):
+                os.sched_setscheduler(thread, policy, os.sched_param(0))
+            try:
+                os.setpriority(os.PRIO_PROCESS, thread, niceness)
+            except PermissionError:
+                allowed = False
+            except OSError:  # it has ended
+                continue
+        done |= new
+    return allowed
+
+
+def _threads(process: int) -> set[int]:
+    """The threads of a process; none if it has ended."""
+    with contextlib.suppress(OSError):
+        return {int(name) for name in os.listdir(f"/proc/{process}/task")}
+    return set()
+
+
+def _set_share(process: int, niceness: int) -> None:
+    """Set the niceness of a process's session among sessions, where Linux has autogroups."""
+    end = time.monotonic() + AUTOGROUP_SECONDS
+    while True:
+        try:
+            if os.getsid(process) == process:  # else it would be somebody else's session
+                with open(f"/proc/{process}/autogroup", "w") as file:
+                    file.write(str(niceness))
+            return
+        except BlockingIOError:  # without privileges the kernel allows one such change in 0.1 s
+            if time.monotonic() > end:
+                return
+            time.sleep(0.02)
+        except OSError:  # it has none, or they are switched off, or the process has ended
+            return

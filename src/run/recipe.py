@@ -44,15 +44,29 @@ EARLIER_NAMES = {"loss.correction": "loss.type"}
 """What settings were called in recipes of earlier runs, and what they are called now."""
 ORCHESTRATOR: Settings = {
     "environment.code": None,
+    "environment.label": None,
     "environment": "environment",
     "sampling": None,
+    "tool_parser": None,
+    "reasoning_parser": None,
     "prompts_per_step": "prompts_per_step",
     "samples_per_prompt": "samples_per_prompt",
+    "redraw": None,
     "max_off_policy_steps": None,
     "recompute_kv_cache": None,
     "advantage": None,
+    "overlong": None,
+    "pools": None,
 }
 """The orchestrator's, likewise."""
+OF_ENVIRONMENT: Settings = {
+    name: ORCHESTRATOR[name]
+    for name in (
+        *("environment.code", "environment.label", "environment"),
+        *("samples_per_prompt", "advantage", "overlong", "pools"),
+    )
+} | {"sampling.max_tokens": None}
+"""Those of the orchestrator's settings that each of several environments has for itself."""
 
 OWN_CLASSES = {"loss": "type", "environment": "name", "advantage": "type"}
 """Sections that may name a class of the user's own, and the setting that does. A digest of the class's code
@@ -118,7 +132,12 @@ def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
         flat["scheduler.steps"] = config.get("max_steps")
         if flat["scheduler.steps"] is None:
             del flat["scheduler.steps"]
-    return {name: value for name, value in flat.items() if any(_covers(key, name) for key in allowed)}
+    return {name: value for name, value in flat.items() if is_setting(name, allowed)}
+
+
+def is_setting(name: str, allowed: Settings) -> bool:
+    """Whether a setting of this dotted name is one of these, or in one of these sections."""
+    return any(_covers(key, name) for key in allowed)
 
 
 def code_in(settings: Mapping[str, Any]) -> dict[str, str]:
@@ -210,6 +229,8 @@ def short_identity(value: Mapping[str, Any] | str) -> str:
     if isinstance(digests, Mapping):
         by_count = cast(Mapping[str, str], digests)
         digests = by_count[max(by_count, key=int)]
+    if parts := cast("list[Mapping[str, Any]] | None", value.get("environments")):
+        return "; ".join(f"{part['label']} x {part['weight']:g}: {short_identity(part)}" for part in parts)
     own = f", {value['own']}" if "own" in value else ""
     return f"{value[what]} {what}{own} ({digests[:12] if digests else 'content unknown'})"
 

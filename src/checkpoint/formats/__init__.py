@@ -8,6 +8,7 @@ from cairn.checkpoint.formats.content import (
     Format,
     Source,
     Stage,
+    Verification,
     WriteOptions,
 )
 from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan
@@ -32,6 +33,7 @@ __all__ = [
     "Format",
     "Source",
     "Stage",
+    "Verification",
     "WriteOptions",
     "format_of",
     "no_progress",

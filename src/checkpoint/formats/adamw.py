@@ -1,14 +1,20 @@
 """AdamW's state and settings, as torch's optimiser and programs that use it store them."""
 
+# Values from a pickle have no types until they are checked.
+# pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import math
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.manifest import CheckpointError, Damaged
 
 MOMENTS = ("exp_avg", "exp_avg_sq", "step")
 """The state of one weight."""
 SETTINGS = ("lr", "initial_lr", "betas", "eps", "weight_decay", "decoupled_weight_decay")
 """What is read of a group of weights."""
+MAX_STEPS = 1 << 24
+"""Steps of an optimiser, which counts them in float32."""
 
 
 def settings_of(groups: Iterable[Mapping[str, Any]], where: object) -> dict[str, Any]:
@@ -21,7 +27,11 @@ def settings_of(groups: Iterable[Mapping[str, Any]], where: object) -> dict[str,
 
     Raises:
         CheckpointError: the optimiser is Adam with L2 regularisation.
+        Damaged: a setting is no number, or none that AdamW takes.
     """
+    groups = list(groups)
+    for known in groups:
+        _check(known, where)
     group = max(groups, key=lambda found: found.get("weight_decay") or 0.0, default=None)
     if group is None:
         return {}
@@ -34,3 +44,36 @@ def settings_of(groups: Iterable[Mapping[str, Any]], where: object) -> dict[str,
         "optimizer.weight_decay": group.get("weight_decay"),
     }
     return {name: value for name, value in settings.items() if value is not None}
+
+
+def _check(group: Mapping[str, Any], where: object) -> None:
+    """Check the numbers in a group of weights.
+
+    Raises:
+        Damaged: one is wrong.
+    """
+    for name in ("lr", "initial_lr", "eps", "weight_decay"):
+        if (value := group.get(name)) is not None and not (_is_number(value) and value >= 0):
+            raise Damaged(f"{where}: the optimiser's {name} is {value!r}")
+    betas = group.get("betas")
+    if betas is not None and not (
+        isinstance(betas, (list, tuple))
+        and len(betas) == 2
+        and all(_is_number(beta) and 0 <= beta < 1 for beta in betas)
+    ):
+        raise Damaged(f"{where}: the optimiser's betas are {betas!r}")
+
+
+def _is_number(value: object) -> bool:
+    return type(value) in (int, float) and math.isfinite(value)  # pyright: ignore[reportArgumentType]
+
+
+def whole_steps(value: object, where: object) -> int:
+    """A number of steps, which programs keep as a number of any type.
+
+    Raises:
+        Damaged: it is none, or beyond MAX_STEPS.
+    """
+    if not isinstance(value, (int, float)) or not 0 <= value < MAX_STEPS or value != int(value):
+        raise Damaged(f"{where}: the optimiser's step is {value!r}, which is no whole number")
+    return int(value)

@@ -8,7 +8,7 @@ A format has a table of its own names (`Names`) and translates with `part` and `
 
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
@@ -43,6 +43,7 @@ Role = Literal[
 """What a module does. A norm is applied to the input of attention, mlp or experts; `after_norm` to their
 output, before it is added. gate, up, down: down(act(gate(x)) * up(x))."""
 ROLES: tuple[Role, ...] = get_args(Role)
+EXPERTS: frozenset[Role] = frozenset({"expert.gate", "expert.up", "expert.down"})
 NORMS: frozenset[Role] = frozenset(role for role in ROLES if role.endswith("norm"))
 
 
@@ -61,22 +62,28 @@ class Names:
     """The names of tensors in one format.
 
     templates: of modules, by role, such as `model.layers.{layer}.mlp.experts.{expert}.up_proj`; the tensor's
-    name has `.weight` or `.bias` after it.
+    name has `.weight` or `.bias` after it. bare: the roles of which there are weights alone, with nothing
+    after the name.
     """
 
     templates: Mapping[Role, str]
+    bare: frozenset[Role] = field(default=frozenset(), kw_only=True)
 
     def name(self, part: Part) -> str | None:
         """The name of a part; None if the format has no such role."""
         template = self.templates.get(part.role)
-        return template and f"{template.format(layer=part.layer, expert=part.expert)}.{part.kind}"
+        if template is None or (part.role in self.bare and part.kind != "weight"):
+            return None
+        name = template.format(layer=part.layer, expert=part.expert)
+        return name if part.role in self.bare else f"{name}.{part.kind}"
 
     def part(self, name: str) -> Part | None:
         """The part with a name; None if it is not in the table."""
         for role, pattern in self._patterns.items():
             if match := pattern.fullmatch(name):
-                numbers = {key: int(value) for key, value in match.groupdict().items() if key != "kind"}
-                return Part(role, match["kind"], **numbers)
+                found = match.groupdict()
+                kind = found.pop("kind", "weight")
+                return Part(role, kind, **{key: int(value) for key, value in found.items()})
         return None
 
     def parts(self, names: Iterable[str], where: object) -> dict[str, Part]:
@@ -95,11 +102,11 @@ class Names:
 
     @cached_property
     def _patterns(self) -> dict[Role, re.Pattern[str]]:
-        def pattern(template: str) -> re.Pattern[str]:
+        def pattern(role: Role, template: str) -> re.Pattern[str]:
             escaped = re.sub(r"\\{(layer|expert)\\}", r"(?P<\1>0|[1-9][0-9]{0,5})", re.escape(template))
-            return re.compile(rf"{escaped}\.(?P<kind>weight|bias)")
+            return re.compile(escaped if role in self.bare else rf"{escaped}\.(?P<kind>weight|bias)")
 
-        return {role: pattern(template) for role, template in self.templates.items()}
+        return {role: pattern(role, template) for role, template in self.templates.items()}
 
 
 @dataclass(frozen=True)

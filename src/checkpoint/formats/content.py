@@ -24,7 +24,10 @@ def listed(names: Iterable[str]) -> str:
 
 
 class Source(Protocol):
-    """A whole tensor whose values stay where they are until they are read, in pieces of any size."""
+    """A whole tensor whose values stay where they are until they are read, in pieces of any size.
+
+    Several threads may read at a time.
+    """
 
     @property
     def spec(self) -> TensorSpec:
@@ -122,28 +125,32 @@ class WriteOptions:
     on_bytes: Callable[[int], None] = lambda count: None
 
 
+Verification = Callable[[Stage], str]
+"""Reads what was written, shows its progress, and returns what it found, as the command prints it.
+
+It raises Damaged if that is not what was to be written.
+"""
+
+
 class Exporter(Protocol):
     """A format that Cairn also writes."""
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    @property
+    def stems(self) -> tuple[str, ...]:
+        """The stems of tensors that are written, as in `Content.tensors`; a step may have more."""
+        ...
+
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write `content`, which is that of a step of Cairn, into the empty folder `folder`.
 
         The caller moves the folder to where it belongs once everything in it is durable. Weights have the
         hub's names, and the optimiser's state has those of transformers' modules.
 
+        Returns:
+            What reads it back once it is durable; `reading_back` has it for formats that keep every value.
+
         Raises:
             CheckpointError: something in `content` has no counterpart in this format; the message lists it.
             OSError: a file can't be written; the error names it.
-        """
-        ...
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """Check what `write` has written; `read_back` does for formats that keep every value.
-
-        Returns:
-            What was found, as the command prints it.
-
-        Raises:
-            Damaged: `folder` does not hold what `content` does.
         """
         ...

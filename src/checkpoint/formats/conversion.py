@@ -1,12 +1,23 @@
 """Which weights are converted when another data type is asked for."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from cairn.checkpoint.formats.content import Content
+from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.step import MODEL
 
 if TYPE_CHECKING:
     import torch
+
+
+def written_bytes(spec: TensorSpec, dtype: str | None) -> int:
+    """Bytes of a weight in a file in which floating-point weights are of `dtype`; None converts nothing.
+
+    For progress bars: the few buffers that keep their type count as if they did not.
+    """
+    floats = spec.dtype.startswith(("F", "BF"))
+    return replace(spec, dtype=dtype).nbytes if dtype and floats else spec.nbytes
 
 
 def written_dtypes(content: Content, dtype: str | None) -> "dict[str, torch.dtype]":

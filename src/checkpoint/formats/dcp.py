@@ -1,11 +1,14 @@
 """PyTorch distributed checkpoints (DCP) of FSDP2 programs: weights, AdamW's state, and the step."""
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
-from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.reading_back import KeptValues
+from cairn.checkpoint.step import MODEL, OPTIMIZER
 
 PLACES = (("",), ("trainer",), ("policy/weights", "policy/optimizer"))
 """Where the folders with `.metadata` lie in what a program saves: in itself, prime-rl's and NeMo-RL's."""
@@ -15,6 +18,8 @@ STEP = re.compile(r"step[-_](\d+)")
 
 class Dcp:
     """The folder of a checkpoint, which holds `.metadata` and `.distcp` files, or a folder of steps."""
+
+    stems = (MODEL, OPTIMIZER)
 
     layout = "dcp"
     """What is written; a name in `dcp_layouts.LAYOUTS`."""
@@ -39,7 +44,7 @@ class Dcp:
             raise FileNotFoundError(2, f"holds no {FILE_NAME}", str(source))
         return read(step_in(source), folders, model)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write what `dcp_layouts` has for this format.
 
         Raises:
@@ -48,11 +53,9 @@ class Dcp:
         """
         from cairn.checkpoint.formats.dcp_writer import write  # imports torch
 
-        write(content, self.place(folder, content.step or 0), self.layout, options)
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """See `Exporter.verify`."""
-        return read_back(self, content, folder, options, stage)
+        kept = KeptValues(content, options.dtype)
+        write(kept.content, self.place(folder, content.step or 0), self.layout, options)
+        return kept.read_back(self, folder)
 
     def place(self, folder: Path, step: int) -> Path:
         """Where the files go in the exported folder."""
@@ -72,9 +75,10 @@ class PrimeRl(Dcp):
         """See `Dcp.place`."""
         return folder / f"step_{step}" / "trainer"
 
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """See `Exporter.verify`; what the program will do otherwise is said, too."""
-        return super().verify(content, folder, options, stage) + _decay(content, "prime-rl")
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
+        """See `Dcp.write`; what the program will do otherwise is said after the verification."""
+        verify = super().write(content, folder, options)
+        return lambda stage: verify(stage) + _decay(content, "prime-rl")
 
 
 class Torchtitan(Dcp):
@@ -91,15 +95,30 @@ class Torchtitan(Dcp):
         """See `Dcp.place`."""
         return folder / f"step-{step}"
 
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """See `Exporter.verify`; what the program will do otherwise is said, too."""
-        return super().verify(content, folder, options, stage) + _decay(content, "torchtitan")
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
+        """See `Dcp.write`; what the program will do otherwise is said after the verification."""
+        verify = super().write(content, folder, options)
+        return lambda stage: verify(stage) + _decay(content, "torchtitan") + _experts(content)
 
 
 def _decay(content: Content, program: str) -> str:
     """What to know of weight decay, to be said after what was verified."""
     decay = content.settings.get("optimizer.weight_decay")
     return f"; {program} decays all weights by {decay}, Cairn matrices only" if decay else ""
+
+
+def _experts(content: Content) -> str:
+    """What torchtitan needs to train the experts as Cairn does, to be said after what was verified."""
+    config: dict[str, Any] = {}
+    if content.model is not None:
+        config = json.loads((content.model / "config.json").read_text())
+    if config.get("model_type") != "qwen3_moe":
+        return ""
+    norm = "" if config.get("norm_topk_prob") else " and route_norm = False in its router"
+    return (
+        f"; torchtitan goes on as Cairn would with load_balance_coeff = None in its MoE{norm}: the biases of "
+        "experts, which it would change from then on, are zero"
+    )
 
 
 def step_in(source: Path) -> Path:

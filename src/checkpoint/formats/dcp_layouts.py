@@ -10,10 +10,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from cairn.checkpoint.formats.architectures import architecture_of
 from cairn.checkpoint.formats.content import Content, listed
-from cairn.checkpoint.formats.dcp_programs import TITAN, TITAN_TYPES
 from cairn.checkpoint.formats.dcp_rotary import in_rotary_order
+from cairn.checkpoint.formats.dcp_titan import expert_biases, titan_parts
 from cairn.checkpoint.formats.outgoing import Outgoing
 from cairn.checkpoint.formats.rates import rate_of
 from cairn.checkpoint.manifest import CheckpointError
@@ -85,38 +84,29 @@ def torchtitan(state: State) -> Tree:
     if state.content.model is None:
         raise CheckpointError("there is no config.json, which tells the model's type")
     config: PreTrainedConfig = AutoConfig.from_pretrained(state.content.model)
-    names = _titan_names(state, config)
-    tree: Tree = {names[name]: tensor for name, tensor in _reordered(state.weights, config).items()}
+    parts = titan_parts(state.weights, config)
+    tree: Tree = {
+        part.name: part.of(tensor)
+        for name, tensor in _reordered(state.weights, config).items()
+        for part in parts[name]
+    }
+    tree |= {key: torch.zeros(count) for key, count in expert_biases(config, tree).items()}
     if state.moments:
         flat = {f"{name}.{kind}": v for name, kinds in state.moments.items() for kind, v in kinds.items()}
+        group = _group(state, "torchtitan")
         optimizer: Tree = {}
         for name, tensor in _reordered(flat, config).items():
             weight, _, kind = name.rpartition(".")
-            optimizer[f"state.{names[weight]}.{kind}"] = tensor
-        group = _group(state, "torchtitan")
-        for weight in state.moments:
-            optimizer |= {f"param_groups.{names[weight]}.{key}": value for key, value in group.items()}
+            for part in parts[weight]:
+                optimizer[f"state.{part.name}.{kind}"] = tensor if kind == "step" else part.of(tensor)
+        for part in (part for weight in state.moments for part in parts[weight]):
+            optimizer |= {f"param_groups.{part.name}.{key}": value for key, value in group.items()}
         tree["optimizer"] = optimizer
         tree["lr_scheduler"] = _schedule(
             state, group, lambda optimizer: torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0)
         )
     tree["train_state"] = {"step": state.step, "ntokens_seen": state.content.tokens or 0}
     return tree
-
-
-def _titan_names(state: State, config: PreTrainedConfig) -> dict[str, str]:
-    """torchtitan's names of the weights.
-
-    Raises:
-        CheckpointError: some have none; the message lists them.
-    """
-    architecture = architecture_of(config, TITAN_TYPES)
-    parts = architecture.parts(state.weights, "torchtitan")
-    named = {name: TITAN.name(part) for name, part in parts.items() if part.kind == "weight"}
-    names = {name: found for name, found in named.items() if found}
-    if strange := state.weights.keys() - names.keys():
-        raise CheckpointError(f"torchtitan has no counterpart of these weights: {listed(strange)}")
-    return names
 
 
 def _reordered(tensors: Mapping[str, Outgoing], config: PreTrainedConfig) -> dict[str, Outgoing]:

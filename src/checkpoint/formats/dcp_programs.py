@@ -1,9 +1,10 @@
 """The keys under which FSDP2 programs store their state in a PyTorch distributed checkpoint (DCP)."""
 
+import re
 from collections.abc import Collection
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from cairn.checkpoint.formats.architectures import ARCHITECTURES, Names, Role
+from cairn.checkpoint.formats.architectures import ARCHITECTURES, EXPERTS, Names, Part, Role
 
 FILE_NAME = ".metadata"
 """The file in which torch lists what a checkpoint holds."""
@@ -36,25 +37,33 @@ class Program:
         return sorted(
             key
             for key in keys
-            if not self._is_weight(key) and key not in single and not key.startswith(known)
+            if not self.is_weight(key)
+            and key not in single
+            and not key.startswith(known)
+            and not self.is_expert_bias(key)
         )
 
     def has_weights(self, keys: Collection[str]) -> bool:
         """Whether some keys are weights of this program."""
-        return any(self._is_weight(key) for key in keys)
+        return any(self.is_weight(key) for key in keys)
 
-    def weight(self, key: str) -> str | None:
-        """The name of the weight with a key, as the hub and transformers have it; None for other keys."""
-        if not self._is_weight(key):
-            return None
-        return self.named(key.removeprefix(self.weights))
-
-    def named(self, name: str) -> str:
-        """The hub's name of a weight that the program calls `name`."""
-        return from_titan(name) or name if self.titan else name
-
-    def _is_weight(self, key: str) -> bool:
+    def is_weight(self, key: str) -> bool:
+        """Whether a key is a weight's."""
         return from_titan(key) is not None if self.titan else key.startswith(self.weights)
+
+    def is_expert_bias(self, key: str) -> bool:
+        """Whether a key is of a bias with which torchtitan balances experts, and which the hub has not."""
+        return self.titan and EXPERT_BIAS.fullmatch(key) is not None
+
+    def has_all_experts(self, name: str) -> bool:
+        """Whether the weight that the program calls `name` is one tensor of all experts of a layer."""
+        part = from_titan(name) if self.titan else None
+        return part is not None and part.role in EXPERTS
+
+    def named(self, name: str, expert: int | None = None) -> str:
+        """The hub's name of a weight that the program calls `name`, or of one expert's part of it."""
+        part = from_titan(name) if self.titan else None
+        return (part and ARCHITECTURES["qwen3_moe"].name(replace(part, expert=expert))) or name
 
 
 _SCHEDULE = "the state of the learning rate's schedule; set `[trainer.scheduler]`"
@@ -111,9 +120,10 @@ PROGRAMS = (
     ),
 )
 """In the order in which they are tried."""
-TITAN_TYPES = ("llama", "qwen3")
+TITAN_TYPES = ("llama", "qwen3", "qwen3_moe")
 """The model types whose names torchtitan and Cairn both know, by transformers' `model_type`."""
 _LAYER = "layers.{layer}"
+_EXPERTS = f"{_LAYER}.moe.routed_experts.inner_experts"
 _TITAN: dict[Role, str] = {
     "embedding": "tok_embeddings",
     "attention_norm": f"{_LAYER}.attention_norm",
@@ -127,11 +137,18 @@ _TITAN: dict[Role, str] = {
     "mlp.gate": f"{_LAYER}.feed_forward.w1",
     "mlp.up": f"{_LAYER}.feed_forward.w3",
     "mlp.down": f"{_LAYER}.feed_forward.w2",
+    "router": f"{_LAYER}.moe.router.gate",
+    "expert.gate": f"{_EXPERTS}.w1_EFD",
+    "expert.up": f"{_EXPERTS}.w3_EFD",
+    "expert.down": f"{_EXPERTS}.w2_EDF",
     "final_norm": "norm",
     "head": "lm_head",
 }
-TITAN = Names(_TITAN)
-"""The names of torchtitan since 2026."""
+TITAN = Names(_TITAN, bare=EXPERTS)
+"""The names of torchtitan since 2026. A role of experts has one tensor for all of them, which are its first
+dimension."""
+EXPERT_BIAS = re.compile(r"layers\.(0|[1-9][0-9]{0,5})\.moe\.expert_bias_E")
+"""What is added to a layer's scores of experts to choose some; transformers' Qwen3-MoE has no such bias."""
 _OLDER = Names(
     {
         "attention.query": f"{_LAYER}.attention.wq",
@@ -143,7 +160,11 @@ _OLDER = Names(
 """Those that older versions have instead."""
 
 
-def from_titan(name: str) -> str | None:
-    """The hub's name of a weight of torchtitan's; None if the tables lack it."""
-    part = TITAN.part(name) or _OLDER.part(name)
-    return part and ARCHITECTURES["qwen3"].name(part)
+def from_titan(name: str) -> Part | None:
+    """What the weight with a name of torchtitan's is; None if the tables lack it."""
+    return TITAN.part(name) or _OLDER.part(name)
+
+
+def expert_bias(layer: int) -> str:
+    """The key of a layer's bias of experts."""
+    return f"layers.{layer}.moe.expert_bias_E"

@@ -1,5 +1,6 @@
 """Reads PyTorch distributed checkpoints (DCP): names, AdamW's state and progress, by the program's keys."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,18 +10,23 @@ import torch
 from transformers import AutoConfig
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of
+from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import PROGRAMS, Program
 from cairn.checkpoint.formats.dcp_rotary import in_rotary_order
 from cairn.checkpoint.formats.dcp_tensors import DcpSource
+from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
+from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
+from cairn.checkpoint.streaming import pieces_of
 
 MODEL_FOLDERS = ("hf_meta", "")
 """Where a folder may hold config.json and the tokenizer; the first is Telescope's."""
+MAX_EXPERTS = 1 << 16
+"""Experts of a layer."""
 BESIDE = {
     "dataloader": "dataloader/ has the position in the data; Cairn begins with its own data set",
     "train_dataloader.pt": "train_dataloader.pt has the position in the data; Cairn begins with its own",
@@ -47,23 +53,22 @@ class _Reading:
 
     def content(self) -> Content:
         """All of it."""
-        weights = {
-            name: DcpSource.of(name, tensor)
-            for key, tensor in self.index.tensors.items()
-            if (name := self.program.weight(key)) is not None
-        }
-        state = dict(self._state(weights))
+        weights = dict(self._weights())
+        state = dict(self._state())
         groups = dict(self._groups())
-        steps = {int(_number(entry)) for name, entry in state.items() if name.endswith(".step")}
+        steps = {
+            whole_steps(_number(entry), self.source)
+            for name, entry in state.items()
+            if name.endswith(".step")
+        }
         said = self._progress(self.program.step)
-        left_out = [*self._passed()]
+        left_out = [*self._passed(), *self._expert_biases()]
         if steps and said is not None and said != max(steps):
             left_out.append(
                 f"{self.program.step} is {said}; Cairn counts the optimiser's steps: {max(steps)}"
             )
-        if state and not all(name.rpartition(".")[0] in weights for name in state):
-            strange = [name for name in state if name.rpartition(".")[0] not in weights]
-            raise CheckpointError(f"{self.source}: optimiser state without weights: {listed(strange)}")
+        strange = [name for name in state if name.rpartition(".")[0] not in weights]
+        state = {} if strange else state
         beside = (self.source / place for place in MODEL_FOLDERS)
         model = self.model or next((f for f in beside if (f / "config.json").exists()), None)
         weights = self._in_hub_order(weights, model)
@@ -78,6 +83,7 @@ class _Reading:
             optimizer="AdamW" if state else None,
             settings=settings_of(groups.values(), self.source),
             left_out=tuple(left_out),
+            state_refused=f"it is of weights that are not there: {listed(strange)}" if strange else None,
         )
 
     def _in_hub_order(self, tensors: Mapping[str, Source], model: Path | None) -> dict[str, Source]:
@@ -101,7 +107,54 @@ class _Reading:
         config = AutoConfig.from_pretrained(model)  # pyright: ignore # typed in part
         return in_rotary_order(tensors, config, to_hub=True)  # pyright: ignore # typed in part
 
-    def _state(self, weights: Mapping[str, Source]) -> Iterator[tuple[str, DcpSource]]:
+    def _weights(self) -> Iterator[tuple[str, Source]]:
+        """The weights by the hub's names."""
+        for key, tensor in self.index.tensors.items():
+            if self.program.is_weight(key):
+                yield from self._named(key.removeprefix(self.program.weights), tensor)
+
+    def _named(self, name: str, tensor: DcpTensor, kind: str = "") -> Iterator[tuple[str, Source]]:
+        """A weight, or a kind of its state, by the hub's name; one of all experts is cut into each one's.
+
+        The step of such a tensor is that of its first expert, and stands for all.
+
+        Raises:
+            Damaged: a tensor of all experts has not three dimensions, or is of absurdly many.
+        """
+        after = kind and f".{kind}"
+        if not self.program.has_all_experts(name):
+            own = self.program.named(name) + after
+            yield own, DcpSource.of(own, tensor)
+            return
+        whole = DcpSource.of(name + after, tensor)
+        if kind == "step":
+            yield self.program.named(name, 0) + after, whole
+            return
+        if len(tensor.shape) != 3 or not 0 < tensor.shape[0] <= MAX_EXPERTS:
+            raise Damaged(f"{self.source}: {name}{after} has shape {list(tensor.shape)}, not that of experts")
+        shape = tensor.shape[1:]
+        for expert in range(tensor.shape[0]):
+            own = self.program.named(name, expert) + after
+            spec = TensorSpec(own, whole.spec.dtype, shape)
+            yield own, Section(whole, expert * math.prod(shape), spec)
+
+    def _expert_biases(self) -> Iterator[str]:
+        """What is said of torchtitan's biases of experts, if there are some.
+
+        Raises:
+            CheckpointError: some are not zero, so that the model chooses other experts without them.
+        """
+        biases = [key for key in self.index.tensors if self.program.is_expert_bias(key)]
+        if skewed := [key for key in biases if _has_values(DcpSource.of(key, self.index.tensors[key]))]:
+            raise CheckpointError(
+                f"{self.source}: torchtitan balanced the experts with these biases, which Qwen3-MoE of "
+                "transformers and vLLM has not, and without which it would choose other experts (torchtitan "
+                f"trains without them where load_balance_coeff is None): {listed(skewed)}"
+            )
+        if biases:
+            yield "expert_bias_E: the biases that balance experts, which are all zero"
+
+    def _state(self) -> Iterator[tuple[str, Source]]:
         """AdamW's state.
 
         Raises:
@@ -118,8 +171,7 @@ class _Reading:
             if what not in MOMENTS:
                 strange.append(key)
                 continue
-            name = f"{self.program.named(owner)}.{what}"
-            yield name, DcpSource.of(name, tensor)
+            yield from self._named(owner, tensor, what)
         if strange:
             raise CheckpointError(
                 f"{self.source}: the optimiser's state has values that AdamW's has not: {listed(strange)}"
@@ -147,7 +199,7 @@ class _Reading:
         if key not in self.index.tensors and key not in self.index.values:
             return None
         value = self._value(key)
-        if not isinstance(value, (int, float)) or value < 0 or value != int(value):
+        if not isinstance(value, (int, float)) or not 0 <= value < 1 << 63 or value != int(value):
             raise Damaged(f"{self.source}: {key} is {value!r}, which is not a whole number")
         return int(value)
 
@@ -195,7 +247,7 @@ def _program(source: Path, keys: Iterable[str]) -> Program:
     )
 
 
-def _number(source: DcpSource) -> float | int:
+def _number(source: Source) -> float | int:
     """The value of a tensor of one value.
 
     Raises:
@@ -206,3 +258,8 @@ def _number(source: DcpSource) -> float | int:
     value = torch.empty(1, dtype=DTYPES[source.spec.dtype])
     source.fill(0, value)
     return value.item()
+
+
+def _has_values(source: Source) -> bool:
+    """Whether any value of a tensor is other than zero."""
+    return any(bool(piece.any()) for piece in pieces_of(source))

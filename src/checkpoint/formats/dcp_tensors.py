@@ -2,12 +2,13 @@
 
 import itertools
 import math
+import threading
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import torch
-from awscrt.checksums import crc32  # pyright: ignore[reportMissingTypeStubs]
 
+from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
 from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.dcp_metadata import Chunk, DcpTensor
@@ -18,27 +19,24 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.reader import Piece, as_memory, read_pieces
 from cairn.checkpoint.streaming import pieces_of
 
-
-@dataclass
-class _Seen:
-    """How far a chunk has been read from its beginning without gaps, and the CRC-32 so far."""
-
-    end: int = 0
-    crc: int = 0
+_lock = threading.Lock()
+"""For what sources remember of their chunks: two threads may ask for the first values of one."""
+_whole_storage = threading.Lock()
+"""Of chunks that have to be read in full for a part of them, one is in memory at a time."""
 
 
 @dataclass(frozen=True)
 class DcpSource:
     """A whole tensor of a folder.
 
-    The CRC-32 that torch wrote beside each chunk is checked for those chunks that are read from the first
-    value to the last.
+    The CRC-32 that torch wrote beside each chunk is compared once all values of the chunk have been read, and
+    whenever they are read at once.
     """
 
     spec: TensorSpec
     _tensor: DcpTensor
     _located: dict[Chunk, Values] = field(default_factory=dict[Chunk, Values], compare=False)
-    _seen: dict[Chunk, _Seen] = field(default_factory=dict[Chunk, _Seen], compare=False)
+    _sums: dict[Chunk, SpanSum] = field(default_factory=dict[Chunk, SpanSum], compare=False)
 
     @classmethod
     def of(cls, name: str, tensor: DcpTensor) -> "DcpSource":
@@ -67,8 +65,11 @@ class DcpSource:
                 top = (chunk.begin or (0,))[0] * inner  # the chunk's values lie together in `into`
                 low, high = max(low * inner, first), min(high * inner, first + into.numel())
                 self._read(chunk, values.first + low - top, into[low - first : high - first])
-            else:
+            elif values.strides == _row_major(chunk.shape):
                 self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
+            else:
+                with _whole_storage:
+                    self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[Chunk, int, int]]:
         """The chunks that hold rows from `begin` to `end`, with the first and last of these rows in each."""
@@ -83,7 +84,8 @@ class DcpSource:
         if chunk not in self._located:
             stacked = (1,) * chunk.stacked
             values = locate(chunk.stream, self._tensor.dtype, (*stacked, *chunk.shape))
-            self._located[chunk] = replace(values, strides=values.strides[chunk.stacked :])
+            values = replace(values, strides=values.strides[chunk.stacked :])
+            self._located[chunk] = values
         return self._located[chunk]
 
     def _rows(self, chunk: Chunk, low: int, high: int) -> torch.Tensor:
@@ -101,16 +103,18 @@ class DcpSource:
     def _read(self, chunk: Chunk, first: int, into: torch.Tensor) -> None:
         """Read values of a chunk's storage, beginning with item `first`, and check them."""
         values = self._values(chunk)
-        offset, end = values.offset + first * values.dtype.itemsize, first + into.numel()
-        read_pieces([Piece(values.path, offset, values.dtype, into, counted=False)])
-        seen = self._seen.setdefault(chunk, _Seen())
-        if first == 0:
-            seen.end, seen.crc = 0, 0
-        if first <= seen.end < end and values.crc:
-            new = as_memory(into[seen.end - first :])
-            seen.end, seen.crc = end, crc32(new, seen.crc)  # pyright: ignore[reportArgumentType] # takes buffers
-            if seen.end == values.count and seen.crc != values.crc:
-                raise Damaged(f"{values.path}: {self.spec.name} differs from its checksum (CRC-32)")
+        begin = first * values.dtype.itemsize
+        read_pieces([Piece(values.path, values.offset + begin, values.dtype, into, counted=False)])
+        if not values.crc:
+            return
+        if into.numel() == values.count:  # perhaps not for the first time
+            found = ZIP_CRC32.of(as_memory(into), 0)
+        else:
+            with _lock:
+                seen = self._sums.setdefault(chunk, SpanSum(values.count * values.dtype.itemsize, ZIP_CRC32))
+            found = seen.add(begin, as_memory(into))
+        if found not in (None, values.crc):
+            raise Damaged(f"{values.path}: {self.spec.name} differs from its checksum (CRC-32)")
 
     def _scatter(self, chunk: Chunk, low: int, rows: torch.Tensor, first: int, into: torch.Tensor) -> None:
         """Put rows of a chunk where they belong in `into`; the chunk may lack parts of these rows."""
@@ -167,6 +171,7 @@ class Checked:
 
     source: Source
     _done: list[bool] = field(default_factory=list[bool], compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @property
     def spec(self) -> TensorSpec:
@@ -179,10 +184,11 @@ class Checked:
         Raises:
             Damaged: a value differs from its checksum.
         """
-        if not self._done:
-            for _ in pieces_of(self.source):
-                pass
-            self._done.append(True)
+        with self._lock:
+            if not self._done:
+                for _ in pieces_of(self.source):
+                    pass
+                self._done.append(True)
         self.source.fill(first, into)
 
 

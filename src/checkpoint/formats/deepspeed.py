@@ -2,14 +2,17 @@
 
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.deepspeed_files import LATEST, STATES, UNIVERSAL
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.step import MODEL, OPTIMIZER
 
 
 class DeepSpeed:
     """A folder such as `global_step20`, or one that holds it, such as Trainer's `checkpoint-20`."""
+
+    stems = (MODEL, OPTIMIZER)
 
     def detect(self, source: Path) -> bool:
         """Whether there are such files."""
@@ -37,7 +40,7 @@ class DeepSpeed:
         read = read_universal if (folder / UNIVERSAL).is_dir() else read_zero
         return read(folder, model or own)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write a universal checkpoint, which engines with any stage and number of ranks load.
 
         Raises:
@@ -46,11 +49,9 @@ class DeepSpeed:
         """
         from cairn.checkpoint.formats.deepspeed_writer import write  # imports torch
 
-        write(content, folder, options)
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """Read it back, and compare every value; see `Exporter.verify`."""
-        return read_back(self, content, folder, options, stage)
+        kept = KeptValues(content, options.dtype)
+        write(kept.content, folder, options)
+        return kept.read_back(self, folder)
 
 
 def folder_in(source: Path) -> Path | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from cairn.checkpoint.formats.adamw import settings_of
+from cairn.checkpoint.formats.adamw import settings_of, whole_steps
 from cairn.checkpoint.formats.content import Content, Source
 from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.pickled import HeldTensor
@@ -173,6 +173,12 @@ def check_adamw(path: Path, kinds: Sequence[str], group: Mapping[str, Any], conf
         raise CheckpointError(f"{path}: the optimiser is AdamW without bias correction, which Cairn has not")
 
 
+def config_in(fields: Mapping[str, Any]) -> Mapping[str, Any]:
+    """The engine's configuration in what a file holds; empty if there is none."""
+    config = fields.get("ds_config")
+    return config if isinstance(config, dict) else {}
+
+
 def number_of_steps(path: Path, value: object) -> float:
     """A step of the optimiser: a tensor of one value, or a number.
 
@@ -184,9 +190,7 @@ def number_of_steps(path: Path, value: object) -> float:
         read = torch.empty(1, dtype=value.values.dtype)
         SavedTensor.of("step", value).fill(0, read)
         number = read.item()
-    if not isinstance(number, (int, float)) or not 0 <= number < 1 << 24 or number != int(number):
-        raise Damaged(f"{path}: the optimiser's step is {number!r}, which is no whole number")
-    return float(number)
+    return float(whole_steps(number, path))
 
 
 def held_step(name: str, steps: float) -> Source:

@@ -15,6 +15,7 @@ from cairn.checkpoint.formats.deepspeed_state import (
     MOMENTS,
     ModelState,
     check_adamw,
+    config_in,
     content_of,
     held_step,
     number_of_steps,
@@ -38,9 +39,8 @@ def read_universal(folder: Path, model: Path | None) -> Content:
     path = folder / UNIVERSAL / OPTIMIZER_STATE
     common = read_file(path, ALLOWED)
     groups, given, clip = _common(path, common)
-    check_adamw(
-        path, MOMENTS, max(groups, key=lambda own: own.get("weight_decay") or 0.0), state.fields["ds_config"]
-    )
+    for own in groups:
+        check_adamw(path, MOMENTS, own, config_in(state.fields))
     weights: dict[str, Source] = {}
     moments: dict[str, Source] = {}
     for own in sorted((folder / UNIVERSAL).iterdir()):

@@ -18,6 +18,7 @@ from cairn.checkpoint.formats.deepspeed_state import (
     Fragment,
     ModelState,
     check_adamw,
+    config_in,
     content_of,
     held_step,
     number_of_steps,
@@ -60,12 +61,11 @@ def read_zero(folder: Path, model: Path | None) -> Content:
     """
     ranks, states = _files(folder)
     first, state = ranks[0], states[0]
-    if first.stage == 3:
-        if len(states) != len(ranks):
-            raise Damaged(f"{folder}: has {len(states)} model_states.pt of {len(ranks)} ranks")
-        runs = dict(_runs_3(ranks, state))
-    else:
-        runs = dict(_runs_12(ranks, state))
+    if first.stage == 3 and len(states) != len(ranks):
+        raise Damaged(f"{folder}: has {len(states)} model_states.pt of {len(ranks)} ranks")
+    if len(state.shapes) != len(first.masters):
+        raise Damaged(f"{state.path}: lists {len(state.shapes)} groups of {len(first.masters)}")
+    runs = dict((_runs_3 if first.stage == 3 else _runs_12)(ranks, state))
     weights: dict[str, Source] = {}
     moments: dict[str, Source] = {}
     for name, (shape, group, cuts) in runs.items():
@@ -75,7 +75,7 @@ def read_zero(folder: Path, model: Path | None) -> Content:
             moments[own] = _joined(own, shape, [rank.moments[kind] for rank in ranks], cuts)
         moments[f"{name}.step"] = held_step(name, first.steps[group])
     weights |= _others(states, first.stage, weights.keys())
-    clip = first.fields.get("clip_grad", (state.fields.get("ds_config") or {}).get("gradient_clipping"))
+    clip = first.fields.get("clip_grad", config_in(state.fields).get("gradient_clipping"))
     return content_of(state, weights, moments, first.settings, clip, model)
 
 
@@ -167,7 +167,7 @@ def _rank(path: Path) -> _Rank:
         owners = [settings[0 if len(settings) != len(groups) else n] for n in range(len(groups))]
         steps: list[float] = []
         for state, own in zip(groups, owners, strict=True):
-            check_adamw(path, list(state), own, whole.get("ds_config"))
+            check_adamw(path, list(state), own, config_in(whole))
             given = state.get("step", own.get("step", fields.get("base_optimizer_state_step")))
             steps.append(number_of_steps(path, given))
         masters = [SavedTensor.of(f"part {n} of the weights", flat) for n, flat in enumerate(masters)]
@@ -188,7 +188,7 @@ def _rank(path: Path) -> _Rank:
     for flat in itertools.chain(masters, *moments.values()):
         if len(flat.spec.shape) != 1:
             raise Damaged(f"{path}: a partition is no flat tensor")
-    zero = (whole.get("ds_config") or {}).get("zero_optimization") or {}
+    zero = config_in(whole).get("zero_optimization")
     round_robin = bool(zero.get("round_robin_gradients")) if isinstance(zero, dict) else False
     return _Rank(path, fields, masters, moments, steps, settings, stage, round_robin)
 
@@ -226,8 +226,6 @@ def _runs_12(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, C
     Raises:
         Damaged: the partitions have other sizes than the parameters need.
     """
-    if len(state.shapes) != len(ranks[0].masters):
-        raise Damaged(f"{state.path}: lists {len(state.shapes)} groups of {len(ranks[0].masters)}")
     for group, shapes in enumerate(state.shapes):
         starts, end = _starts(ranks[0], group, shapes)
         part = _part(ranks, group, end)
@@ -314,8 +312,6 @@ def _runs_3(ranks: Sequence[_Rank], state: ModelState) -> Iterator[tuple[str, Cu
     Raises:
         Damaged: the partitions have other sizes than the parameters need.
     """
-    if len(state.shapes) != len(ranks[0].masters):
-        raise Damaged(f"{state.path}: lists {len(state.shapes)} groups of {len(ranks[0].masters)}")
     for group, shapes in enumerate(state.shapes):
         end = 0
         for name, shape in shapes.items():

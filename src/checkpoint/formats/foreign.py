@@ -37,6 +37,20 @@ def check_plain(source: Path) -> None:
             raise Damaged(f"{path}: is neither a file nor a folder, and is not read")
 
 
+def check_link(path: Path) -> None:
+    """Check that a file which is copied is none of other folders: a link may show what is not the model's.
+
+    Links within the folder, and into Hugging Face's cache, where a model's folder has nothing else, are fine.
+
+    Raises:
+        Damaged: it is one.
+    """
+    folder, real = path.parent.resolve(), path.resolve()
+    blobs = folder.parent.parent / "blobs"
+    if not real.is_relative_to(folder) and real.parent != blobs:
+        raise Damaged(f"{path}: is a link to {real}, which is not copied; put a copy in its place")
+
+
 def load_config(folder: Path) -> "PreTrainedConfig":
     """The configuration in a folder's config.json; code that it names is not loaded.
 

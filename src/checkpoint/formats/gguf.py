@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.checkpoint.formats.content import Content, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions, listed
 from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.gguf_file import GgufFile, read_gguf
 from cairn.checkpoint.formats.gguf_model import (
@@ -32,6 +32,8 @@ SUFFIX = ".gguf"
 
 class Gguf:
     """One file of the architectures in MODEL_TYPES, in F32, F16, BF16 or Q8_0."""
+
+    stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
         """Whether `source` is such a file, or a folder with one and no config.json."""
@@ -64,7 +66,7 @@ class Gguf:
             _check_config(file, folder)
         return Content({MODEL: hub_tensors(file, config)}, model=folder, write_companions=write_companions)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write `FILE`. Norms and biases are float32, as programs expect.
 
         Raises:
@@ -74,8 +76,9 @@ class Gguf:
         from cairn.checkpoint.formats.gguf_writer import write  # imports torch and gguf
 
         write(content, folder / FILE, options)
+        return lambda stage: self._verify(content, folder, options, stage)
 
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+    def _verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
         """Compare every weight, read back by the hub's name, with the step's.
 
         What is quantised may differ by a rounding, and Gemma's norms, which are stored plus one, by that of

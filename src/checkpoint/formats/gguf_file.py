@@ -22,6 +22,9 @@ MAGIC = b"GGUF"
 VERSIONS = (2, 3)
 MAX_METADATA_BYTES = 256 << 20
 """Of keys, values and names of tensors. Those of a vocabulary of 262,144 tokens take 20 MB."""
+MAX_ITEMS = 1 << 22
+"""Values in arrays of metadata, all together: each takes more memory than in the file."""
+MAX_TENSORS = 1 << 16
 MAX_DIMENSIONS = 4
 ALIGNMENT = 32
 """Of tensors in the file, where `general.alignment` does not say otherwise."""
@@ -95,6 +98,10 @@ def read_gguf(path: Path) -> GgufFile:
             reason = "big-endian" if version & 0xFFFF == 0 else f"of version {version}"
             raise Damaged(f"{path}: a GGUF file that is {reason} can't be read")
         tensor_count, value_count = cursor.number("Q"), cursor.number("Q")
+        if max(tensor_count, value_count) > MAX_TENSORS:
+            raise Damaged(
+                f"{path}: has {tensor_count} tensors and {value_count} values; {MAX_TENSORS} are read"
+            )
         values: dict[str, Any] = {}
         for _ in range(value_count):
             key = cursor.text()
@@ -126,6 +133,7 @@ class _Cursor:
         self._data = data
         self._path = path
         self._end = end
+        self._items = 0
         self.position = 0
 
     def take(self, count: int) -> bytes:
@@ -168,6 +176,9 @@ class _Cursor:
         if kind != ARRAY:
             raise Damaged(f"{self._path}: metadata of the unknown type {kind}")
         item, count = self.number("I"), self.number("Q")
+        self._items += count
+        if self._items > MAX_ITEMS:
+            raise Damaged(f"{self._path}: has arrays of more than {MAX_ITEMS} values in its metadata")
         if item == STRING:
             return [self.text() for _ in range(count)]
         if item not in NUMBERS:

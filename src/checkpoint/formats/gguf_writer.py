@@ -69,7 +69,7 @@ def write(content: Content, path: Path, options: WriteOptions) -> None:
 def check(
     name: str, back: Source, source: Source, options: WriteOptions, on_bytes: Callable[[int], None]
 ) -> None:
-    """Compare a weight that was read back with the one that was written; see `gguf.Gguf.verify`.
+    """Compare a weight that was read back with the one that was written; see `gguf.Gguf.write`.
 
     Raises:
         Damaged: it differs.

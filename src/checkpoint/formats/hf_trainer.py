@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats.adamw import settings_of
-from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, Source, Verification, WriteOptions, listed
 from cairn.checkpoint.formats.hf_trainer_groups import (
     KINDS,
     OPTIMIZER_FILE,
@@ -19,7 +19,7 @@ from cairn.checkpoint.formats.hf_trainer_groups import (
     groups_of,
 )
 from cairn.checkpoint.formats.huggingface import weights_in
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.files import read_json
@@ -45,6 +45,8 @@ class TrainerState:
 
 class HuggingFaceTrainer:
     """Trainer's folder on one process, or of data-parallel ones; not that of FSDP or DeepSpeed."""
+
+    stems = (MODEL, OPTIMIZER)
 
     def detect(self, source: Path) -> bool:
         """Whether `source` is a folder with a trainer_state.json."""
@@ -79,7 +81,7 @@ class HuggingFaceTrainer:
             left_out=(*passed_over, *notes, *said, _position(source, progress)),
         )
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write what `Trainer.train(resume_from_checkpoint=folder)` goes on from.
 
         Raises:
@@ -89,15 +91,9 @@ class HuggingFaceTrainer:
         """
         from cairn.checkpoint.formats.hf_trainer_writer import write  # imports torch
 
-        write(content, folder, options)
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """Read weights, optimiser's state and step back, and compare them with `content`.
-
-        Raises:
-            Damaged: something differs.
-        """
-        return read_back(self, content, folder, options, stage)
+        kept = KeptValues(content, options.dtype)
+        write(kept.content, folder, options)
+        return kept.read_back(self, folder)
 
 
 def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any], tuple[str, ...]]:
@@ -117,9 +113,10 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     try:
         groups, states = content["param_groups"], content["state"]
         numbers = [number for group in groups for number in group["params"]]
+        known = set(numbers)
         settings = _settings(groups, path)
-        kinds = {kind for state in states.values() for kind in state}
-    except (KeyError, TypeError, AttributeError) as error:
+        kinds = {kind for state in states.values() for kind in state.keys()}  # noqa: SIM118 # which must be a dictionary
+    except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise Damaged(f"{path}: holds no state of an optimiser ({error!r})") from None
     if kinds != KINDS:
         raise CheckpointError(f"{path}: has {', '.join(sorted(map(str, kinds)))}, not the state of AdamW")
@@ -131,12 +128,12 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
             f"{len(decaying)}, and one of the other {len(others)}; all weights must have been trained"
         )
     order = decaying | others
-    if set(numbers) != set(states):
+    if known != set(states):
         raise CheckpointError(
             f"{path}: has the state of {len(states)} of {len(numbers)} weights; all must have been trained"
         )
     notes = ()
-    if settings["optimizer.weight_decay"] and (wrong := decaying_otherwise(decaying, others)):
+    if settings.get("optimizer.weight_decay") and (wrong := decaying_otherwise(decaying, others)):
         notes = (f"the weight decay of {listed(wrong)}, or that they have none: Cairn decays all matrices",)
     tensors: dict[str, Source] = {}
     for number, (name, shape) in zip(numbers, order.items(), strict=True):

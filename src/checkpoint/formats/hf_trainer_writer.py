@@ -53,7 +53,6 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
         folder,
         {name: tensor.source for name, tensor in weights.items()},
         "model",
-        dtypes={name: tensor.dtype for name, tensor in weights.items()},
         max_file_bytes=options.max_file_bytes,
         on_bytes=options.on_bytes,
     )

@@ -7,9 +7,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cairn.checkpoint.formats.card import FILE_NAME, model_card
-from cairn.checkpoint.formats.content import Content, Source, Stage, WriteOptions
-from cairn.checkpoint.formats.conversion import written_dtypes
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.content import Content, Source, Verification, WriteOptions
+from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL
@@ -24,6 +23,8 @@ COMPANIONS = (".json", ".jinja", ".txt", ".model")
 class HuggingFace:
     """A folder of weights only; the `model/` of a step is one, too."""
 
+    stems = (MODEL,)
+
     def detect(self, source: Path) -> bool:
         """Whether `source` is a folder with a config.json."""
         return (source / "config.json").exists()
@@ -32,7 +33,7 @@ class HuggingFace:
         """The weights, by their names in the folder; see `weights_in`."""
         return Content(tensors={MODEL: weights_in(source)}, model=model or source)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write the weights, copies of the files beside them, and a model card.
 
         config.json names the new data type.
@@ -46,18 +47,15 @@ class HuggingFace:
         copy_companions(content, folder, options.dtype)
         card = model_card(content, options.dtype and _torch_name(options.dtype))
         (folder / FILE_NAME).write_text(card)
+        kept = KeptValues(content, options.dtype)
         write_sources(
             folder,
-            content.tensors[MODEL],
+            kept.content.tensors[MODEL],
             "model",
-            dtypes=written_dtypes(content, options.dtype),
             max_file_bytes=options.max_file_bytes,
             on_bytes=options.on_bytes,
         )
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """See `Exporter.verify`."""
-        return read_back(self, content, folder, options, stage)
+        return kept.read_back(self, folder)
 
 
 def weights_in(folder: Path) -> Mapping[str, Source]:

@@ -5,16 +5,19 @@ import re
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
 from cairn.checkpoint.formats.megatron_names import ABOUT, FORMAT, LATEST, RELEASE
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.layout import MALFORMED
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.step import MODEL
 
 
 class Megatron:
     """A folder of `dist_checkpointing.save`, or one with such folders for iterations."""
+
+    stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
         """Whether `source` has megatron-core's `metadata.json`, or names an iteration whose folder has it."""
@@ -38,7 +41,7 @@ class Megatron:
         _check_format(folder)
         return read(source, folder, model)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write the weights, under the names and in the layout that the same for any parallelism.
 
         Raises:
@@ -47,11 +50,9 @@ class Megatron:
         """
         from cairn.checkpoint.formats.megatron_writer import write  # imports torch
 
-        write(content, folder, options)
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """See `Exporter.verify`."""
-        return read_back(self, content, folder, options, stage)
+        kept = KeptValues(content, options.dtype)
+        write(kept.content, folder, options)
+        return kept.read_back(self, folder)
 
 
 def folder_in(source: Path) -> Path | None:

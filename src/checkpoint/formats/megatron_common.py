@@ -3,39 +3,57 @@
 # torch and what a pickle holds are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-import io
-import pickle
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.serialization import get_unsafe_globals_in_checkpoint, safe_globals
 
+from cairn.checkpoint.dtypes import DTYPES
+from cairn.checkpoint.formats.adamw import whole_steps
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex
-from cairn.checkpoint.formats.safe_pickle import Refused
-from cairn.checkpoint.layout import MALFORMED
+from cairn.checkpoint.formats.safe_pickle import Record
+from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_stream
+from cairn.checkpoint.formats.torch_stream import Stream, TensorInFile
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 
 FILE = "common.pt"
 """The file of megatron-core before 0.19."""
 KEY = "common_state/shard_0_1"
 """The key of later versions in the checkpoint."""
-MAX_BYTES = 64 << 20
-_INERT = frozenset({"argparse.Namespace", "types.SimpleNamespace", "signal.Signals", "pathlib.PosixPath"})
+_INERT = frozenset(
+    {
+        *{("argparse", "Namespace"), ("types", "SimpleNamespace"), ("signal", "Signals")},
+        *{("pathlib", "PosixPath"), ("pathlib", "Path"), ("torch", "device")},
+        *{("builtins", "set"), ("builtins", "bytearray"), ("builtins", "complex"), ("_codecs", "encode")},
+    }
+)
 _INERT_MODULE = "megatron."
 
 
-class _Inert:
+class _Inert(Record):
     """Stands for an object of a class that the file names; holds what the file says of it."""
 
-    def __init__(self, *arguments: object, **fields: object) -> None:
-        self.arguments = arguments
+    def __init__(self, *_: object) -> None:
+        super().__init__()
 
-    def __setstate__(self, state: object) -> None:
+    def set(self, state: object) -> None:
+        """Take the fields; they are not copied, since an object has hundreds of them."""
         if isinstance(state, dict):
-            self.__dict__.update({key: value for key, value in state.items() if type(key) is str})
+            self.fields = state
+
+
+class _Names(dict[tuple[str, str], Any]):
+    """What stands for the classes that a file may name: for each of Megatron's, a class that does nothing."""
+
+    def __contains__(self, key: object) -> bool:
+        return key in _INERT or (isinstance(key, tuple) and str(key[0]).startswith(_INERT_MODULE))
+
+    def __missing__(self, key: tuple[str, str]) -> Any:
+        if key not in self:
+            raise KeyError(key)
+        return self.setdefault(key, type("Inert", (_Inert,), {}))
 
 
 @dataclass(frozen=True)
@@ -49,7 +67,7 @@ class Common:
     iteration: int | None = None
     arguments: Mapping[str, Any] = field(default_factory=dict[str, Any])
     groups: tuple[Mapping[str, Any], ...] = ()
-    steps: frozenset[float] = frozenset()
+    steps: frozenset[int] = frozenset()
 
 
 def read_common(folder: Path, index: DcpIndex) -> Common:
@@ -59,34 +77,36 @@ def read_common(folder: Path, index: DcpIndex) -> Common:
         Refused: it names a class that neither Megatron nor Python has for plain values, or is too large.
         Damaged: it is not what Megatron writes.
     """
-    if (folder / FILE).is_file():
-        where, size = str(folder / FILE), (folder / FILE).stat().st_size
-        content = _load((folder / FILE).read_bytes() if size <= MAX_BYTES else None, where)
+    path = folder / FILE
+    if path.is_file():
+        stream, where = Stream(path, 0, path.stat().st_size), str(path)
     elif KEY in index.values:
         stream = index.values[KEY]
         where = f"{stream.path}: {KEY}"
-        with open(stream.path, "rb") as file:
-            file.seek(stream.offset)
-            content = _load(file.read(stream.length) if stream.length <= MAX_BYTES else None, where)
-        if isinstance(content, list) and len(content) == 1:
-            content = content[0]
     else:
         return Common()
+    content = read_stream(stream, _Names())
+    if path != stream.path and isinstance(content, list) and len(content) == 1:
+        content = content[0]
     if not isinstance(content, dict):
         raise Damaged(f"{where}: holds a {type(content).__name__}, not what Megatron writes")
     iteration = content.get("iteration")
     if iteration is not None and (type(iteration) is not int or iteration < 0):
         raise Damaged(f"{where}: the iteration is {iteration!r}, which is no whole number")
     found = tuple(_optimizers(content.get("optimizer")))
-    groups = tuple(group for one in found for group in one.get("param_groups", ()) if isinstance(group, dict))
     arguments = content.get("args")
     try:
-        steps = {float(one["state"]["common_step"]) for one in found if "common_step" in one.get("state", ())}
-        steps |= {float(group["step"]) for group in groups if "step" in group}
-    except (TypeError, ValueError, RuntimeError) as error:
-        raise Damaged(f"{where}: the optimiser's step is no number: {error}") from None
+        groups = tuple(group for one in found for group in one["param_groups"] if isinstance(group, dict))
+        steps = {
+            _steps(one["state"]["common_step"], where)
+            for one in found
+            if "common_step" in one.get("state", ())
+        }
+        steps |= {_steps(group["step"], where) for group in groups if "step" in group}
+    except TypeError as error:
+        raise Damaged(f"{where}: not the state of an optimiser: {error}") from None
     return Common(
-        iteration, vars(arguments) if isinstance(arguments, _Inert) else {}, groups, frozenset(steps)
+        iteration, arguments.fields if isinstance(arguments, _Inert) else {}, groups, frozenset(steps)
     )
 
 
@@ -117,27 +137,15 @@ def _optimizers(value: object) -> Iterator[dict[str, Any]]:
             yield from _optimizers(inner)
 
 
-def _load(data: bytes | None, where: str) -> Any:
-    """The value that `torch.save` wrote; None stands for more bytes than are read.
+def _steps(value: object, where: str) -> int:
+    """A number of steps, or a tensor of one value.
 
     Raises:
-        Refused: it names what is not allowed.
-        Damaged: it is no such value.
+        Damaged: it is something else, or can't be read.
     """
-    if data is None:
-        raise Refused(f"{where}: has more than {MAX_BYTES} bytes")
-    try:
-        named = get_unsafe_globals_in_checkpoint(io.BytesIO(data))
-        strange = [name for name in named if name not in _INERT and not name.startswith(_INERT_MODULE)]
-        if strange:
-            raise Refused(f"{where}: names {', '.join(sorted(strange))}, which is not allowed")
-        stand_ins: list[Any] = [(type("Inert", (_Inert,), {}), name) for name in named]
-        with safe_globals(stand_ins):
-            return torch.load(io.BytesIO(data), map_location="cpu", weights_only=True)
-    except pickle.UnpicklingError as error:
-        lines = [line.strip() for line in str(error).splitlines()]
-        reason = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), lines[0])
-        raise Refused(f"{where}: is not loaded: {reason}") from None
-    except (*MALFORMED, RuntimeError, EOFError, IndexError) as error:
-        lines = str(error).splitlines() or [""]
-        raise Damaged(f"{where}: not written by torch.save: {lines[0]}") from None
+    if isinstance(value, TensorInFile) and tuple(value.shape) in ((), (1,)):
+        source = SavedTensor.of("the optimiser's step", value)
+        found = torch.empty(1, dtype=DTYPES[source.spec.dtype])
+        source.fill(0, found)
+        value = found.item()
+    return whole_steps(value, where)

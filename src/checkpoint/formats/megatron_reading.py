@@ -33,8 +33,8 @@ from cairn.checkpoint.formats.megatron_names import (
 from cairn.checkpoint.formats.pickled import HeldTensor
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.noted import check_noted, noted
 from cairn.checkpoint.step import MODEL, OPTIMIZER
-from cairn.checkpoint.streaming import check_equal
 from cairn.run.errors import UsageError
 
 MASTERS = ("param", "fp32_param")
@@ -91,7 +91,7 @@ class _Reading:
             else:
                 parts = dict(self._parts(key, tensor))
                 if twice := {name: parts[name] for name in parts if name in weights}:
-                    check_equal(twice, {name: weights[name] for name in twice}, self.folder)
+                    check_noted(twice, noted({name: weights[name] for name in twice}), self.folder)
                 weights |= parts
         if self.strange:
             raise CheckpointError(

@@ -5,8 +5,9 @@
 
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, WriteOptions
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.huggingface import copy_companions
+from cairn.checkpoint.step import MODEL
 from cairn.run.progress import Stage
 
 FILE = "model.onnx"
@@ -15,7 +16,9 @@ FILE = "model.onnx"
 class Onnx:
     """The logits of token numbers [batch, seq] and a mask of the same shape; a folder with the tokenizer."""
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    stems = (MODEL,)
+
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write `FILE`, and above a size of `onnx_writer.EXTERNAL_BYTES` the weights in a file beside it.
 
         The model is held in memory.
@@ -29,8 +32,9 @@ class Onnx:
 
         write(content, folder / FILE, options)
         copy_companions(content, folder, options.dtype)
+        return lambda stage: self._verify(content, folder, options, stage)
 
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
+    def _verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
         """Compare the logits that onnxruntime computes with those of transformers.
 
         Raises:

@@ -77,7 +77,7 @@ def write(content: Content, path: Path, options: WriteOptions) -> None:
 
 
 def largest_difference(content: Content, path: Path, stage: Stage) -> float:
-    """The largest difference between logits of the file in onnxruntime and of transformers, as `Onnx.verify`.
+    """The largest difference between logits of the file in onnxruntime and of transformers.
 
     Returns:
         The difference as a share of the largest logit.

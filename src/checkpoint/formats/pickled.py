@@ -5,6 +5,7 @@
 
 import math
 import pickle
+import threading
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
 from cairn.checkpoint.formats.torch_stream import TensorInFile
-from cairn.checkpoint.layout import MALFORMED, TensorSpec
+from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
 
 
@@ -45,11 +46,15 @@ def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
     return HeldTensor(tensor, TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
 
 
+_whole_storage = threading.Lock()
+
+
 @dataclass(frozen=True)
 class Strided:
     """A tensor whose values lie in another order in its file, such as one saved transposed; a `Source`.
 
-    Its storage is in memory while a piece of it is read, and read anew for each piece.
+    Its storage is in memory while a piece of it is read, and read anew for each piece. One such storage is in
+    memory at a time.
     """
 
     saved: SavedTensor
@@ -62,6 +67,10 @@ class Strided:
 
     def fill(self, first: int, into: torch.Tensor) -> None:
         """See `Source.fill`."""
+        with _whole_storage:
+            self._fill(first, into)
+
+    def _fill(self, first: int, into: torch.Tensor) -> None:
         values, shape = self.saved.values, self.spec.shape
         storage = torch.empty(values.count, dtype=values.dtype)
         self.storage.fill(0, storage)
@@ -118,5 +127,7 @@ def load_pickled(path: Path) -> Any:
         raise Damaged(
             f"{path}: holds more than tensors and plain values, and is not loaded: {reason}"
         ) from None
-    except (*MALFORMED, RuntimeError, EOFError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # torch's machine raises whatever a wrong instruction runs into
         raise Damaged(f"{path}: not a file of torch.save: {(str(error).splitlines() or [''])[0]}") from None

@@ -4,9 +4,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.huggingface import copy_companions
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.step import MODEL
 
 SUFFIXES = (".pt", ".pth", ".bin")
@@ -17,6 +17,8 @@ FILE = "model.pt"
 
 class PlainFile:
     """A file of weights; config.json and tokenizer lie beside it, or are given."""
+
+    stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
         """Whether `source` is a file with a name that torch's files have, or a folder that `write` made."""
@@ -47,7 +49,7 @@ class PlainFile:
         folder = source.parent if (source.parent / "config.json").is_file() else None
         return Content({MODEL: tensors}, model=model or folder, left_out=left_out)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write the state dict of transformers' model into FILE, and beside it what makes a model of it.
 
         It is what `model.state_dict()` is: tied weights stand under each of their names, and share values.
@@ -60,12 +62,6 @@ class PlainFile:
         from cairn.checkpoint.formats.outgoing import state_dict_of
 
         copy_companions(content, folder, options.dtype)
-        torch_writer.save(folder / FILE, state_dict_of(content, options.dtype), options.on_bytes)
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """Read the weights back, and compare them with `content`.
-
-        Raises:
-            Damaged: something differs.
-        """
-        return read_back(self, content, folder, options, stage)
+        kept = KeptValues(content, options.dtype)
+        torch_writer.save(folder / FILE, state_dict_of(kept.content, options.dtype), options.on_bytes)
+        return kept.read_back(self, folder)

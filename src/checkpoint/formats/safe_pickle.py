@@ -91,14 +91,17 @@ class _Machine(pickle._Unpickler):
     ):
         super().__init__(io.BytesIO(data))
         self._allowed = allowed
-        self._callable = {id(known) for known in allowed.values() if callable(known)}
+        self._callable: dict[int, Callable[..., object]] = {}
         self._persistent = persistent
 
     def find_class(self, module: str, name: str) -> Any:
         """What stands for the name."""
         if (module, name) not in self._allowed:
             raise Refused(f"names {module}.{name}, which is not allowed")
-        return self._allowed[module, name]
+        found = self._allowed[module, name]
+        if callable(found):
+            self._callable[id(found)] = found
+        return found
 
     def persistent_load(self, pid: object) -> object:
         """What stands for a reference to something outside the pickle."""

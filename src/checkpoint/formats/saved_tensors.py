@@ -1,6 +1,8 @@
 """Tensors in files of `torch.save` as sources, whose checksums are compared before they are read in parts."""
 
 import math
+import threading
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -8,8 +10,8 @@ from types import MappingProxyType
 from typing import Any, cast
 
 import torch
-from awscrt.checksums import crc32  # pyright: ignore[reportMissingTypeStubs]
 
+from cairn.checkpoint.checksums import ZIP_CRC32
 from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.safe_pickle import Refused
 from cairn.checkpoint.formats.torch_stream import Size, Stream, TensorInFile, Values, read_object
@@ -33,6 +35,7 @@ class SavedTensor:
     spec: TensorSpec
     values: Values
     _checked: list[bool] = field(default_factory=list[bool], repr=False, compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
 
     @classmethod
     def of(cls, name: str, found: object) -> "SavedTensor":
@@ -62,9 +65,10 @@ class SavedTensor:
         row_major = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
         if any(n > 1 and a != b for n, a, b in zip(shape, values.strides, row_major, strict=True)):
             raise Damaged(f"{values.path}: the values of {self.spec.name} lie apart from each other")
-        if not self._checked:
-            self._check()
-            self._checked.append(True)
+        with self._lock:
+            if not self._checked:
+                self._check()
+                self._checked.append(True)
         offset = values.offset + (values.first + first) * values.dtype.itemsize
         read_pieces([Piece(values.path, offset, values.dtype, into, counted=False)])
 
@@ -76,7 +80,7 @@ class SavedTensor:
         for first in range(0, nbytes, CHECKED_BYTES):
             data = torch.empty(min(CHECKED_BYTES, nbytes - first), dtype=torch.uint8)
             read_pieces([Piece(path, self.values.offset + first, data.dtype, data, counted=False)])
-            crc = crc32(as_memory(data), crc)  # pyright: ignore[reportArgumentType] # takes buffers
+            crc = ZIP_CRC32.of(as_memory(data), crc)
         if crc != self.values.crc:
             raise Damaged(f"{path}: {self.spec.name} differs from its checksum (CRC-32)")
 
@@ -94,7 +98,19 @@ def read_file(path: Path, allowed: Allowed = NOTHING_MORE) -> Any:
     """
     if not path.is_file():
         raise FileNotFoundError(2, "no such file", str(path))
-    return read_object(Stream(path, 0, path.stat().st_size), {**_USUAL, **allowed})
+    return read_stream(Stream(path, 0, path.stat().st_size), allowed)
+
+
+def read_stream(stream: Stream, allowed: Allowed = NOTHING_MORE) -> Any:
+    """The value that `torch.save` wrote into a part of a file; see `read_file`.
+
+    Raises:
+        Refused: the stream names what is not allowed.
+        Damaged: the stream is invalid.
+    """
+    own: dict[tuple[str, str], Any] = {}
+    names = ChainMap(own, allowed, _USUAL)  # pyright: ignore[reportArgumentType] # is only read
+    return read_object(stream, names)
 
 
 def _parameter(tensor: object, *_: object) -> object:

@@ -2,10 +2,9 @@
 
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
-from cairn.checkpoint.formats.conversion import written_dtypes
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.huggingface import copy_companions
-from cairn.checkpoint.formats.reading_back import read_back
+from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.formats.tf_reading import read_index, verify_data
 from cairn.checkpoint.step import MODEL
 
@@ -15,6 +14,8 @@ INDEX = ".index"
 
 class TensorFlow:
     """The files that `tf.raw_ops.SaveV2` and `tf.train.Checkpoint` write; TensorFlow itself isn't needed."""
+
+    stems = (MODEL,)
 
     def detect(self, source: Path) -> bool:
         """Whether `source` is an index of such files, or a folder with one."""
@@ -37,7 +38,7 @@ class TensorFlow:
         sources = {name: tensor.stored for name, tensor in tensors.items()}
         return Content({MODEL: sources}, model=model or beside, left_out=left_out)
 
-    def write(self, content: Content, folder: Path, options: WriteOptions) -> None:
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write `model.index` and its data, and beside it configuration and tokenizer.
 
         Raises:
@@ -47,12 +48,9 @@ class TensorFlow:
         from cairn.checkpoint.formats.tf_writer import write  # imports torch
 
         copy_companions(content, folder, options.dtype)
-        dtypes = written_dtypes(content, options.dtype)
-        write(folder / PREFIX, content.tensors[MODEL], dtypes, options.on_bytes)
-
-    def verify(self, content: Content, folder: Path, options: WriteOptions, stage: Stage) -> str:
-        """See `Exporter.verify`."""
-        return read_back(self, content, folder, options, stage)
+        kept = KeptValues(content, options.dtype)
+        write(folder / PREFIX, kept.content.tensors[MODEL], options.on_bytes)
+        return kept.read_back(self, folder)
 
 
 def _prefix(source: Path) -> Path | None:

@@ -7,14 +7,10 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-import torch
-
-from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.tf_reading import DTYPES, FOOTER_BYTES, MAGIC, crc32c, masked
 from cairn.checkpoint.reader import as_memory
 from cairn.checkpoint.streaming import pieces_of
-from cairn.checkpoint.tensors import dtype_of
 from cairn.run.files import naming
 
 BLOCK_BYTES = 4096
@@ -27,13 +23,9 @@ HEADER = b"\x08\x01\x1a\x02\x08\x01"
 def write(
     prefix: Path,
     sources: Mapping[str, Source],
-    dtypes: Mapping[str, torch.dtype],
     on_bytes: Callable[[int], None],
 ) -> None:
     """Write `<prefix>.data-00000-of-00001` and `<prefix>.index`.
-
-    Args:
-        dtypes: the data types of those tensors that are not written as they are, by name.
 
     Raises:
         OSError: a file can't be written; the error names it.
@@ -43,17 +35,16 @@ def write(
     with naming(data_file), open(data_file, "wb") as out:
         for key in sorted(name.encode() for name in sources):
             source = sources[key.decode()]
-            dtype = dtypes.get(key.decode(), dtype_of(source))
             offset, crc = out.tell(), 0
             for piece in pieces_of(source):
-                data = as_memory(piece.to(dtype))
+                data = as_memory(piece)
                 crc = crc32c(data, crc)
                 out.write(data)
                 on_bytes(len(data))
             shape = b"".join(field(2, field(1, size)) for size in source.spec.shape)
             numbers = {4: offset, 5: out.tell() - offset}
             entries[key] = (
-                field(1, NUMBERS[DTYPE_NAMES[dtype]])
+                field(1, NUMBERS[source.spec.dtype])
                 + field(2, shape)
                 + b"".join(field(number, value) for number, value in numbers.items() if value)
                 + varint(6 << 3 | 5)

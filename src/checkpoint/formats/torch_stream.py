@@ -11,6 +11,7 @@ import io
 import math
 import os
 import zipfile
+from collections import ChainMap
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -128,7 +129,9 @@ def read_object(stream: Stream, allowed: Mapping[tuple[str, str], Any] = Mapping
             return _tensor(archive, arguments)
 
         try:
-            return load(archive.pickle(), {**_ALLOWED, **allowed, _REBUILD: rebuild}, lambda pid: pid)
+            own: dict[tuple[str, str], Any] = {_REBUILD: rebuild}
+            names = ChainMap(own, allowed, _ALLOWED)  # pyright: ignore[reportArgumentType] # is only read
+            return load(archive.pickle(), names, lambda pid: pid)
         except Refused as error:
             raise Refused(f"{archive.where}: {error}") from None
 

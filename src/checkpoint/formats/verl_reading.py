@@ -3,7 +3,6 @@
 # Values from a pickle have no types until they are checked.
 # pyright: reportUnknownVariableType=false, reportUnknownArgumentType=false, reportUnknownMemberType=false
 
-import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,7 +11,7 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of
+from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.checkpoint.formats.content import Content, Source, listed
 from cairn.checkpoint.formats.dtensors import ALLOWED, is_tensor, joined, read_ranks
 from cairn.checkpoint.formats.foreign import load_config
@@ -24,6 +23,7 @@ from cairn.checkpoint.formats.verl_places import Places, ranks_in
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.errors import UsageError
+from cairn.run.files import read_json
 
 MODEL_FOLDERS = ("huggingface", "")
 """Where a policy's folder may hold config.json and the tokenizer."""
@@ -79,7 +79,9 @@ class _Reading:
         ranks = self._ranks("model")
         weights = self._weights(ranks)
         state, groups = self._optimizer(weights)
-        steps = {int(_number(source)) for name, source in state.items() if name.endswith(".step")}
+        steps = {
+            whole_steps(_number(source), policy) for name, source in state.items() if name.endswith(".step")
+        }
         left_out = [*self._left_out()]
         if steps and self.places.number not in (None, max(steps)):
             left_out.append(
@@ -108,8 +110,7 @@ class _Reading:
             raise CheckpointError(f"{policy}: is a critic (value model), which Cairn does not have yet")
         if (policy / "lora_adapter").exists():
             self._refuse_adapter(["lora_adapter/"])
-        path = policy / "fsdp_config.json"
-        about = json.loads(path.read_text()) if path.is_file() else {}
+        about = read_json(policy / "fsdp_config.json")
         if isinstance(about, dict) and (
             about.get("FSDP_version") == 1 or about.get("fsdp_strategy") == "fsdp"
         ):

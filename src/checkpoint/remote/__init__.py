@@ -11,7 +11,8 @@ Below the URL of a run lie
 so that a copy of `step_N/` by any tool is a checkpoint.
 """
 
-from cairn.checkpoint.remote.objects import Objects, RemoteError
+from cairn.checkpoint.remote.errors import RemoteError
+from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.store import RemoteStore
 
 __all__ = ["Objects", "RemoteError", "RemoteStore"]

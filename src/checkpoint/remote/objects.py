@@ -10,18 +10,25 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 from urllib.parse import unquote, urlsplit
 
+from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
+from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
+from cairn.checkpoint.remote.errors import Exists, RemoteError, Unsure
+from cairn.checkpoint.remote.sent import SentParts
 from cairn.run.addresses import SCHEMES
-from cairn.run.errors import CairnError, UsageError
+from cairn.run.errors import UsageError
+from cairn.run.file_system import look_anew
 from cairn.run.files import sync
 
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
-PART_BYTES = 16 << 20
-"""Size of a part of a multipart upload; 10,000 parts, which S3 allows, are 160 GB."""
+    from cairn.checkpoint.remote.multipart import Multipart, Unfinished
+
 CONCURRENT_PARTS = 8
+PIECE_BYTES = 256 << 10
+"""Least bytes that a reader of an object gets at a time; they stay in the processor's cache meanwhile."""
 REQUEST_SECONDS = 120
 """Longest time of a request, its body included: a part at 140 kB/s."""
 RETRY_SECONDS = 120
@@ -29,19 +36,10 @@ RETRY_SECONDS = 120
 
 PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds before a request is made again that obstore has given up."""
+METADATA_SERVICES = ("169.254.169.254", "metadata.google.internal")
+"""Hosts that give credentials to a cloud's machines; obstore asks them last."""
+DENIALS = ("401 Unauthorized", "403 Forbidden")
 T = TypeVar("T")
-
-
-class RemoteError(CairnError):
-    """An object store refused or failed; the message names the object and what to do."""
-
-
-class Unsure(RemoteError):
-    """A request failed in a way that may pass."""
-
-
-class Exists(RemoteError):
-    """An object that should be new exists already."""
 
 
 class Objects:
@@ -56,7 +54,10 @@ class Objects:
     def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS):
         self.url = url.rstrip("/")
         self._store = _open(self.url, retry_seconds)
+        parts = urlsplit(self.url)
+        self._folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
         self._retry_seconds = retry_seconds
+        self._multipart = self._in_parts() if parts.scheme == "s3" else None
 
     def put(self, name: str, content: bytes) -> None:
         """Put a small object; one of that name is replaced."""
@@ -78,28 +79,34 @@ class Objects:
             if self.get(name) != content:  # else the answer to an earlier request was lost
                 raise
 
-    def put_parts(self, name: str, parts: Callable[[], Iterator[bytes]]) -> None:
-        """Put an object of any size, which appears when its last part has arrived.
+    def put_parts(self, name: str, content: Content, notes: SentParts) -> None:
+        """Put an object of any size but none, which appears when its last part has arrived.
 
-        Args:
-            parts: gives its content, in pieces of PART_BYTES; called once more if an upload fails. Errors
-                that it raises are raised as they are.
+        In S3, parts that have arrived before are not sent again; other stores get the object anew.
+
+        Raises:
+            Damaged: the file is not what the manifest says.
+            OSError: it can't be read.
         """
+        if self._multipart is not None:
+            self._multipart.put(name, content, notes)
+            return
         import obstore
 
         failed: list[BaseException] = []
 
         def watched() -> Iterator[bytes]:
             try:
-                yield from parts()
+                yield from content.pieces()
             except BaseException as error:
                 failed.append(error)
                 raise
 
         def put() -> None:
+            content.guard()  # not later: obstore can't be called while it asks for bytes
             try:
                 obstore.put(
-                    self._store, name, watched(), chunk_size=PART_BYTES, max_concurrency=CONCURRENT_PARTS
+                    self._store, name, watched(), chunk_size=CHUNK_BYTES, max_concurrency=CONCURRENT_PARTS
                 )
             except BaseException:
                 if failed:
@@ -111,6 +118,18 @@ class Objects:
         except _Local as error:
             raise error.cause from None
 
+    def unfinished(self, prefix: str) -> "Sequence[Unfinished]":
+        """The uploads in parts that were begun below `prefix`, and neither completed nor aborted.
+
+        They are known of S3 only. `put_parts` goes on with those that this has returned.
+        """
+        return self._multipart.unfinished(prefix) if self._multipart is not None else []
+
+    def abort(self, unfinished: "Unfinished") -> None:
+        """Have the object store forget the parts of an upload."""
+        if self._multipart is not None:
+            self._multipart.abort(unfinished.name, unfinished.upload)
+
     def get(self, name: str) -> bytes | None:
         """The content of a small object; None if there is none."""
         import obstore
@@ -121,6 +140,7 @@ class Objects:
             except FileNotFoundError:
                 return None
 
+        self._look_anew(str(Path(name).parent))
         return self._try(name, get)
 
     def read(self, name: str, first: int, count: int) -> memoryview:
@@ -131,11 +151,81 @@ class Objects:
             name, lambda: memoryview(obstore.get_range(self._store, name, start=first, length=count))
         )
 
+    def pieces(self, name: str, first: int, count: int) -> Iterator[memoryview]:
+        """The bytes `first` to `first + count` of an object in turn, while they arrive.
+
+        They end earlier only if the object does. A request that fails in the middle is made again for the
+        bytes that are missing.
+        """
+        at, end = first, first + count
+        source = self._ranges if urlsplit(self.url).scheme == "file" else self._stream
+        arriving: Iterator[memoryview] | None = None
+
+        def following() -> memoryview | None:
+            nonlocal arriving
+            try:
+                arriving = arriving or source(name, at, end)
+                return next(arriving, None)
+            except BaseException:
+                arriving = None
+                raise
+
+        while at < end and (piece := self._try(name, following)) is not None:
+            yield piece[: end - at]
+            at += len(piece)
+
+    def _stream(self, name: str, at: int, end: int) -> Iterator[memoryview]:
+        import obstore
+
+        answer = obstore.get(self._store, name, options={"range": (at, end)})
+        yield from map(memoryview, answer.stream(min_chunk_size=PIECE_BYTES))
+
+    def _ranges(self, name: str, at: int, end: int) -> Iterator[memoryview]:
+        """As `_stream`; in folders obstore streams blocks of 8 kB, each read by another thread."""
+        import obstore
+
+        for first in range(at, end, PIECE_BYTES):
+            yield memoryview(
+                obstore.get_range(self._store, name, start=first, end=min(first + PIECE_BYTES, end))
+            )
+
+    def _in_parts(self) -> "Multipart":
+        """Uploads that go on where they ended; obstore has none."""
+        from obstore.store import S3Store
+
+        from cairn.checkpoint.remote.multipart import Multipart
+        from cairn.checkpoint.remote.s3 import S3
+
+        assert isinstance(self._store, S3Store), "made for an s3:// URL"
+        return Multipart(S3(self.url, self._store, self._retry_seconds), self._has, CONCURRENT_PARTS)
+
+    def _has(self, name: str, content: Content) -> bool:
+        """Whether an object has this content; it is read in full."""
+        if dict(self.list(name.rpartition("/")[0])).get(name) != content.size:
+            return False
+        starts = range(0, content.size, CHUNK_BYTES)
+        return all(
+            crc64(self.read(name, first, min(CHUNK_BYTES, content.size - first))) == crc
+            for first, crc in zip(starts, content.crcs(), strict=True)
+        )
+
     def modified(self, name: str) -> datetime:
         """When an object was put, by the clock of the object store."""
         import obstore
 
         return self._try(name, lambda: obstore.head(self._store, name)["last_modified"])
+
+    def size(self, name: str) -> int | None:
+        """The size of an object in bytes; None if there is none."""
+        import obstore
+
+        def head() -> int | None:
+            try:
+                return obstore.head(self._store, name)["size"]
+            except FileNotFoundError:
+                return None
+
+        return self._try(name, head)
 
     def list(self, prefix: str = "") -> Sequence[tuple[str, int]]:
         """Names and sizes in bytes of the objects whose names begin with the folder `prefix`."""
@@ -145,6 +235,7 @@ class Objects:
             found: Iterable[Sequence[ObjectMeta]] = obstore.list(self._store, prefix or None)  # pyright: ignore[reportUnknownMemberType]
             return [(entry["path"], entry["size"]) for page in found for entry in page]
 
+        self._look_anew(prefix)
         return self._try(prefix, pages)
 
     def copy(self, source: str, target: str) -> None:
@@ -166,12 +257,17 @@ class Objects:
 
     def make_durable(self, prefix: str) -> None:
         """Return when the objects in the folder `prefix` survive a power cut; real stores see to that."""
-        if urlsplit(self.url).scheme != "file":
+        if self._folder is None:
             return
-        folder = Path(unquote(urlsplit(self.url).path)) / prefix
+        folder = self._folder / prefix
         with self._errors(prefix):
             for path in (*folder.rglob("*"), folder, folder.parent):
                 sync(path)
+
+    def _look_anew(self, prefix: str) -> None:
+        """Have the server of a network file system say what is in the folder `prefix`; real stores do so."""
+        if self._folder is not None:
+            look_anew(self._folder / prefix)
 
     def _try(self, name: str, request: Callable[[], T]) -> T:
         """Make a request, again if it fails in a way that obstore does not repeat, such as a lost answer."""
@@ -203,7 +299,14 @@ class Objects:
                 f"{where}: access was denied; check the credentials ({_first(error)})"
             ) from None
         except (exceptions.BaseError, OSError) as error:
-            raise Unsure(f"{where}: {_first(error)}") from None
+            text = _first(error)
+            if any(service in text for service in METADATA_SERVICES):
+                raise Unsure(
+                    f"{where}: the environment has no credentials, and the machine gives none ({text})"
+                ) from None
+            if any(answer in text for answer in DENIALS):  # in errors that obstore does not tell apart
+                raise RemoteError(f"{where}: access was denied; check the credentials ({text})") from None
+            raise Unsure(f"{where}: {text}") from None
 
 
 class _Local(Exception):
@@ -230,6 +333,11 @@ def _open(url: str, retry_seconds: float) -> "ObjectStore":
     from obstore.store import from_url
 
     parts = urlsplit(url)
+    if "@" in parts.netloc or parts.query:  # it is not repeated: what follows may be a secret
+        raise UsageError(
+            f"{parts.scheme}://: a URL must hold no credentials; give them in the environment "
+            "(docs/remote.md)"
+        )
     if parts.scheme not in SCHEMES:
         raise UsageError(
             f"{url}: is no URL of an object store; known are {', '.join(f'{s}://' for s in SCHEMES)}"
@@ -261,7 +369,8 @@ def _open(url: str, retry_seconds: float) -> "ObjectStore":
     try:
         return from_url(url, **options)
     except BaseError as error:
-        raise UsageError(f"{url}: {_first(error)}") from None
+        whose = "; AZURE_STORAGE_ACCOUNT_NAME must be set" if parts.scheme == "az" else ""
+        raise UsageError(f"{url}: {_first(error)}{whose}") from None
 
 
 def _plain_http() -> bool:

@@ -1,17 +1,39 @@
 """What a process that was killed has uploaded already."""
 
 import json
+import os
+import threading
+import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from cairn.checkpoint.checksums import crc64
 from cairn.checkpoint.manifest import FileEntry, Manifest
+from cairn.run.files import sync
+
+SYNC_SECONDS = 5.0
+"""How much of the newest notes a power cut may take; what they list is then sent again."""
+
+
+@dataclass
+class Noted:
+    """What is known of an unfinished upload of one file.
+
+    upload: its id; None if there is none. part_bytes: the size of a part. parts: by number, counted from 1,
+    the ETag and the CRC-64/NVME of each part that has arrived.
+    """
+
+    upload: str | None = None
+    part_bytes: int = 0
+    parts: dict[int, tuple[str, int]] = field(default_factory=dict[int, tuple[str, int]])
 
 
 class Sent:
-    """A local note of the files of a step that were sent, so that a later process need not send them again.
+    """A local note of the files of a step, and of the parts of large files, that were sent.
 
-    It counts for one manifest only: the files of another attempt's step of the same number may have replaced
-    those that an older note lists.
+    A later process need not send them again. The note counts for one manifest only: the files of another
+    attempt's step of the same number may have replaced those that an older note lists.
 
     Args:
         path: the file of the note; a line that was cut is ignored.
@@ -20,25 +42,84 @@ class Sent:
 
     def __init__(self, path: Path, manifest: Manifest):
         self.path = path
+        self._writing = threading.Lock()
+        self._synced = time.monotonic()
+        self._files = set[str]()
+        self.uploads: dict[str, Noted] = {}
+        """Unfinished uploads by the names of files."""
         title = f"{crc64(memoryview(manifest.to_json())):016x}"
         lines = path.read_text(errors="replace").splitlines() if path.exists() else []
-        self._lines = set(lines) if lines[:1] == [title] else set[str]()
-        if not self._lines:
+        if lines[:1] == [title]:
+            for line in lines[1:]:
+                self._take(line)
+        else:
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text(f"{title}\n")
+            sync(path)
+            sync(path.parent)
+
+    def _take(self, line: str) -> None:
+        """Read one line."""
+        self._files.add(line)
+        try:
+            row = json.loads(line)
+            if "upload" in row:
+                self.uploads[row["file"]] = Noted(row["upload"], int(row["part_bytes"]))
+            elif "part" in row:
+                parts = self.uploads[row["file"]].parts
+                parts[int(row["part"])] = str(row["etag"]), int(row["crc64nvme"], 16)
+        except (ValueError, TypeError, KeyError):
+            pass
 
     def has(self, name: str, entry: FileEntry) -> bool:
         """Whether the file was sent with this content."""
-        return _line(name, entry) in self._lines
+        return _line(name, entry) in self._files
 
     def add(self, name: str, entry: FileEntry) -> None:
         """Note that the file was sent."""
-        with open(self.path, "a") as file:
-            file.write(f"{_line(name, entry)}\n")
+        self.append(_line(name, entry))
+
+    def parts(self, name: str) -> "SentParts":
+        """The notes about the parts of one file."""
+        return SentParts(self, name)
 
     def remove(self) -> None:
         """Remove the note, once the step is committed."""
         self.path.unlink(missing_ok=True)
+
+    def append(self, line: str, *, at_once: bool = False) -> None:
+        """Write a line, which survives the process, and a power cut, at once or some seconds later."""
+        with self._writing, open(self.path, "a") as file:
+            file.write(f"{line}\n")
+            file.flush()
+            if at_once or time.monotonic() - self._synced > SYNC_SECONDS:
+                os.fsync(file.fileno())
+                self._synced = time.monotonic()
+
+
+class SentParts:
+    """The notes about the parts of one file."""
+
+    def __init__(self, sent: Sent, name: str):
+        self._sent = sent
+        self._name = name
+
+    def noted(self) -> Noted:
+        """What is known of the file's upload."""
+        return self._sent.uploads.get(self._name) or Noted()
+
+    def begin(self, upload: str | None, part_bytes: int = 0) -> None:
+        """Note that an upload has begun; the earlier one and its parts count no more."""
+        self._sent.uploads[self._name] = Noted(upload, part_bytes)
+        self._append({"upload": upload, "part_bytes": part_bytes}, at_once=True)
+
+    def add(self, part: int, etag: str, crc: int) -> None:
+        """Note that a part has arrived."""
+        self.noted().parts[part] = etag, crc
+        self._append({"part": part, "etag": etag, "crc64nvme": f"{crc:016x}"})
+
+    def _append(self, row: dict[str, Any], *, at_once: bool = False) -> None:
+        self._sent.append(json.dumps({"file": self._name, **row}), at_once=at_once)
 
 
 def _line(name: str, entry: FileEntry) -> str:

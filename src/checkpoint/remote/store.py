@@ -2,14 +2,13 @@
 
 import datetime
 import json
-import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
+from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import (
     FILE_NAME,
     MAX_BYTES,
@@ -18,24 +17,24 @@ from cairn.checkpoint.manifest import (
     Damaged,
     FileEntry,
     Manifest,
-    check_crc,
     parse,
 )
 from cairn.checkpoint.packed import check_tables
-from cairn.checkpoint.remote.objects import Exists, Objects, RemoteError
+from cairn.checkpoint.remote import catalog, chunks
+from cairn.checkpoint.remote.content import Content, OnBytes
+from cairn.checkpoint.remote.errors import Exists, RemoteError
+from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import naming, sync
 
+if TYPE_CHECKING:
+    from cairn.checkpoint.remote.multipart import Unfinished
+
 COMMITTED = "committed"
 CLAIM = "run.json"
-CATALOG = "catalog.json"
-"""Summaries of the steps, so that many are listed with few requests; derived from their manifests."""
-LISTED = {"step", "branch", "created", "run_id", "attempt", "parent", "world_size", "parts"}
-"""Fields of a manifest in a summary."""
-LISTED_METRICS = ("loss", "reward/mean")
 FETCHES = 8
 """Ranges that are read at once."""
 UPLOADS = 2
@@ -44,7 +43,6 @@ WORTH_COPYING = 1 << 20
 """Smaller files are sent again rather than copied within the object store."""
 MOST_COPIED = 5 << 30
 """The largest object that S3 copies in one request."""
-OnBytes = Callable[[int], None]
 
 
 class Taken(UsageError):
@@ -90,26 +88,12 @@ class RemoteStore:
         return manifest
 
     def summaries(self) -> list[dict[str, Any]]:
-        """What lists of steps show of each step, oldest first; see `summary`.
+        """What lists of steps show of each step, oldest first; see `catalog.summary`.
 
         One object has it for all steps; a manifest is read only for a step that the object lacks.
         """
-        known = self._catalog()
-        return [known.get(step) or summary(self.manifest(step)) for step in self.steps()]
-
-    def _catalog(self) -> dict[int, dict[str, Any]]:
-        """The summaries that were written with earlier steps; empty if they can't be read."""
-        try:
-            rows = json.loads(self.objects.get(CATALOG) or b"[]")
-            return {row["step"]: row for row in rows}
-        except (ValueError, TypeError, KeyError):
-            return {}
-
-    def _add_to_catalog(self, manifest: Manifest) -> None:
-        steps = set(self.steps())
-        rows = {step: row for step, row in self._catalog().items() if step in steps}
-        rows[manifest.step] = summary(manifest)
-        self.objects.put(CATALOG, json.dumps([rows[step] for step in sorted(rows)]).encode())
+        known = catalog.read(self.objects)
+        return [known.get(step) or catalog.summary(self.manifest(step)) for step in self.steps()]
 
     def fetch(self, step: int, store: CheckpointStore, *, on_bytes: OnBytes = lambda n: None) -> Path:
         """Download a step into the local store; returns its folder.
@@ -122,7 +106,7 @@ class RemoteStore:
             OSError: a file can't be written; the error names it.
         """
         manifest = self.manifest(step)
-        return store.receive(manifest, lambda folder: self._fill(folder, manifest, on_bytes))
+        return store.receive(manifest, lambda folder: self.fill(folder, manifest, on_bytes))
 
     def verify(self, step: int, *, on_bytes: OnBytes = lambda n: None) -> Manifest:
         """Read every byte of a step, and compare it with the manifest; nothing is written.
@@ -132,56 +116,31 @@ class RemoteStore:
             Damaged: an object is not what the manifest says.
         """
         manifest = self.manifest(step)
-        self._check_sizes(manifest)
-
-        def check(place: tuple[str, int]) -> int:
-            return len(self._chunk(manifest, *place))
+        self.check_sizes(manifest)
 
         with ThreadPoolExecutor(FETCHES) as pool:
-            for count in pool.map(check, _chunks(manifest)):
+            for count in pool.map(partial(chunks.check, self.objects, manifest), chunks.places(manifest)):
                 on_bytes(count)
         return manifest
 
-    def _fill(self, folder: Path, manifest: Manifest, on_bytes: OnBytes) -> None:
+    def fill(self, folder: Path, manifest: Manifest, on_bytes: OnBytes) -> None:
         """Write a step's files into `folder`, and fsync them."""
-        self._check_sizes(manifest)
-        for name, entry in manifest.files.items():
+        self.check_sizes(manifest)
+        for name in manifest.files:
             path = folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
-            with naming(path), open(path, "wb") as file:
-                file.truncate(entry.size)
+            with naming(path):
+                path.write_bytes(b"")  # files that have their size before their bytes take longer to write
 
-        def copy(place: tuple[str, int]) -> int:
-            name, chunk = place
-            data = self._chunk(manifest, name, chunk)
-            with naming(folder / name), open(folder / name, "r+b", buffering=0) as file:
-                _write_all(file.fileno(), data, chunk * CHUNK_BYTES)
-                # The disk begins to write it now, while other chunks arrive, rather than at the fsync.
-                os.posix_fadvise(file.fileno(), chunk * CHUNK_BYTES, len(data), os.POSIX_FADV_DONTNEED)
-            return len(data)
-
+        copy = partial(chunks.copy, self.objects, manifest, folder=folder)
         with ThreadPoolExecutor(FETCHES) as pool:
-            for count in pool.map(copy, _chunks(manifest)):
+            for count in pool.map(copy, chunks.places(manifest)):
                 on_bytes(count)
         for name in manifest.files:
             sync(folder / name)
         check_tables(folder, manifest.contents)
 
-    def _chunk(self, manifest: Manifest, name: str, chunk: int) -> memoryview:
-        """One chunk of a file, whose checksum is right."""
-        entry = manifest.files[name]
-        key, first = f"step_{manifest.step}/{name}", chunk * CHUNK_BYTES
-        for last in (False, True):
-            data = self.objects.read(key, first, min(CHUNK_BYTES, entry.size - first))
-            try:
-                check_crc(Path(f"{self}/{key}"), entry, chunk, crc64(data))
-                return data
-            except Damaged as error:
-                if last:  # the object is damaged, not what came over the network
-                    raise Damaged(str(error).replace(str(Path(f"{self}/{key}")), f"{self}/{key}")) from None
-        raise AssertionError
-
-    def _check_sizes(self, manifest: Manifest) -> None:
+    def check_sizes(self, manifest: Manifest) -> None:
         """Compare names and sizes of a step's objects with the manifest.
 
         Raises:
@@ -202,17 +161,23 @@ class RemoteStore:
         manifest: Manifest,
         sent: Sent,
         *,
+        pace: OnBytes = lambda n: None,
         on_bytes: OnBytes = lambda n: None,
+        guard: Callable[[], None] = lambda: None,
         check: Callable[[], None] = lambda: None,
     ) -> None:
         """Upload a committed local step.
 
-        Every chunk is compared with the manifest as it is read. Files that `sent` lists are not sent again;
-        those whose content the newest remote step has are copied within the object store.
+        Every chunk is compared with the manifest as it is read. Files and parts that `sent` lists are not
+        sent again if they are there; files whose content the newest remote step has are copied within the
+        object store.
 
         Args:
             folder: the step's folder.
             sent: notes what was sent, for a later process.
+            pace: called before bytes are sent, with their number; it may wait.
+            guard: called right before each object of the step is replaced; an error that it raises ends the
+                upload.
             check: called right before the step is committed; an error that it raises ends the upload.
 
         Raises:
@@ -224,38 +189,48 @@ class RemoteStore:
             return
         before = self._content_of_newest()
         prefix = f"step_{step}/"
+        there = dict(self.objects.list(f"step_{step}"))
 
         def upload(name: str) -> None:
             entry = manifest.files[name]
-            if sent.has(name, entry):
+            if sent.has(name, entry) and there.get(prefix + name) == entry.size:
                 on_bytes(entry.size)
                 return
             if (source := before.get(_content(entry))) and WORTH_COPYING <= entry.size <= MOST_COPIED:
+                guard()
                 self.objects.copy(source, prefix + name)
                 on_bytes(entry.size)
-            elif entry.size <= CHUNK_BYTES:
-                self.objects.put(prefix + name, b"".join(_checked(folder / name, entry, on_bytes)))
             else:
-                self.objects.put_parts(prefix + name, partial(_checked, folder / name, entry, on_bytes))
+                content = Content(folder / name, entry, pace=pace, on_bytes=on_bytes, guard=guard)
+                if entry.size <= CHUNK_BYTES:
+                    data = b"".join(content.pieces())
+                    guard()
+                    self.objects.put(prefix + name, data)
+                else:
+                    self.objects.put_parts(prefix + name, content, sent.parts(name))
             fault_point("remote.sent_file")
             sent.add(name, entry)
 
         names = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         with ThreadPoolExecutor(UPLOADS) as pool:
             list(pool.map(upload, names))
-        self._check_sizes(manifest)
+        try:
+            self.check_sizes(manifest)
+        except Damaged as error:  # of what is there; the next upload sends it again
+            raise RemoteError(str(error)) from None
         check()
         fault_point("remote.before_manifest")
         text = manifest.to_json()
         self.objects.put(prefix + FILE_NAME, text)
         self.objects.make_durable(f"step_{step}")
+        fault_point("remote.before_commit")
         try:
             self.objects.put_new(_committed(step), text)
             self.objects.make_durable(COMMITTED)
         except Exists:
             self._is_there(manifest)  # raises, since it is another attempt's
         fault_point("remote.done")
-        self._add_to_catalog(manifest)
+        catalog.add(self.objects, manifest, self.steps())
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Whether the step is committed with this content.
@@ -281,6 +256,13 @@ class RemoteStore:
             return {_content(entry): f"step_{step}/{name}" for name, entry in files.items()}
         return {}
 
+    def unfinished(self) -> Iterator["tuple[int, Unfinished]"]:
+        """The uploads in parts that were not completed, with their steps; not those of runs below."""
+        for found in self.objects.unfinished("step_"):
+            folder, _, rest = found.name.partition("/")
+            if (match := STEP_NAME.fullmatch(folder)) and rest and not STEP_NAME.match(rest):
+                yield int(match[1]), found
+
     def delete(self, step: int) -> None:
         """Delete a step: first what commits it, then its manifest, then the rest."""
         self.objects.delete([_committed(step), f"step_{step}/{FILE_NAME}"])
@@ -301,11 +283,13 @@ class RemoteStore:
 
     # Whose prefix it is
 
-    def claim(self, run_id: str, owner: str) -> None:
+    def claim(self, run_id: str, owner: str, attempt: Mapping[str, Any] | None = None) -> None:
         """Take the prefix for an attempt of a run; an older attempt of the same run loses it.
 
         Args:
             owner: identifies the attempt, wherever it runs.
+            attempt: what a machine with an empty disk needs to know of the attempt; if None, what was noted
+                of the one before stays.
 
         Raises:
             Taken: it belongs to another run.
@@ -316,7 +300,8 @@ class RemoteStore:
                 f"ckpt.remote {self} belongs to run {found.get('run_id')}, and this is run {run_id}; "
                 "give another prefix"
             )
-        content = {"run_id": run_id, "owner": owner, "since": _now()}
+        noted = attempt if attempt is not None else (found or {}).get("attempt")
+        content = {"run_id": run_id, "owner": owner, "since": _now(), "attempt": noted}
         text = json.dumps(content, indent=1).encode()
         if found is not None:
             self.objects.put(CLAIM, text)
@@ -324,12 +309,17 @@ class RemoteStore:
         try:
             self.objects.put_new(CLAIM, text)
         except Exists:  # another run, or a process of this one, came first by a moment
-            self.claim(run_id, owner)
+            self.claim(run_id, owner, attempt)
 
     def owner(self) -> str | None:
         """The id of the run that the prefix belongs to; None if it belongs to none."""
         found = self._claim()
         return None if found is None else str(found.get("run_id"))
+
+    def newest_attempt(self) -> Mapping[str, Any]:
+        """What is noted of the newest attempt that claimed the prefix; empty if nothing is."""
+        noted = (self._claim() or {}).get("attempt")
+        return cast("Mapping[str, Any]", noted) if isinstance(noted, dict) else {}
 
     def check_owner(self, owner: str) -> None:
         """Check that no newer attempt has claimed the prefix since.
@@ -354,12 +344,6 @@ class RemoteStore:
         return cast("dict[str, Any]", content)
 
 
-def summary(manifest: Manifest) -> dict[str, Any]:
-    """What lists of steps show of a manifest."""
-    metrics = {name: manifest.metrics[name] for name in LISTED_METRICS if name in manifest.metrics}
-    return {**manifest.model_dump(include=LISTED), "bytes": manifest.nbytes, "metrics": metrics}
-
-
 def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
     return entry.size, tuple(entry.crc64nvme)
 
@@ -370,26 +354,3 @@ def _committed(step: int) -> str:
 
 def _now() -> str:
     return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
-
-
-def _chunks(manifest: Manifest) -> Iterator[tuple[str, int]]:
-    """File and number of every chunk of a step."""
-    for name, entry in manifest.files.items():
-        for chunk in range(len(entry.crc64nvme)):
-            yield name, chunk
-
-
-def _checked(path: Path, entry: FileEntry, on_bytes: OnBytes) -> Iterator[bytes]:
-    """The chunks of a local file, each compared with the manifest before it is sent."""
-    with naming(path), open(path, "rb", buffering=0) as file:
-        for chunk in range(len(entry.crc64nvme)):
-            data = file.read(CHUNK_BYTES)
-            check_crc(path, entry, chunk, crc64(memoryview(data)))
-            yield data
-            on_bytes(len(data))
-
-
-def _write_all(fd: int, data: memoryview, offset: int) -> None:
-    while data:
-        count = os.pwrite(fd, data, offset)
-        data, offset = data[count:], offset + count

@@ -6,15 +6,20 @@ on, must not wait for a network.
 
 import contextlib
 import logging
+import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
+from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.ratings import ratings_in
+from cairn.checkpoint.remote.content import OnBytes
+from cairn.checkpoint.remote.errors import Refused, RemoteError
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import OnBytes, RemoteStore
+from cairn.checkpoint.remote.store import RemoteStore, Taken
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -24,6 +29,8 @@ logger = logging.getLogger(__name__)
 
 NOTES = ".remote"
 """Name of the folder beside the steps for notes about uploads."""
+FORGOTTEN = timedelta(days=1)
+"""Age from which the parts of a step are given up that this machine does not have."""
 
 
 @dataclass(frozen=True)
@@ -56,12 +63,16 @@ class RunUploads:
 
     Args:
         last: the run's last step, which is uploaded in any case.
+        stopped: whether the run ends here for now; then the newest step is uploaded in any case.
     """
 
-    def __init__(self, store: CheckpointStore, ckpt: CkptConfig, last: int):
+    def __init__(
+        self, store: CheckpointStore, ckpt: CkptConfig, last: int, stopped: Callable[[], bool] = lambda: False
+    ):
         self.store = store
         self.ckpt = ckpt
         self.last = last
+        self.stopped = stopped
         self.notes = store.root / NOTES
         self._file = self.notes / "uploaded.json"
 
@@ -76,8 +87,13 @@ class RunUploads:
 
     def due(self, steps: Iterable[int]) -> list[int]:
         """Those of `steps` that have to be uploaded, oldest first."""
-        interval = self.ckpt.remote_interval
-        return sorted(n for n in steps if interval is None or n % interval == 0 or n == self.last)
+        steps, interval = sorted(steps), self.ckpt.remote_interval
+        final = {self.last, *(steps[-1:] if interval and self.stopped() else [])}
+        return [n for n in steps if interval is None or n % interval == 0 or n in final]
+
+    def sent_file(self, step: int) -> Path:
+        """Where it is noted what was sent of a step that is not complete yet."""
+        return self.notes / f"step_{step}.sent"
 
     def give_up(self, reason: str) -> None:
         """Note that nothing more is uploaded in this attempt of the run."""
@@ -98,17 +114,17 @@ class RunUploads:
         rules = self.ckpt.remote_rules()
         if rules.keep_last is None and rules.keep_best is None:
             return steps
+        try:
+            pinned, ratings = pins(self.store), ratings_in(self.store.root)
+        except CheckpointError:  # retention deletes nothing either
+            return steps
         found: list[Step] = []
         for step in steps:
             metrics: Mapping[str, Any] = {}
             if rules.keep_best is not None:
                 with contextlib.suppress(CheckpointError):
-                    metrics = self.store.manifest(step).metrics
+                    metrics = ratings.metrics(self.store.manifest(step))
             found.append(Step(step, metrics))
-        try:
-            pinned = pins(self.store)
-        except CheckpointError:  # retention deletes nothing either
-            return steps
         return {step for step, reasons in reasons_to_keep(found, rules, pinned).items() if reasons}
 
     def waiting(self) -> list[int]:
@@ -132,8 +148,9 @@ class Uploader:
 
     Args:
         owner: id of the attempt that has claimed the remote prefix.
-        run_files: small files of the run that a machine with an empty disk needs, such as its metrics.
-        limit: slows reading down, called with the number of bytes that were read.
+        run_files: small files of the run that a machine with an empty disk needs, such as its metrics. One
+            that was there once must be there whenever a step is committed.
+        limit: slows sending down, called with the number of bytes before they are sent.
     """
 
     def __init__(
@@ -150,9 +167,13 @@ class Uploader:
         self.owner = owner
         self.run_files = run_files
         self.limit = limit
+        self._seen = set[Path]()
+        """Those of the run files that have been there."""
 
     def begin(self) -> None:
-        """Compare the notes with what the object store has, and finish deleting what its rules do not keep.
+        """Compare the notes with what the object store has, and delete there what is of no use.
+
+        That is what the rules of remote steps do not keep, and parts of uploads that nobody will go on with.
 
         Raises:
             Taken: another attempt has taken the prefix over.
@@ -161,10 +182,42 @@ class Uploader:
         self.remote.check_owner(self.owner)
         self.uploads.write(Uploaded(tuple(self.remote.steps())))
         self._delete_unkept()
+        waiting = self.uploads.missing()
+        now = datetime.now(UTC)
+        self._abort(lambda step, begun: step not in waiting and now - begun > FORGOTTEN)
 
-    def next_step(self, skipped: Collection[int] = ()) -> int | None:
-        """The step to upload next, which is none of `skipped`; None if none waits."""
-        return max((step for step in self.uploads.waiting() if step not in skipped), default=None)
+    def end(self) -> None:
+        """Forget the parts of all uploads that were not completed, once the run's last step is there.
+
+        Nothing is done if another attempt has taken the prefix over, or if the object store fails.
+        """
+        try:
+            self.remote.check_owner(self.owner)
+            self._abort(lambda step, begun: True)
+        except (RemoteError, Taken) as error:
+            logger.warning("parts of unfinished uploads may be left: %s", error)
+
+    def _abort(self, useless: Callable[[int, datetime], bool]) -> None:
+        """Abort the unfinished uploads whose step and time of beginning say so, or whose step is there."""
+        there = self.uploads.read().steps
+        for step, unfinished in self.remote.unfinished():
+            if step in there or useless(step, unfinished.begun):
+                try:
+                    self.remote.objects.abort(unfinished)
+                except Refused as error:
+                    logger.warning("parts of unfinished uploads are left: %s", error)
+                    return
+
+    def next_step(
+        self, skipped: Collection[int] = (), ends: Callable[[int], bool] = lambda step: True
+    ) -> int | None:
+        """The step to upload next, which is none of `skipped`; None if none waits.
+
+        It is the newest whose upload ends in time, as `ends` says; if none does, the newest.
+        """
+        self._look_at_run_files()
+        waiting = [step for step in self.uploads.waiting() if step not in skipped]
+        return max(filter(ends, waiting), default=max(waiting, default=None))
 
     def upload(self, step: int, on_bytes: OnBytes = lambda count: None) -> None:
         """Upload a step, then delete what the rules do not keep.
@@ -174,25 +227,28 @@ class Uploader:
             RemoteError: the object store refuses or fails.
             Damaged: a local file is not what the manifest says.
             CheckpointError: the step was deleted meanwhile.
+            FileNotFoundError: a file of the step or of the run was deleted meanwhile.
         """
+        self._look_at_run_files()
         store = self.uploads.store
         before = self.uploads.read()
         self.uploads.write(replace(before, uploading=step))
         try:
             manifest = store.manifest(step)
-            sent = Sent(self.uploads.notes / f"step_{step}.sent", manifest)
+            sent = Sent(self.uploads.sent_file(step), manifest)
 
-            def count(nbytes: int) -> None:
-                self.limit(nbytes)
-                on_bytes(nbytes)
+            def guard() -> None:  # else an attempt that was overtaken could spoil steps of the newer one
+                self.remote.check_owner(self.owner)
 
             def check() -> None:
-                self.remote.check_owner(self.owner)
-                for path in self.run_files:
-                    if path.exists():
-                        self.remote.objects.put(f"run/{path.name}", path.read_bytes())
+                guard()
+                for path in sorted(self._seen):  # one that is gone: the run directory is being deleted
+                    self.remote.objects.put(f"run/{path.name}", path.read_bytes())
 
-            self.remote.put(store.folder(step), manifest, sent, on_bytes=count, check=check)
+            folder = store.folder(step)
+            self.remote.put(
+                folder, manifest, sent, pace=self.limit, on_bytes=on_bytes, guard=guard, check=check
+            )
         except BaseException:
             self.uploads.write(before)
             raise
@@ -200,24 +256,27 @@ class Uploader:
         self.uploads.write(Uploaded((*before.steps, step), before.dropped))
         self._delete_unkept()
 
+    def _look_at_run_files(self) -> None:
+        self._seen.update(path for path in self.run_files if path.exists())
+
     def _delete_unkept(self) -> None:
         """Delete remote steps by their own rules; pinned steps stay here as on the local disk."""
         rules = self.uploads.ckpt.remote_rules()
         if rules.keep_last is None and rules.keep_best is None:
             return
         try:
-            pinned = pins(self.uploads.store)
+            pinned, ratings = pins(self.uploads.store), ratings_in(self.uploads.store.root)
         except CheckpointError as error:
             logger.warning("no remote checkpoint is deleted: %s", error)
             return
-        deleted = delete_unkept(self.remote, rules, pinned)
+        deleted = delete_unkept(self.remote, rules, pinned, ratings)
         found = self.uploads.read()
         left = tuple(step for step in found.steps if step not in deleted)
         self.uploads.write(replace(found, steps=left, dropped=(*found.dropped, *deleted)))
 
 
 class Limit:
-    """Slows a reader down to so many bytes a second.
+    """Slows threads down to so many bytes a second, all of them together.
 
     Args:
         rate: None for no limit.
@@ -227,11 +286,12 @@ class Limit:
         self.rate = rate
         self._now = now
         self._free_at = now()
+        self._booking = threading.Lock()
 
     def __call__(self, count: int) -> None:
         """Return when `count` more bytes may go."""
         if self.rate is None:
             return
-        start = max(self._free_at, self._now())
-        self._free_at = start + count / self.rate
-        time.sleep(max(0.0, self._free_at - self._now()))
+        with self._booking:
+            self._free_at = free_at = max(self._free_at, self._now()) + count / self.rate
+        time.sleep(max(0.0, free_at - self._now()))

@@ -1,0 +1,142 @@
+"""Tensor files that lie in an object store, and of which each rank reads its own ranges there.
+
+A step that a run resumes from, and that no local disk has, gets a folder with its manifest, its small files,
+and the beginning of every tensor file: all that comes before the first value. Beside it lies
+`step_N.away.json`, which says where the rest is. A reader that does not know of that note finds files that
+are too short, and so takes the folder for a damaged step, never for a whole one.
+"""
+
+import functools
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
+from cairn.checkpoint.manifest import Damaged, FileEntry, check_crc
+from cairn.run.files import read_json, write_json
+
+if TYPE_CHECKING:
+    from cairn.checkpoint.remote.objects import Objects
+
+READERS = 8
+"""Ranges that a process reads at once."""
+
+
+@dataclass(frozen=True)
+class AwayFile:
+    """A file of which only the beginning is at `path`: the whole is the object `name` below the URL `store`.
+
+    size: of the whole, in bytes.
+    """
+
+    path: Path
+    store: str
+    name: str
+    size: int
+
+    @property
+    def url(self) -> str:
+        """Of the whole."""
+        return f"{self.store}/{self.name}"
+
+    def read(self, offset: int, count: int) -> bytes | memoryview:
+        """The bytes `offset` to `offset + count`.
+
+        Raises:
+            Damaged: the file ends earlier, or the object store refuses or fails.
+        """
+        from cairn.checkpoint.remote.objects import RemoteError  # obstore is imported where it is needed
+
+        with open(self.path, "rb") as file:
+            file.seek(offset)
+            here = file.read(count)
+        if len(here) == count:
+            return here
+        first = offset + len(here)
+        try:
+            rest = _objects(self.store).read(self.name, first, count - len(here))
+        except RemoteError as error:
+            raise Damaged(str(error)) from None
+        if len(here) + len(rest) != count:
+            raise Damaged(f"{self.url}: ends at byte {first + len(rest)}, but should be longer")
+        return here + rest if here else rest
+
+
+@dataclass(frozen=True)
+class _Note:
+    """The content of step_N.away.json: the URL of the store, and the sizes of the files that are there."""
+
+    store: str
+    sizes: dict[str, int]
+
+
+def note_away(step: Path, store: str, sizes: Mapping[str, int]) -> None:
+    """Note that of these files of a step, by name, the folder `step` has the beginnings only.
+
+    Args:
+        store: URL below which the objects have the names `step_N/FILE`.
+    """
+    write_json(_note_of(step), asdict(_Note(store, dict(sizes))))
+
+
+def away_in_step(step: Path) -> dict[str, AwayFile]:
+    """The files of which the folder of a step has the beginnings only, by name; empty for any other folder.
+
+    Raises:
+        DamagedFile: the note is damaged.
+    """
+    note = read_json(_note_of(step), _Note)
+    if note is None:
+        return {}
+    return {
+        name: AwayFile(step / name, note.store, f"{step.name}/{name}", size)
+        for name, size in note.sizes.items()
+    }
+
+
+def away_files(folder: Path) -> dict[str, AwayFile]:
+    """Those files that lie in `folder`, such as the `model/` of a step, by their names there."""
+    files = away_in_step(folder.parent)
+    return {file.path.name: file for file in files.values() if file.path.parent == folder}
+
+
+def check_away(
+    files: Mapping[str, AwayFile],
+    entries: Mapping[str, FileEntry],
+    *,
+    on_bytes: Callable[[int], None] = lambda count: None,
+) -> None:
+    """Read all of these files, and compare them with their checksums.
+
+    Raises:
+        Damaged: a file was changed or can't be read; the message names it and the position.
+    """
+
+    def check(place: tuple[str, int]) -> int:
+        name, chunk = place
+        entry, first = entries[name], chunk * CHUNK_BYTES
+        data = files[name].read(first, min(CHUNK_BYTES, entry.size - first))
+        try:
+            check_crc(files[name].path, entry, chunk, crc64(data))
+        except Damaged as error:
+            raise Damaged(str(error).replace(str(files[name].path), files[name].url)) from None
+        return len(data)
+
+    places = [(name, chunk) for name in files for chunk in range(len(entries[name].crc64nvme))]
+    with ThreadPoolExecutor(READERS) as pool:
+        for count in pool.map(check, places):
+            on_bytes(count)
+
+
+def _note_of(step: Path) -> Path:
+    return step.parent / f"{step.name}.away.json"
+
+
+@functools.lru_cache(maxsize=16)
+def _objects(url: str) -> "Objects":
+    """A process opens a store once."""
+    from cairn.checkpoint.remote.objects import Objects
+
+    return Objects(url)
