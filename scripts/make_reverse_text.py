@@ -6,6 +6,7 @@ The files are committed; this script documents how they were made. The same seed
 import argparse
 import json
 import random
+from collections.abc import Callable
 from pathlib import Path
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -84,24 +85,36 @@ def demonstrations(count: int, seed: int) -> list[dict]:
     return records
 
 
-def main() -> None:
-    """Write all files."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--folder", type=Path, default=Path("configs/reverse_text"), help="where to write")
+def write_task(
+    description: str,
+    folder: str,
+    records: int,
+    tokenizer: PreTrainedTokenizerFast,
+    make_records: Callable[[int, int], list[dict]],
+) -> None:
+    """Write the files of a task, where and how many as the command line says.
+
+    Args:
+        description: of the command.
+        folder: where to write, by default.
+        records: number of demonstrations, by default.
+        make_records: makes the demonstrations, given their number and a seed.
+    """
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--folder", type=Path, default=Path(folder), help="where to write")
     parser.add_argument("--seed", type=int, default=0, help="seed of the demonstrations")
-    parser.add_argument("--records", type=int, default=4096, help="number of demonstrations")
+    parser.add_argument("--records", type=int, default=records, help="number of demonstrations")
     arguments = parser.parse_args()
     model = arguments.folder / "model"
-    tokenizer = make_tokenizer()
     tokenizer.save_pretrained(model)
     make_config(tokenizer).save_pretrained(model)
     GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(model)
     with open(arguments.folder / "sft.jsonl", "w") as file:
-        for record in demonstrations(arguments.records, arguments.seed):
+        for record in make_records(arguments.records, arguments.seed):
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
 
 if __name__ == "__main__":
-    main()
+    write_task(__doc__.splitlines()[0], "configs/reverse_text", 4096, make_tokenizer(), demonstrations)

@@ -48,9 +48,11 @@ class CkptConfig(BaseConfig):
     keep_best: int | None = Field(default=None, ge=1)
     """Keep the N best steps by `metric`."""
     metric: str | None = None
-    """Metric for keep_best, such as loss or reward/mean."""
+    """Metric for keep_best, such as loss, reward/mean, or eval/NAME/reward of an evaluation of the step."""
     mode: Literal["min", "max"] | None = None
     """Whether a smaller (min) or a larger (max) metric is better."""
+    metric_interval: int | None = Field(default=None, ge=1)
+    """The interval of the evaluation that `metric` is of; rl knows it, only `trainer` must be told."""
     milestones: list[int] = []
     """Also keep these steps, for ever."""
     verify: Literal["load", "save", "off"] = "load"
@@ -63,7 +65,7 @@ class CkptConfig(BaseConfig):
     remote: str | None = None
     """A second place for steps, behind the local disk: s3://bucket/prefix, gs://, az:// or file://."""
     remote_interval: int | None = Field(default=None, ge=1)
-    """Upload the saved steps that are multiples of N (default: all); the final step is always uploaded."""
+    """Upload saved steps that are multiples of N (default: all), and always the last one before an end."""
     remote_keep_last: int | None = Field(default=None, ge=1)
     """Keep the newest N remote steps (default: all, unless remote_keep_best is given)."""
     remote_keep_every: int | None = Field(default=None, ge=1)
@@ -140,6 +142,21 @@ class CkptConfig(BaseConfig):
         return self
 
     @model_validator(mode="after")
+    def _named_metric_of_an_evaluation(self) -> "CkptConfig":
+        if self.metric is None or not self.metric.startswith("eval/"):
+            if self.metric_interval is not None:
+                raise ValueError(
+                    f"metric_interval = {self.metric_interval} is for a metric of an evaluation, such as "
+                    f"metric = 'eval/NAME/reward', and metric is {self.metric!r}"
+                )
+        elif not all(self.metric.split("/", 2)[1:]) or self.metric.count("/") != 2:
+            raise ValueError(
+                f"metric = {self.metric!r} must be eval/NAME/ and a number of evals.jsonl, such as "
+                "eval/NAME/reward or eval/NAME/pass@4"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _remote_settings_have_a_remote(self) -> "CkptConfig":
         names = [name for name in type(self).model_fields if name.startswith("remote_")]
         given = [name for name in names if getattr(self, name) != type(self).model_fields[name].default]
@@ -184,6 +201,13 @@ class CkptConfig(BaseConfig):
         """The same settings, with the rules for remote steps in place of those for local ones."""
         names = ("keep_last", "keep_every", "keep_best")
         return self.model_copy(update={name: getattr(self, f"remote_{name}") for name in names})
+
+    @property
+    def rated_by(self) -> str | None:
+        """What the metrics of the evaluation that rates steps begin with, eval/NAME/; None: none does."""
+        if self.metric is None or not self.metric.startswith("eval/"):
+            return None
+        return self.metric.rpartition("/")[0] + "/"
 
     @property
     def resumes(self) -> bool:

@@ -15,6 +15,7 @@ from pydantic import ValidationError
 from cairn.config import hints
 from cairn.config.arguments import Arguments, Layer, take_apart
 from cairn.config.base import BaseConfig
+from cairn.config.evaluate import EvaluateConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
@@ -32,6 +33,7 @@ COMMANDS: dict[str, type[CommandConfig]] = {
     "trainer": TrainerConfig,
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
+    "eval": EvaluateConfig,
 }
 """The configuration class of each command."""
 
@@ -124,9 +126,15 @@ def hidden_settings(root: Setting) -> set[tuple[str, ...]]:
     unlisted = {
         leaf.path
         for leaf in root.leaves()
-        if leaf.owner and leaf.path[-1] in getattr(leaf.owner, "unlisted", ())
+        if any(_is_unlisted(root.find(leaf.path[: n + 1])) for n in range(len(leaf.path)))
     }
     return shared_settings(root) | unlisted
+
+
+def _is_unlisted(setting: Setting | None) -> bool:
+    """Whether its class leaves the setting, or the section, out of --help and hints."""
+    owner = setting.owner if setting else None
+    return owner is not None and setting is not None and setting.path[-1] in getattr(owner, "unlisted", ())
 
 
 def shared_settings(root: Setting) -> set[tuple[str, ...]]:
@@ -249,6 +257,7 @@ def _stranger(layer: Layer, cls: type[BaseConfig]) -> str | None:
     if own is None or _fits(layer.content, own):
         return None
     fitting = [name for name, other in COMMANDS.items() if _fits(layer.content, settings_of(other))]
+    fitting = [name for name in fitting if name != "eval" or "orchestrator" not in fitting]  # it takes both
     kind = f"{layer.file} holds settings of {' or '.join(fitting)}"
     role = next((name for name in fitting if name in settings_of(cls).children), None)
     if role:

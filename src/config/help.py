@@ -41,7 +41,8 @@ def render(command: str, root: Setting, hidden: set[tuple[str, ...]]) -> str:
     """
     width = min(shutil.get_terminal_size().columns, WIDEST)
     bold = _bold if sys.stdout.isatty() and not os.environ.get("NO_COLOR") else str
-    roles = [name for name, child in root.children.items() if _has_sections(child)]
+    shown = {leaf.path[0] for leaf in root.leaves() if leaf.path not in hidden}
+    roles = [name for name, child in root.children.items() if name in shown and _has_sections(child)]
     files = ["[@ FILE]", *(f"[--{role} @FILE]" for role in roles)]
     usage = textwrap.wrap(
         f"usage: {command} {' '.join(files)} [--FLAG VALUE]...".replace(" @", "\0@"),

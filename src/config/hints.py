@@ -82,6 +82,7 @@ RENAMED = {
     "concurrency.max_inflight": "max_in_flight",
     "sampling.max_completion_tokens": "sampling.max_tokens",
     "env.id": "environment.name",
+    "train.source": "environments",
     "loss.dppo_mask_low": "loss.ratio_min",
     "loss.dppo_mask_high": "loss.ratio_max",
     # verl

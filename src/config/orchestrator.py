@@ -2,23 +2,17 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Settings of the orchestrator: prompts, rollouts, rewards, batches."""
 
-from typing import Any, ClassVar, Self, cast
+from typing import Any, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
+from cairn.config.advantage import AdvantageConfig
 from cairn.config.base import BaseConfig
+from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
+from cairn.config.evaluation import EvalConfig
+from cairn.config.overlong import OverlongConfig
+from cairn.config.pools import PoolsConfig
 from cairn.config.shared import SharedConfig
-
-
-class EnvironmentConfig(BaseConfig):
-    """Where prompts and rewards come from."""
-
-    arguments_of: ClassVar[dict[str, str]] = {"name": "args"}
-    """Another name means another environment, to which the arguments given for the first do not apply."""
-    name: str = "reverse_text"
-    """A built-in environment (reverse_text), or your own as module:Class."""
-    args: dict[str, Any] = {}
-    """Arguments of the environment's constructor, such as its number of problems."""
 
 
 class SamplingConfig(BaseConfig):
@@ -53,17 +47,6 @@ class SamplingConfig(BaseConfig):
         return value
 
 
-class AdvantageConfig(BaseConfig):
-    """How the answers to a prompt are compared with each other."""
-
-    arguments_of: ClassVar[dict[str, str]] = {"type": "args"}
-    """The arguments of one type do not apply to another."""
-    type: str = "grpo"
-    """grpo, or your own as module:Class."""
-    args: dict[str, Any] = {}
-    """Arguments of the advantage; grpo: normalize, whether to divide by the standard deviation (true)."""
-
-
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
@@ -71,20 +54,40 @@ class OrchestratorConfig(SharedConfig):
     inference_url: list[str] = []
     """Addresses of running servers; if none is given, rl starts one with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
+    environments: list[MixedEnvironmentConfig] = []
+    """Several environments, as [[environments]] tables in the place of [environment]."""
     sampling: SamplingConfig = SamplingConfig()
+    tool_parser: str | None = None
+    """vLLM's parser of the model's tool calls, such as hermes; environments with tools need one."""
+    reasoning_parser: str | None = None
+    """vLLM's parser of reasoning, such as qwen3; without one, reasoning is part of an answer's text."""
+    eval: list[EvalConfig] = []
+    """Evaluations of the run's policies, as [[eval]] tables; see docs/training.md."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts in one batch (one optimiser step)."""
     samples_per_prompt: int = Field(default=8, ge=2)
     """Answers to each prompt; each answer's advantage is relative to the others."""
+    redraw: int = Field(default=0, ge=0)
+    """Prompts per step that other prompts replace because all their answers have the same reward."""
     reward_threads: int = Field(default=1, ge=0)
     """Threads that call the environment; 0: call it on the event loop, which blocks everything else."""
     reward_timeout: float = Field(default=600, gt=0)
-    """Seconds that a call of the environment (messages or reward) may take."""
+    """Seconds that a call of the environment may take; a program, between two answers of the model."""
+    reward_retries: int = Field(default=3, ge=0)
+    """How often a failed call of the environment is tried again before its answer counts as failed."""
+    reward_retry_seconds: float = Field(default=1.0, ge=0)
+    """Seconds before the first such try; before each further one twice as long, up to a minute."""
+    max_failed_prompts: int = Field(default=8, ge=1)
+    """Prompts in a row, too many of whose answers failed to learn from any, that end the run."""
+    keep_rollouts_gb: float = Field(default=10, ge=0, allow_inf_nan=False)
+    """Gigabytes of shipped answers to keep in rollouts/; those of the oldest steps go first. 0 keeps none."""
     max_off_policy_steps: int = Field(default=1, ge=0)
     """Maximum age of the sampling policy, in steps; with 0, generation and training alternate."""
     recompute_kv_cache: bool = False
     """Recompute the KV cache of unfinished answers whenever new weights are loaded."""
     advantage: AdvantageConfig = AdvantageConfig()
+    overlong: OverlongConfig = OverlongConfig()
+    pools: PoolsConfig = PoolsConfig()
     normalize_advantages: bool | None = None
     """Earlier name of advantage.args.normalize."""
     max_in_flight: int | None = Field(default=None, ge=1)
@@ -102,6 +105,71 @@ class OrchestratorConfig(SharedConfig):
         if gpu_servers:
             return self.left_to(max_in_flight=1024, server_timeout=1800.0)
         return self.left_to(max_in_flight=256, server_timeout=300.0)
+
+    def of_environments(self) -> list[Self]:
+        """For each environment, the settings by which it is asked and its prompts are answered."""
+        if not self.environments:
+            return [self]
+        return [self._of(one) for one in self.environments]
+
+    def _of(self, one: MixedEnvironmentConfig) -> Self:
+        changed: dict[str, Any] = {
+            "environment": EnvironmentConfig(name=one.name, args=one.args, label=one.label),
+            "environments": [],
+        }
+        if one.sampling.max_tokens is not None:
+            changed["sampling"] = self.sampling.model_copy(update={"max_tokens": one.sampling.max_tokens})
+        for name in ("samples_per_prompt", "advantage", "overlong", "pools"):
+            if (own := getattr(one, name)) is not None:
+                changed[name] = own
+        return self.model_copy(update=changed)
+
+    def of_evaluation(self, evaluation: EvalConfig) -> Self:
+        """The settings by which an evaluation asks its environment and samples answers."""
+        sampling = {"temperature": evaluation.sampling.temperature}
+        if evaluation.sampling.max_tokens is not None:
+            sampling["max_tokens"] = evaluation.sampling.max_tokens
+        changed = {
+            "environment": evaluation.environment,
+            "environments": [],
+            "sampling": self.sampling.model_copy(update=sampling),
+            "samples_per_prompt": evaluation.samples,
+        }
+        return self.model_copy(update=changed)
+
+    @field_validator("eval")
+    @classmethod
+    def _names_of_their_own(cls, value: list[EvalConfig]) -> list[EvalConfig]:
+        _refuse_twins("evaluations", "name", [one.name for one in value])
+        return value
+
+    @field_validator("environments")
+    @classmethod
+    def _labels_of_their_own(cls, value: list[MixedEnvironmentConfig]) -> list[MixedEnvironmentConfig]:
+        _refuse_twins("environments", "label", [one.called for one in value])
+        return value
+
+    @model_validator(mode="after")
+    def _buffer_within_answers(self) -> Self:
+        for one in self.of_environments():
+            shape, longest = one.overlong, one.sampling.max_tokens
+            if shape.type == "shape" and shape.buffer > longest:
+                raise ValueError(
+                    f"overlong.buffer = {shape.buffer} is more than sampling.max_tokens = {longest} of "
+                    f"environment {one.environment.called!r}: give the last tokens of an answer over which "
+                    "its punishment grows"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _one_environment_or_several(self) -> Self:
+        if self.environments and self.environment != EnvironmentConfig():
+            several = ", ".join(one.called for one in self.environments)
+            raise ValueError(
+                f"environment.name = {self.environment.name!r} beside environments ({several}): give "
+                "[environment], or [[environments]], not both"
+            )
+        return self
 
     @model_validator(mode="before")
     @classmethod
@@ -141,3 +209,8 @@ class OrchestratorConfig(SharedConfig):
             if not str(url).startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000")
         return [url.rstrip("/") for url in urls]
+
+
+def _refuse_twins(what: str, key: str, names: list[str]) -> None:
+    if twice := sorted({name for name in names if names.count(name) > 1}):
+        raise ValueError(f"two {what} are called {twice[0]!r}: give each a {key} of its own")

@@ -210,6 +210,11 @@ class SFTDataConfig(BaseConfig):
     shuffle: bool = True
     """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
 
+    @property
+    def split_setting(self) -> str:
+        """What sets the split, as messages show it."""
+        return "--data.split"
+
     @field_validator("name")
     @classmethod
     def _absolute(cls, value: str) -> str:

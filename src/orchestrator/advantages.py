@@ -15,8 +15,8 @@ from typing import Protocol
 import numpy as np
 
 from cairn.config.orchestrator import AdvantageConfig
-from cairn.orchestrator.rollouts import AnswerGroup
-from cairn.run.batches import Sample
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.run.batches import Piece, Sample
 from cairn.run.errors import CairnError
 from cairn.run.extensions import BadExtension, load, make
 
@@ -94,16 +94,46 @@ def make_advantage(config: AdvantageConfig) -> Advantage:
     return advantage
 
 
-def to_samples(group: AnswerGroup, advantage: Advantage) -> list[Sample]:
+def to_samples(
+    group: AnswerGroup, advantage: Advantage, masks: Callable[[Rollout], bool] = lambda _: False
+) -> list[Sample]:
     """Training samples: each answer's tokens and logprobs as sampled, with its prompt and its advantage.
+
+    An answer that is a program has one sample for each branch of its conversation in which a token was
+    sampled, with the turns of that branch one after the other.
+
+    Args:
+        masks: whether nothing is learned from an answer; its samples then have no token to learn.
 
     Raises:
         AdvantageFailed: the advantage raises, or gives no finite number for an answer or a token.
     """
-    return [
-        Sample.of_answer(group.prompt_ids, rollout.token_ids, logprobs=rollout.logprobs, advantages=value)
-        for rollout, value in zip(group.rollouts, _values(group, advantage), strict=True)
-    ]
+    samples: list[Sample] = []
+    for rollout, value in zip(group.rollouts, _values(group, advantage), strict=True):
+        if rollout.turns:
+            made = _of_branches(rollout, value)
+        else:
+            answer = {"logprobs": rollout.logprobs, "advantages": value}
+            made = [Sample.of_answer(group.prompt_ids, rollout.token_ids, **answer)]
+        samples += [one.unlearned() for one in made] if masks(rollout) else made
+    return samples
+
+
+def _of_branches(rollout: Rollout, value: float | list[float]) -> list[Sample]:
+    """The samples of a program, one for each branch in the order in which these began."""
+    pieces: dict[int, list[Piece]] = {}
+    before = 0
+    for turn in rollout.turns:
+        end = before + len(turn.token_ids)
+        advantages = value[before:end] if isinstance(value, list) else value
+        branch = pieces.setdefault(turn.branch, [])
+        branch.append(Piece(turn.prompt_ids))
+        branch.append(Piece(turn.token_ids, {"logprobs": turn.logprobs, "advantages": advantages}))
+        before = end
+    samples = [Sample.of_pieces(branch) for branch in pieces.values()]
+    # Behind the last sampled token is at most a question for which the context had no room.
+    ends = [int(np.max(np.flatnonzero(sample.loss_mask), initial=-1)) + 1 for sample in samples]
+    return [sample.cut(end) for sample, end in zip(samples, ends, strict=True) if end]
 
 
 def _values(group: AnswerGroup, advantage: Advantage) -> list[float | list[float]]:

@@ -1,56 +1,140 @@
 """Making batches: issues prompts to the servers and ships complete groups of answers to the trainer."""
 
 import asyncio
+import itertools
 import logging
+import statistics
+from collections import Counter
 
-from cairn.orchestrator.advantages import Advantage, to_samples
-from cairn.orchestrator.ledger import to_ranges
-from cairn.orchestrator.metrics import batch_metrics
+from cairn.orchestrator.advantages import have_spread, to_samples
+from cairn.orchestrator.answering import Answering
+from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.environments import EnvironmentFailed
+from cairn.orchestrator.kept_rollouts import rows_of
+from cairn.orchestrator.ledger import RESTS, to_ranges
+from cairn.orchestrator.metrics import batch_metrics, of_environment, rollout_counts
+from cairn.orchestrator.pools import Pools
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup
-from cairn.orchestrator.sampling import Sampler
 from cairn.orchestrator.sharing import Sharing
+from cairn.orchestrator.sources import problems_of
 from cairn.orchestrator.state import OrchestratorState
-from cairn.run.batches import Batch, RLBatch, Sampling, batch_path, write_batch
+from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.faults import fault_point
 from cairn.run.messages import BatchHeader, PolicyName, ShippedBatch
 
 logger = logging.getLogger(__name__)
 
+NO_SPREAD = "all answers have the same reward"
+"""Why a prompt is replaced by another one: advantages compare its answers, and none is better."""
+ALL_MASKED = "all answers are cut off"
+"""The same, where nothing is learned from such answers."""
+
 
 class BatchMaker:
     """Keeps the servers busy, and ships a batch as soon as enough groups are complete."""
 
-    def __init__(self, state: OrchestratorState, sampler: Sampler, advantage: Advantage, sharing: Sharing):
+    def __init__(
+        self,
+        state: OrchestratorState,
+        answering: Answering,
+        sharing: Sharing,
+        chat: ChatFormat,
+    ):
         """Take over the ledger's waiting prompts; answers sampled at another temperature are dropped."""
         self.state = state
-        self.sampler = sampler
-        self.advantage = advantage
+        self.answering = answering
         self.sharing = sharing
+        self.chat = chat
         temperature = state.config.sampling.temperature
-        self._dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
-        if self._dropped:
+        dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
+        self._dropped = Counter(group.environment for group in dropped)
+        """Prompts of each environment that were dropped since the last batch; the next three likewise."""
+        self._failed = Counter[int]()
+        self._redrawn = Counter[int]()
+        for reason in (NO_SPREAD, ALL_MASKED):
+            self._redrawn += state.ledger.given_up(reason, state.shipped.newest.step + 1)
+        self._resting = state.ledger.given_up(RESTS, state.shipped.newest.step + 1)
+        self._given_up: list[AnswerGroup] = []
+        if dropped:
             logger.warning(
-                "%d prompts are sampled again: their answers come from another temperature", self._dropped
+                "%d prompts are sampled again: their answers come from another temperature", len(dropped)
             )
-        self.prompts = Prompts(state.ledger)
+        self.pools = Pools(state.ledger, [source.config.pools for source in state.sources])
+        self.prompts = Prompts(state.ledger, self.pools)
 
     async def run(self) -> None:
         """Make batches until cancelled.
 
         Raises:
-            EnvironmentFailed, PromptRefused: a problem has no usable prompt, or an answer gets no reward.
+            EnvironmentFailed: nothing can be learned from several prompts in a row.
+            PromptRefused: a problem has no usable prompt.
             AdvantageFailed: the advantage fails on a group.
             Exception: the servers' client gives up.
         """
         while True:
             self.state.policy.changed.clear()
             self.prompts.collect()
+            self._give_up()
+            self._redraw()
             while (groups := self._next_batch()) is not None:
                 await self._ship(self.state.shipped.newest.step + 1, groups)
+                self._redraw()
             await self.sharing.hand_over()
             self._issue()
             await self.state.policy.changed.wait()
+
+    def _give_up(self) -> None:
+        """Give up prompts too many of whose answers have failed.
+
+        Raises:
+            EnvironmentFailed: that happened to `max_failed_prompts` prompts of one environment in a row.
+        """
+        most = self.state.config.max_failed_prompts
+        for environment, source in enumerate(self.state.sources):
+            failed = [group for group in self.prompts.failed if group.environment == environment]
+            if len(failed) >= most:
+                last = failed[-1]
+                raise EnvironmentFailed(
+                    f"environment {source.label!r} fails: nothing can be learned from "
+                    f"{len(failed)} {'of its ' if len(self.state.sources) > 1 else ''}prompts in a row "
+                    "(--orchestrator.max-failed-prompts allows more). "
+                    f"The last one, problem {last.problem}: {last.failure}. {self._what_to_do()}"
+                )
+        given_up = self.prompts.give_up(self.state.shipped.newest.step + 1)
+        if given_up:
+            self._given_up += given_up
+            self._failed.update(group.environment for group in given_up)
+            logger.warning("%d prompts are given up: too many of their answers have failed", len(given_up))
+
+    def _what_to_do(self) -> str:
+        """What the user can do about an environment that fails."""
+        if self.state.config.ckpt is None:
+            return "Mend the environment and start the run again; without --ckpt, nothing of it was saved"
+        return "What was sampled is kept: mend the environment and resume with --ckpt.resume auto"
+
+    def _redraw(self) -> None:
+        """Leave out prompts from whose answers nothing can be learned; others are issued for them.
+
+        Source: dynamic sampling of DAPO, arXiv:2503.14476, section 3.2; here with a bound.
+        """
+        config, step = self.state.config, self.state.shipped.newest.step + 1
+        if config.max_off_policy_steps == 0 and (self.prompts.answering or self.prompts.partial):
+            return  # which prompts are left out must not depend on the order in which answers arrive
+        for place in sorted(self.prompts.ready):
+            if self._redrawn.total() >= config.redraw:
+                break
+            if reason := self._teaches_nothing(self.prompts.ready[place]):
+                group = self.prompts.leave_out(place, reason, step)
+                self._given_up.append(group)
+                self._redrawn[group.environment] += 1
+
+    def _teaches_nothing(self, group: AnswerGroup) -> str | None:
+        """Why nothing can be learned from the group; None if something can."""
+        overlong = self.state.source(group).overlong
+        if not have_spread(overlong.compared(group.learned).rewards):
+            return NO_SPREAD
+        return ALL_MASKED if all(map(overlong.masks, group.learned.rollouts)) else None
 
     def _issue(self) -> None:
         """Issue as many prompts as can still be used before their answers become too old."""
@@ -61,20 +145,29 @@ class BatchMaker:
         horizon = min(served + 1 + config.max_off_policy_steps, config.max_steps)
         wanted = (horizon - self.state.shipped.newest.step) * config.prompts_per_step
         assert config.max_in_flight is not None, "the configuration is settled"
-        at_once = max(1, config.max_in_flight // config.samples_per_prompt)
-        while len(prompts.answering) < at_once:
+        in_flight = sum(self._answers(group) for _, group in prompts.answering.values())
+        while True:
             # After a restart the trainer has yet to recompute the newest policies that partial groups come
             # from.
             group = next((group for group in prompts.partial if group.policy_step <= served), None)
-            if group is not None:
-                prompts.partial.remove(group)
-            elif len(prompts) < wanted:
-                group = self.sampler.begin(prompts.next_place(), served)
-            else:
+            if group is None and len(prompts) >= wanted:
                 return
-            task = asyncio.create_task(self.sampler.complete(group))
+            environment = (group or prompts.next(served).group).environment
+            in_flight += self.state.sources[environment].config.samples_per_prompt
+            if in_flight > config.max_in_flight and prompts.answering:
+                return
+            if group is None:
+                self._resting.update(one.environment for one in prompts.next(served).resting)
+                group = prompts.issue(served, self.state.shipped.newest.step + 1)
+            else:
+                prompts.partial.remove(group)
+            task = asyncio.create_task(self.answering.complete(group))
             task.add_done_callback(lambda _: policy.changed.set())
             prompts.answering[group.place] = task, group
+
+    def _answers(self, group: AnswerGroup) -> int:
+        """Number of answers to a group's prompt."""
+        return self.state.source(group).config.samples_per_prompt
 
     def _next_batch(self) -> list[AnswerGroup] | None:
         """The oldest ready groups, if there are enough for a batch; drops groups that are too old."""
@@ -83,7 +176,7 @@ class BatchMaker:
         for group in self.prompts.older_than(step - 1 - config.max_off_policy_steps):
             self.state.ledger.drop(group.place, "stale", step)
             self.prompts.drop(group.place)
-            self._dropped += 1
+            self._dropped[group.environment] += 1
         if len(self.prompts.ready) < size:
             return None
         by_age = sorted(self.prompts.ready.values(), key=lambda group: (group.oldest_step, group.place))
@@ -97,17 +190,30 @@ class BatchMaker:
         state = self.state
         batch = self._batch(step, groups)
         fault_point("orchestrator.before_ship")
-        await state.disk.do(write_batch, batch_path(state.run.batches, step), batch)
+        await state.disk.do(self._write, step, groups, batch)
         fault_point("orchestrator.shipped")
         state.ledger.ship(batch.header.ledger, {group.place: group.problem for group in groups})
         state.shipped.add(batch.header.ledger)
-        self._dropped = 0
+        self._dropped, self._failed, self._redrawn, self._resting = (Counter[int]() for _ in range(4))
+        self._given_up = []
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
+
+    def _write(self, step: int, groups: list[AnswerGroup], batch: RLBatch) -> None:
+        """Write the rollouts of `step`, then its batch; called in a thread."""
+        state = self.state
+        if state.config.keep_rollouts_gb:
+            labels = [source.label for source in state.sources]
+            rows = rows_of(step, groups, labels, self.chat)
+            rows += rows_of(step, self._given_up, labels, self.chat, trained=False)
+            state.rollouts.write(step, rows, state.attempt, state.config.keep_rollouts_gb)
+        fault_point("orchestrator.kept_rollouts")
+        write_batch(batch_path(state.run.batches, step), batch)
 
     def _batch(self, step: int, groups: list[AnswerGroup]) -> RLBatch:
         """The batch of `step`: samples, header and metrics."""
         attempt = self.state.attempt
-        samples = [sample for group in groups for sample in to_samples(group, self.advantage)]
+        learned = [group.learned for group in groups]
+        samples = list(itertools.chain.from_iterable(map(self._samples, learned)))
         sampling = Sampling(self.state.config.sampling.temperature)
         row = ShippedBatch(
             step=step,
@@ -115,18 +221,23 @@ class BatchMaker:
             samples=len(samples),
             tokens=sum(len(sample.token_ids) for sample in samples),
             digest=Batch(samples, sampling=sampling).digest(),
-            oldest_step=min(group.oldest_step for group in groups),
+            oldest_step=min(group.oldest_step for group in learned),
         )
         progress = self.state.shipped.newest.after(row)
-        versions = {version for group in groups for version in group.versions}
+        versions = {version for group in learned for version in group.versions}
         return RLBatch(
             samples,
             {
-                **batch_metrics(groups, step),
-                "groups/dropped": self._dropped,
-                "epoch": progress.total_problems / self.state.environment.problems,
+                **batch_metrics(learned, step),
+                **rollout_counts(groups),
+                **self._overlong(groups),
+                **{name: counts.total() for name, counts in self._counts().items()},
+                **self._of_environments(groups, step),
+                **self._of_pools(step),
+                "epoch": progress.total_problems / problems_of(self.state.sources),
                 "total_problems": progress.total_problems,
                 **self.state.servers.take_metrics(),
+                **self.state.take_evaluated(),
             },
             sampling=sampling,
             header=BatchHeader(
@@ -139,3 +250,63 @@ class BatchMaker:
                 ledger=row,
             ),
         )
+
+    def _samples(self, group: AnswerGroup) -> list[Sample]:
+        """The training samples of a group, none of whose answers has failed."""
+        source = self.state.source(group)
+        return to_samples(source.overlong.compared(group), source.advantage, source.overlong.masks)
+
+    def _counts(self) -> dict[str, Counter[int]]:
+        """What became of prompts that are in no batch since the last one, by environment."""
+        return {
+            "groups/failed": self._failed,
+            "groups/dropped": self._dropped,
+            "groups/redrawn": self._redrawn,
+        }
+
+    def _of_pools(self, step: int) -> dict[str, float]:
+        """What rests while the batch of `step` is made, in all and by environment; nothing without pools."""
+        found = Counter[str]()
+        for number, source in enumerate(self.state.sources):
+            sizes = self.pools.sizes(number, step - 1)
+            if not sizes:
+                continue
+            own = {f"pool/{name}": size for name, size in sizes.items()}
+            own["groups/resting"] = self._resting[number]
+            found.update(own)
+            if len(self.state.sources) > 1:
+                found.update({f"env/{source.label}/{name}": value for name, value in own.items()})
+        return dict(found)
+
+    def _overlong(self, groups: list[AnswerGroup]) -> dict[str, float]:
+        """What became of answers that are too long, where that differs from others."""
+        kinds = {self.state.source(group).config.overlong.type for group in groups}
+        found: dict[str, float] = {}
+        if "mask" in kinds:
+            found["rollouts/masked"] = sum(
+                self.state.source(group).overlong.masks(rollout)
+                for group in groups
+                for rollout in group.learned.rollouts
+            )
+        if "shape" in kinds:
+            compared = (self.state.source(group).overlong.compared(group.learned) for group in groups)
+            found["reward/compared/mean"] = statistics.fmean(
+                itertools.chain.from_iterable(group.rewards for group in compared)
+            )
+        return found
+
+    def _of_environments(self, groups: list[AnswerGroup], step: int) -> dict[str, float]:
+        """The metrics of each environment in the batch of `step`, if there are several."""
+        sources, order = self.state.sources, self.state.ledger.run.order
+        if len(sources) == 1:
+            return {}
+        found: dict[str, float] = {}
+        for number, source in enumerate(sources):
+            own = [group for group in groups if group.environment == number]
+            about = of_environment(own, step)
+            about |= self._overlong(own) if own else {}
+            about |= {name: counts[number] for name, counts in self._counts().items()}
+            if own:
+                about["epoch"] = order.at(max(group.place for group in own)).epoch
+            found |= {f"env/{source.label}/{name}": value for name, value in about.items()}
+        return found

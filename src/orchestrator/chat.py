@@ -1,11 +1,18 @@
 """The chat format of a model: renders conversations to tokens, and decodes answers to text."""
 
+import functools
+import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import jinja2
 from transformers import AutoTokenizer, GenerationConfig
+
+Message = Mapping[str, Any]
+"""One message of a conversation, as in OpenAI's chat completions."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names that chat templates and clients use for the reasoning of an assistant's message."""
 
 
 class NoPrompt(ValueError):
@@ -26,29 +33,128 @@ class ChatFormat:
         """Token ids that end an answer: the tokenizer's EOS token and those of `generation_config.json`."""
         self._template_arguments = dict(template_arguments or {})
 
-    def prompt(self, messages: Sequence[Mapping[str, Any]]) -> list[int]:
+    def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
         """The tokens of the conversation, up to where the model's turn begins (the generation prompt).
+
+        Args:
+            tools: JSON schemas of the functions that the model may call.
 
         Raises:
             NoPrompt: the template fails on the messages, or renders nothing.
         """
-        try:
-            prompt_ids = self.tokenizer.apply_chat_template(
-                messages,
-                add_generation_prompt=True,
-                tokenize=True,
-                return_dict=True,
-                **self._template_arguments,
-            )["input_ids"]
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError) as error:
-            raise NoPrompt(f"the chat template fails on its messages: {error}") from error
+        prompt_ids = self._apply(messages, tools, tokenize=True, return_dict=True)["input_ids"]
         if not prompt_ids:
             raise NoPrompt("the chat template renders its messages to nothing")
         return prompt_ids
 
+    def rendering(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> str:
+        """The text whose tokens `prompt` returns.
+
+        Raises:
+            NoPrompt: the template fails on the messages.
+        """
+        return self._apply(messages, tools, tokenize=False)
+
+    def _apply(self, messages: Sequence[Message], tools: Sequence[Message] | None, **how: bool) -> Any:
+        try:
+            return self.tokenizer.apply_chat_template(
+                [message if is_plain(message) else _for_template(message) for message in messages],
+                tools=list(tools) if tools else None,
+                add_generation_prompt=True,
+                **how,
+                **self._template_arguments,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+            raise NoPrompt(f"the chat template fails on its messages: {error}") from error
+
     def text(self, token_ids: Sequence[int]) -> str:
         """An answer's text, without special tokens."""
         return self.tokenizer.decode(token_ids, skip_special_tokens=True)
+
+    def full_text(self, token_ids: Sequence[int]) -> str:
+        """The text of tokens, with special tokens."""
+        return self.tokenizer.decode(token_ids, skip_special_tokens=False, clean_up_tokenization_spaces=False)
+
+    def tokens_in_place(self, text: str, after: int | None) -> list[int] | None:
+        """The tokens of a piece of a longer text, if they are certain without the text before it.
+
+        A tokenizer splits a text at its added tokens (special tokens are among them) before anything else. So
+        the tokens from an added token onward do not depend on the text before it.
+
+        Args:
+            after: the token right before the piece; None if the piece begins with an added token itself.
+
+        Returns:
+            None if neither the token before the piece nor its first token is an added one.
+        """
+        before = "" if after is None else self.added_tokens.get(after)
+        if before is None:
+            return None
+        token_ids = self.tokenizer(before + text, add_special_tokens=False)["input_ids"]
+        if after is not None:
+            return token_ids[1:] if token_ids and token_ids[0] == after else None
+        first = self.added_tokens.get(token_ids[0]) if token_ids else None
+        return token_ids if first is not None and text.startswith(first) else None
+
+    @functools.cached_property
+    def added_tokens(self) -> dict[int, str]:
+        """The texts of the added tokens at which the tokenizer splits every text."""
+        known = self.tokenizer.added_tokens_decoder.items()
+        return {token_id: token.content for token_id, token in known if not token.single_word}
+
+
+def flat(content: Any) -> Any:
+    """The content of a message; a list of texts, as clients write it, is joined to one text."""
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        return "\n".join(part["text"] for part in content)
+    return content
+
+
+def is_plain(message: Message) -> bool:
+    """Whether the message is a role and a text, and nothing else."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and "role" in message
+        and type(message.get("content")) is str
+    )
+
+
+def arguments_of(call: Message) -> Any:
+    """The arguments of a tool call, decoded from JSON text if they are such a text."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return arguments
+    return arguments
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def _for_template(message: Message) -> Message:
+    """The message as chat templates expect it: fields that are None are left out, and arguments are objects.
+
+    The reasoning stands under every name that templates read.
+    """
+    if not isinstance(message, Mapping):  # the template will say what it misses
+        return message
+    shown = {name: value for name, value in message.items() if value is not None}
+    if "content" in message:
+        shown["content"] = "" if message["content"] is None else flat(message["content"])
+    if message.get("role") != "assistant":
+        return shown
+    shown.setdefault("content", "")
+    if reasoning := next((shown[name] for name in REASONING if shown.get(name)), None):
+        shown |= dict.fromkeys(REASONING, reasoning)
+    if calls := shown.pop("tool_calls", None):
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call)}} for call in calls
+        ]
+    return shown
 
 
 def _stop_tokens(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:

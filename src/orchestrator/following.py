@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from cairn.orchestrator.disagreement import explained
+from cairn.orchestrator.evaluation import Evaluations
 from cairn.orchestrator.saving import save_part
 from cairn.orchestrator.sharing import Sharing
 from cairn.orchestrator.state import OrchestratorState
@@ -25,7 +26,7 @@ logger = logging.getLogger(__name__)
 T = TypeVar("T")
 
 LAST_PUSH = 30
-"""Seconds that the servers get to load the final policy."""
+"""Seconds that the servers get to load the final policy, if it is not evaluated."""
 
 
 class AttemptOver(Exception):
@@ -35,7 +36,9 @@ class AttemptOver(Exception):
 class TrainerFollower:
     """Saves and serves each policy that the trainer announces."""
 
-    def __init__(self, state: OrchestratorState, first_policy: Path, sharing: Sharing):
+    def __init__(
+        self, state: OrchestratorState, first_policy: Path, sharing: Sharing, evaluations: Evaluations
+    ):
         """Prepare to follow.
 
         Args:
@@ -44,6 +47,7 @@ class TrainerFollower:
         self.state = state
         self.first_policy = first_policy
         self.sharing = sharing
+        self.evaluations = evaluations
         self._first_push = True
         """No policy that this attempt's trainer has published is known to be served yet."""
 
@@ -59,27 +63,33 @@ class TrainerFollower:
         step = announced[0] - 1 if announced else state.attempt.start_step
         self._first_push = step <= state.attempt.start_step  # announcements before one that is served go
         async with self.sharing.serving:
-            if not announced and self.sharing.wants(step):
+            first = step == state.attempt.start_step and self.evaluations.due(step)
+            if (first or not announced) and self.sharing.wants(step):
                 await self._unless_ended(self._serve_first(step), step)
+                await self._evaluate(step)
         while True:
             newest = following = await self._announcement(step + 1)
             while following is not None:  # when behind: serve only the newest, but save each
                 newest = following
                 if newest.save:
                     await save_part(state, newest.version)
+                if self.evaluations.due(newest.version):
+                    break
                 following = self._announced(newest.version + 1)
             step, is_new = newest.version, newest.version > step
             state.shipped.forget_before(step)
             state.ledger.fold(state.store.latest() or 0)
             if newest.last:  # nothing is sampled from it, so a server may fail
-                if is_new and self.sharing.wants(step, last=True):
-                    with contextlib.suppress(Exception):
-                        await asyncio.wait_for(self._serve_announced(step), LAST_PUSH)
+                if is_new:
+                    async with self.sharing.serving:
+                        await self._serve_last(step)
+                        await self.sharing.rest()
                 self.sharing.end()
                 return step
             async with self.sharing.serving:
                 if self.sharing.wants(step):
                     await self._unless_ended(self._serve_announced(step), step)
+                    await self._evaluate(step)
                 else:
                     state.run.versions.forget_before(step)
 
@@ -94,6 +104,44 @@ class TrainerFollower:
         finally:
             serving.cancel()
             await asyncio.gather(serving, return_exceptions=True)
+
+    async def _serve_last(self, step: int) -> None:
+        """Serve the last policy, for clients and evaluations; the run is whole without either.
+
+        A run that was asked to stop ends at once: that policy is not the last one, unless nobody resumes it.
+        """
+        due = self.state.run.stop_requested() is None and self.evaluations.due(step, last=True)
+        if not due and not self.sharing.wants(step, last=True):
+            return
+        seconds = self.state.config.request_timeout if due else LAST_PUSH
+        try:
+            await asyncio.wait_for(self._serve_announced(step), seconds)
+            if due:
+                await self.evaluations.run(step, last=True)
+        except Exception as error:
+            if due and self.evaluations.due(step, last=True):
+                logger.warning("the last policy is not evaluated: %s", error)
+
+    async def _evaluate(self, step: int) -> None:
+        """Have the policy of `step` evaluated, if that is due and it is served.
+
+        The trainer goes on meanwhile, as far as it has batches: its checkpoints are saved, its policies wait.
+        """
+        if self.state.policy.step != step or not self.evaluations.due(step):
+            return
+        evaluating, seen = asyncio.create_task(self.evaluations.run(step)), step
+        try:
+            while not evaluating.done():
+                if (announced := self._announced(seen + 1)) is None:
+                    await asyncio.wait([evaluating], timeout=10 * POLL_SECONDS)
+                    continue
+                seen = announced.version
+                if announced.save:
+                    await save_part(self.state, seen)
+            evaluating.result()
+        finally:
+            evaluating.cancel()
+            await asyncio.gather(evaluating, return_exceptions=True)
 
     async def _announcement(self, step: int) -> Announcement:
         """The trainer's announcement of policy `step`, or that the run ends with the one before.

@@ -4,13 +4,23 @@ import hashlib
 import json
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.step import OrchestratorRecord, StepFolder
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import Environment, SingleTurn
-from cairn.run.recipe import ORCHESTRATOR, Change, changed_settings, code_in, settings_of
+from cairn.orchestrator.environments import AskedEnvironment, Environment, ask
+from cairn.run.recipe import (
+    OF_ENVIRONMENT,
+    ORCHESTRATOR,
+    Change,
+    Settings,
+    changed_settings,
+    code_in,
+    is_setting,
+    settings_of,
+)
 from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
 
@@ -21,7 +31,7 @@ SECONDS = 1.0
 compared on as many problems as both have read, independent of the speed of the machine."""
 
 
-async def environment_of(environment: SingleTurn) -> dict[str, Any]:
+async def environment_of(environment: AskedEnvironment) -> dict[str, Any]:
     """The identity of an environment, for the recipe.
 
     Returns:
@@ -36,8 +46,8 @@ async def environment_of(environment: SingleTurn) -> dict[str, Any]:
     end = time.monotonic() + SECONDS
     for i in range(min(count, PROBLEMS)):
         problem = i if count <= PROBLEMS else derive(0, "environment identity", i) % count
-        messages = await environment.messages(problem)
-        digest.update(json.dumps(messages, sort_keys=True, default=str).encode())
+        shown = await environment.shown(problem)
+        digest.update(json.dumps(shown, sort_keys=True, default=str).encode())
         if (i + 1) & i == 0 or i + 1 == count:
             digests[str(i + 1)] = digest.hexdigest()
         if time.monotonic() > end:
@@ -48,6 +58,15 @@ async def environment_of(environment: SingleTurn) -> dict[str, Any]:
 
 def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     """Whether two identities agree in everything that both contain."""
+    parts, others = one.get("environments"), other.get("environments")
+    if parts is not None or others is not None:  # several
+        if parts is None or others is None or len(parts) != len(others):
+            return False
+        pairs = zip(parts, others, strict=True)
+        return all(
+            (a["label"], a["weight"]) == (b["label"], b["weight"]) and same_environment(a, b)
+            for a, b in pairs
+        )
     if one["problems"] != other["problems"]:
         return False
     if "messages" in one and "messages" in other and one.get("own") != other.get("own"):
@@ -57,20 +76,44 @@ def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return most is None or one["messages"][most] == other["messages"][most]
 
 
-def orchestrator_recipe(config: OrchestratorConfig, environment: Environment) -> dict[str, Any]:
-    """The orchestrator's part of a run's recipe.
+def orchestrator_recipe(config: OrchestratorConfig, *environments: Environment) -> dict[str, Any]:
+    """The orchestrator's part of a run's recipe. `environments`: all of the run, in order.
+
+    Returns:
+        `settings`, and `environment`, the identity. Of several environments, the identity is `problems`, the
+        sum, and `environments`, a list with the identity, label and weight of each; and `environments` has
+        the settings of each, by label.
 
     Raises:
         EnvironmentFailed: a problem has no conversation.
     """
+    each = list(zip(config.of_environments(), environments, strict=True))
 
-    async def identify() -> dict[str, Any]:
-        with SingleTurn(environment, config) as asked:
-            return await environment_of(asked)
+    async def identify() -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = []
+        for own, environment in each:
+            with ask(environment, own) as asked:
+                found.append(await environment_of(asked))
+        return found
 
-    settings = settings_of(config.model_dump(), ORCHESTRATOR)
-    settings |= code_in(settings)
-    return {"settings": settings, "environment": run_async(identify())}
+    identities = run_async(identify())
+    settings = _settings(config, ORCHESTRATOR)
+    if not config.environments:
+        return {"settings": settings, "environment": identities[0]}
+    whole = [
+        {"label": one.called, "weight": one.weight, **identity}
+        for one, identity in zip(config.environments, identities, strict=True)
+    ]
+    return {
+        "settings": {name: value for name, value in settings.items() if not is_setting(name, OF_ENVIRONMENT)},
+        "environments": {own.environment.called: _settings(own, OF_ENVIRONMENT) for own, _ in each},
+        "environment": {"problems": sum(one["problems"] for one in whole), "environments": whole},
+    }
+
+
+def _settings(config: OrchestratorConfig, allowed: Settings) -> dict[str, Any]:
+    found = settings_of(config.model_dump(), allowed)
+    return found | code_in(found)
 
 
 def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
@@ -86,6 +129,10 @@ def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
     }
     settings = _under_new_names(saved["settings"])
     changes = changed_settings(settings, recipe["settings"], ORCHESTRATOR)
+    before, after = saved.get("environments", {}), recipe.get("environments", {})
+    for label in after:
+        own = changed_settings(before.get(label, {}), after[label], OF_ENVIRONMENT)
+        changes += [replace(change, name=f"environments.{label}.{change.name}") for change in own]
     was, now = saved.get("environment"), recipe["environment"]
     if was and not same_environment(was, now):
         changes.append(Change("environment", was, now, "environment"))

@@ -10,16 +10,16 @@ import asyncio
 import sqlite3
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.advantages import make_advantage
+from cairn.orchestrator.answering import ByEnvironment, make_answering
 from cairn.orchestrator.batching import BatchMaker
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.environments import SingleTurn, make_environment
+from cairn.orchestrator.evaluation import Evaluations
 from cairn.orchestrator.following import TrainerFollower
 from cairn.orchestrator.ledger import LedgerFailed
 from cairn.orchestrator.resume import first_policy, take_up
-from cairn.orchestrator.sampling import Sampler
 from cairn.orchestrator.servers import PolicyServers
 from cairn.orchestrator.sharing import make_sharing
+from cairn.orchestrator.sources import make_sources
 from cairn.run.attempt import Attempt
 from cairn.run.recipe import template_arguments
 
@@ -36,19 +36,25 @@ class Orchestrator:
             servers: the inference servers.
 
         Raises:
-            BadEnvironment: the environment can't be made.
-            BadExtension: the advantage can't be made.
+            BadEnvironment: an environment can't be made.
+            BadExtension: an advantage can't be made.
             CheckpointError: the checkpoint's ledger can't be read.
         """
-        advantage = make_advantage(config.advantage)
-        environment = SingleTurn(make_environment(config.environment), config)
+        sources = make_sources(config)
         policy = first_policy(config, attempt)
-        self.state = take_up(config, attempt, environment, servers)
+        self.state = take_up(config, attempt, sources, servers)
         chat = ChatFormat(policy, template_arguments(self.state.recipe))
-        sampler = Sampler(config, environment, chat, servers, self.state.ledger, self.state.policy.versions)
+        ledger, versions = self.state.ledger, self.state.policy.versions
+        answering = ByEnvironment(
+            [
+                make_answering(source.config, source.environment, chat, servers, ledger, versions)
+                for source in sources
+            ]
+        )
         sharing = make_sharing(self.state)
-        self.batches = BatchMaker(self.state, sampler, advantage, sharing)
-        self.follower = TrainerFollower(self.state, policy, sharing)
+        self.batches = BatchMaker(self.state, answering, sharing, chat)
+        self.evaluations = Evaluations(self.state, chat)
+        self.follower = TrainerFollower(self.state, policy, sharing, self.evaluations)
 
     async def run(self) -> int:
         """Ship batches until the trainer announces the last policy. Returns the last step.
@@ -57,7 +63,8 @@ class Orchestrator:
             DeadlinePassed: the trainer did not answer in time.
             LedgerFailed: the disk is full, or another program changed the ledger.
             AttemptOver: a new attempt of the run has begun.
-            EnvironmentFailed, PromptRefused: a problem has no usable prompt, or an answer gets no reward.
+            EnvironmentFailed: nothing can be learned from several prompts in a row.
+            PromptRefused: a problem has no usable prompt.
             AdvantageFailed: the advantage fails on a group.
             Exception: the servers' client gives up.
         """
@@ -81,5 +88,7 @@ class Orchestrator:
                 task.cancel()
             await asyncio.gather(*unfinished, return_exceptions=True)
             self.state.disk.close()
-            self.state.environment.close()
+            for source in self.state.sources:
+                source.environment.close()
+            self.evaluations.close()
             self.state.ledger.close()

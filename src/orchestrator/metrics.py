@@ -3,7 +3,8 @@
 import statistics
 
 from cairn.orchestrator.advantages import have_spread
-from cairn.orchestrator.rollouts import AnswerGroup
+from cairn.orchestrator.environments import TOOL_COUNTS
+from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.messages import PolicyName
 
 
@@ -21,15 +22,52 @@ def batch_metrics(groups: list[AnswerGroup], step: int) -> dict[str, float]:
         for rollout in rollouts
         for version, start, end in rollout.versions
     ]
+    named: dict[str, list[float]] = {}
+    for rollout in rollouts:
+        for name, part in rollout.parts.items():
+            named.setdefault(name, []).append(part)
+    parts = {
+        f"rollout/{name}" if name in TOOL_COUNTS else f"reward/{name}/mean": statistics.fmean(values)
+        for name, values in sorted(named.items())
+    }
     return {
         "reward/mean": statistics.fmean(rewards),
         "reward/std": statistics.pstdev(rewards),
         "reward/min": min(rewards),
         "reward/max": max(rewards),
+        **parts,
         "groups/zero_spread": sum(not have_spread(group.rewards) for group in groups),
         "rollout/tokens": tokens,
         "rollout/length": tokens / len(rollouts),
         "rollout/cut_off": sum(rollout.finish_reason != "stop" for rollout in rollouts) / len(rollouts),
         "staleness/mean": sum(steps * count for steps, count in behind) / max(tokens, 1),
         "staleness/max": max((steps for steps, _ in behind), default=0),
+        **_turns(rollouts),
+    }
+
+
+def rollout_counts(groups: list[AnswerGroup]) -> dict[str, float]:
+    """How many rollouts have failed, and how often one has diverged."""
+    rollouts = [rollout for group in groups for rollout in group.rollouts]
+    return {
+        "rollouts/failed": sum(rollout.failed is not None for rollout in rollouts),
+        "rollouts/diverged": sum(rollout.diverged for rollout in rollouts),
+    }
+
+
+def of_environment(groups: list[AnswerGroup], step: int) -> dict[str, float]:
+    """The metrics of one of several environments in the batch of `step`, of which it may have no group."""
+    found = {"groups": len(groups), **rollout_counts(groups)}
+    return {**batch_metrics([group.learned for group in groups], step), **found} if groups else found
+
+
+def _turns(rollouts: list[Rollout]) -> dict[str, float]:
+    """Metrics of the rollouts that are programs; none if none is one."""
+    programs = [rollout.turns for rollout in rollouts if rollout.turns]
+    if not programs:
+        return {}
+    branches = [len({turn.branch for turn in turns}) for turns in programs]
+    return {
+        "rollout/turns": statistics.fmean(map(len, programs)),
+        "rollout/branches": statistics.fmean(branches),
     }

@@ -11,9 +11,9 @@ from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import ORCHESTRATOR_STATE, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.servers import PolicyServers
+from cairn.orchestrator.sources import Source, problems_of
 from cairn.orchestrator.state import OrchestratorState, ShippedSteps, ShippingProgress
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 def take_up(
-    config: OrchestratorConfig, attempt: Attempt, environment: SingleTurn, servers: PolicyServers
+    config: OrchestratorConfig, attempt: Attempt, sources: list[Source], servers: PolicyServers
 ) -> OrchestratorState:
     """Take up the run at the step that `attempt` starts from, plus what the ledger has recorded since.
 
@@ -35,19 +35,22 @@ def take_up(
     run = config.run_directory()
     store = CheckpointStore(run.checkpoints)
     step = StepFolder(attempt.resume_from) if attempt.resume_from else None
-    ledger = Ledger(
-        run.ledger, _whose_ledger(config, attempt, environment), step and step.ledger, attempt.start_step
-    )
     recipe = read_json(run.recipe, dict[str, Any]) or {}
-    if recipe.get("prompts_again") and ledger.begun:  # the waiting prompts come from another recipe
-        for group in ledger.waiting():
-            ledger.drop(group.place, "recipe", attempt.start_step + 1)
+    ledger = Ledger(
+        run.ledger,
+        _whose_ledger(config, attempt, sources),
+        step and step.ledger,
+        attempt.start_step,
+        again="recipe" if recipe.get("prompts_again") else None,  # for them, the run has begun a new branch
+    )
     shipped = ShippedSteps(_saved_progress(step) if step else ShippingProgress())
     while (batch := _shipped_already(shipped.newest.step + 1, attempt, run, store, ledger)) is not None:
         shipped.add(batch)
     ledger.unship_after(shipped.newest.step)
     own = recipe.get("orchestrator", {})
-    return OrchestratorState(config, attempt, run, store, own, environment, servers, ledger, shipped)
+    state = OrchestratorState(config, attempt, run, store, own, sources, servers, ledger, shipped)
+    state.rollouts.forget_after(shipped.newest.step)
+    return state
 
 
 def first_policy(config: OrchestratorConfig, attempt: Attempt) -> Path:
@@ -55,16 +58,18 @@ def first_policy(config: OrchestratorConfig, attempt: Attempt) -> Path:
     return StepFolder(attempt.resume_from).model if attempt.resume_from else Path(config.model.name)
 
 
-def _whose_ledger(config: OrchestratorConfig, attempt: Attempt, environment: SingleTurn) -> LedgerRun:
+def _whose_ledger(config: OrchestratorConfig, attempt: Attempt, sources: list[Source]) -> LedgerRun:
     return LedgerRun(
         run_id=attempt.run_id,
         branch=attempt.branch,
         format=FORMAT,
         seed=config.seed,
-        problems=environment.problems,
+        problems=problems_of(sources),
         prompts_per_step=config.prompts_per_step,
         samples_per_prompt=config.samples_per_prompt,
         max_off_policy_steps=config.max_off_policy_steps,
+        portions=tuple(source.portion for source in sources),
+        remembered=tuple(source.config.pools.remembered for source in sources),
     )
 
 

@@ -1,28 +1,24 @@
 """The answers to a prompt: partial, then whole, then rewarded."""
 
-from dataclasses import dataclass, field
+import time
+from array import array
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
 
 from cairn.policy.generation import Generation
 from cairn.run.messages import PolicyName
 
+LEAST = 2
+"""Minimum number of answers to a prompt that can be compared with each other."""
 
-@dataclass
-class Rollout:
-    """One answer to a problem, whole or partial.
 
-    token_ids, logprobs: for each token. versions: (policy version, start, end) of spans of tokens, each
-    sampled by one policy. finish_reason: "stop" if the model ended it, "length" at the maximum length or at
-    the end of the server's context, None while it is partial. text: set once it is whole. reward: a finite
-    number, or None until the environment has returned it, perhaps some time after the answer is whole.
-    """
+class Sampled:
+    """What was sampled from the model in one call."""
 
-    seed: int
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[float] = field(default_factory=list)
-    versions: list[tuple[str, int, int]] = field(default_factory=list)
-    finish_reason: str | None = None
-    text: str = ""
-    reward: float | None = None
+    token_ids: "list[int] | array[int]"
+    logprobs: "list[float] | array[float]"
+    versions: list[tuple[str, int, int]]
+    finish_reason: str | None
 
     def extend(self, generation: Generation, *, asked: int, longest: int) -> None:
         """Append newly sampled tokens.
@@ -32,8 +28,8 @@ class Rollout:
             longest: maximum number of tokens of a whole answer.
         """
         before = len(self.token_ids)
-        self.token_ids += generation.token_ids
-        self.logprobs += generation.logprobs
+        self.token_ids.extend(generation.token_ids)
+        self.logprobs.extend(generation.logprobs)
         self.versions += [(s.version, before + s.start, before + s.end) for s in generation.weight_versions]
         piece = generation.finish_reason == "length" and len(generation.token_ids) == asked
         goes_on = piece and len(self.token_ids) < longest
@@ -41,11 +37,99 @@ class Rollout:
 
 
 @dataclass
+class Turn(Sampled):
+    """One answer of the model to a rollout that is a program.
+
+    number: among all recorded calls of the rollout. request: digest of what was asked. branch: the sequence
+    of tokens that it belongs to; its context is the first `kept` tokens of the branch, which are all there
+    are, and then prompt_ids. token_ids (int32), logprobs (float32), versions, finish_reason: as of a
+    `Rollout`.
+    """
+
+    number: int
+    request: str
+    branch: int
+    kept: int
+    prompt_ids: "array[int]"
+    token_ids: "list[int] | array[int]" = field(default_factory=lambda: array("i"))
+    logprobs: "list[float] | array[float]" = field(default_factory=lambda: array("f"))
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+
+
+@dataclass(frozen=True)
+class Call:
+    """One recorded answer of the world to a rollout that is a program; `result` is JSON text."""
+
+    number: int
+    name: str
+    result: str
+
+
+@dataclass
+class Rollout(Sampled):
+    """One answer to a problem, whole or partial.
+
+    token_ids, logprobs: for each token. versions: (policy version, start, end) of spans of tokens, each
+    sampled by one policy. finish_reason: "stop" if the model ended it, "length" at the maximum length or at
+    the end of the server's context, None while it is partial. text: set once it is whole. reward: a finite
+    number, or None until the environment has returned it, perhaps some time after the answer is whole.
+    parts: of the reward, by name. failed: why there will be no reward, after retries; None otherwise.
+    diverged: how often, after a restart, a program asked something else than is recorded. begun: when it was
+    begun (`time.monotonic`), or None if another process did that; seconds: from then to its reward.
+
+    turns: of an answer that is a program, once it is whole; token_ids, logprobs and versions are then those
+    of all turns, one after the other.
+    """
+
+    seed: int
+    token_ids: "list[int] | array[int]" = field(default_factory=list[int])
+    logprobs: "list[float] | array[float]" = field(default_factory=list[float])
+    versions: list[tuple[str, int, int]] = field(default_factory=list)
+    finish_reason: str | None = None
+    text: str = ""
+    reward: float | None = None
+    parts: dict[str, float] = field(default_factory=dict[str, float])
+    failed: str | None = None
+    diverged: int = 0
+    turns: list[Turn] = field(default_factory=list[Turn])
+    begun: float | None = field(default=None, compare=False)
+    seconds: float | None = field(default=None, compare=False)
+
+    @property
+    def decided(self) -> bool:
+        """Whether it is rewarded or has failed."""
+        return self.reward is not None or self.failed is not None
+
+    def note_seconds(self) -> None:
+        """Note how long it took, now that it is rewarded."""
+        self.seconds = None if self.begun is None else time.monotonic() - self.begun
+
+    def add_spans(self, spans: Sequence[tuple[str, int, int]]) -> None:
+        """Note the policy versions of tokens that follow those noted so far; the spans count from these."""
+        end = self.versions[-1][2] if self.versions else 0
+        for version, first, last in spans:
+            if self.versions and self.versions[-1][0] == version:
+                self.versions[-1] = version, self.versions[-1][1], end + last
+            else:
+                self.versions.append((version, end + first, end + last))
+
+    def take(self, turns: Sequence[Turn]) -> None:
+        """Hold the turns of a program that is whole, and their tokens one after the other."""
+        self.turns, self.token_ids, self.logprobs = list(turns), array("i"), array("f")
+        self.versions = []
+        for turn in turns:
+            self.token_ids.extend(turn.token_ids)
+            self.logprobs.extend(turn.logprobs)
+            self.add_spans(turn.versions)
+
+
+@dataclass
 class AnswerGroup:
     """All rollouts of one problem; `place` is the problem's place in the run's prompt order.
 
     policy_step: the policy that was served when the prompt was issued. prompt_ids: empty until the
-    environment has returned the problem's messages.
+    environment has returned the problem's messages. environment: its number among the run's environments.
     """
 
     place: int
@@ -53,11 +137,29 @@ class AnswerGroup:
     policy_step: int
     prompt_ids: list[int]
     rollouts: list[Rollout]
+    environment: int = 0
 
     @property
     def whole(self) -> bool:
-        """Whether every answer is complete and rewarded."""
-        return all(rollout.reward is not None for rollout in self.rollouts)
+        """Whether every answer is complete and rewarded, or has failed."""
+        return all(rollout.decided for rollout in self.rollouts)
+
+    @property
+    def learned(self) -> "AnswerGroup":
+        """The group without the answers that have failed."""
+        return replace(self, rollouts=[rollout for rollout in self.rollouts if rollout.failed is None])
+
+    @property
+    def usable(self) -> bool:
+        """Whether it is whole, with answers enough to learn from."""
+        return self.whole and self.failure is None
+
+    @property
+    def failure(self) -> str | None:
+        """Why nothing can be learned from a whole group: too many of its answers have failed."""
+        reasons = [rollout.failed for rollout in self.rollouts if rollout.failed is not None]
+        left = len(self.rollouts) - len(reasons)
+        return reasons[0] if reasons and left < min(LEAST, len(self.rollouts)) else None
 
     @property
     def rewards(self) -> list[float]:

@@ -1,26 +1,20 @@
 """Sampling: has a prompt's answers generated and rewarded, and records them in the ledger piece by piece."""
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+import time
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.chat import ChatFormat, NoPrompt
+from cairn.orchestrator.chat import NoPrompt
+from cairn.orchestrator.completing import Completer, PromptRefused
 from cairn.orchestrator.environments import SingleTurn
-from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
-from cairn.orchestrator.servers import PolicyServers
 from cairn.policy.generation import SamplingParams
-from cairn.run.errors import CairnError
 from cairn.run.faults import fault_point
-from cairn.run.seeds import derive, permutation
+from cairn.run.seeds import derive
 
 
-class PromptRefused(CairnError):
-    """A problem's messages give no usable prompt for this model and these servers; the message names it."""
-
-
-class Sampler:
+class Sampler(Completer[SingleTurn]):
     """Has the servers answer the run's prompts, and the environment reward the answers.
 
     Long answers are requested in pieces of `sampling.chunk_tokens`. A piece is recorded in the ledger before
@@ -28,55 +22,19 @@ class Sampler:
     the same tokens as without the crash.
     """
 
-    def __init__(
-        self,
-        config: OrchestratorConfig,
-        environment: SingleTurn,
-        chat: ChatFormat,
-        servers: PolicyServers,
-        ledger: Ledger,
-        versions: Collection[str],
-    ):
-        """Prepare to sample.
-
-        Args:
-            versions: the policy versions that tokens may come from; the caller may change the set at any
-                time.
-        """
-        self.config = config
-        self.environment = environment
-        self.chat = chat
-        self.servers = servers
-        self.ledger = ledger
-        self.versions = versions
-        self._epoch = -1
-        self._order: list[int] = []
-
-    def begin(self, place: int, policy_step: int) -> AnswerGroup:
-        """Issue the prompt at `place` of the prompt order: an empty group, recorded in the ledger."""
-        problems = self.environment.problems
-        epoch, index = divmod(place, problems)
-        if epoch != self._epoch:
-            self._order = permutation(problems, self.config.seed, "prompt order", epoch)
-            self._epoch = epoch
-        group = AnswerGroup(place, self._order[index], policy_step, [], [])
-        self.ledger.issue(group)
-        return group
-
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
         """Sample and reward the answers of the group that are missing or partial.
 
         Raises:
-            EnvironmentFailed: the environment returned no valid conversation or reward.
             PromptRefused: the conversation gives no usable prompt for this model and these servers.
             Exception: the servers' client gives up.
         """
-        if not group.prompt_ids:
-            group.prompt_ids = self._prompt(group.problem, await self.environment.messages(group.problem))
-            self.ledger.set_prompt(group)
+        n, seed = self.config.samples_per_prompt, self._seed(group, 0)
+        if not group.prompt_ids and (failure := await self.retrying.failure(lambda: self._ask(group))):
+            group.rollouts = [Rollout(seed + i, failed=failure) for i in range(n)]
+            return group
         if not group.rollouts:
-            n, seed = self.config.samples_per_prompt, self._seed(group, 0)
-            group.rollouts = [Rollout(seed + i) for i in range(n)]
+            group.rollouts = [Rollout(seed + i, begun=time.monotonic()) for i in range(n)]
             await self._sample(group, range(n), seed)
         whole = [i for i, rollout in enumerate(group.rollouts) if rollout.finish_reason is not None]
         partial = [i for i in range(len(group.rollouts)) if i not in whole]
@@ -102,18 +60,29 @@ class Sampler:
 
         async def reward(rollout: Rollout) -> None:
             rollout.text = self.chat.text(rollout.token_ids)
-            rollout.reward = await self.environment.reward(group.problem, rollout.text)
+
+            async def attempt() -> None:
+                found = await self.environment.reward(group.problem, rollout.text)
+                rollout.reward, rollout.parts = found
+
+            rollout.failed = await self.retrying.failure(attempt)
+            rollout.note_seconds()
 
         await asyncio.gather(*map(reward, rollouts.values()))
         if rollouts:
             self.ledger.record(group.place, rollouts)
+
+    async def _ask(self, group: AnswerGroup) -> None:
+        """Have the environment say what the group's prompt is, and record it."""
+        group.prompt_ids = self._prompt(group.problem, await self.environment.messages(group.problem))
+        self.ledger.set_prompt(group)
 
     def _prompt(self, problem: int, messages: list[Mapping[str, Any]]) -> list[int]:
         """The conversation's tokens, rendered with the model's chat template."""
         try:
             return self.chat.prompt(messages)
         except NoPrompt as error:
-            about = f"environment {self.config.environment.name!r}, problem {problem}"
+            about = f"environment {self.config.environment.called!r}, problem {problem}"
             raise PromptRefused(f"{about}: {error}") from error
 
     def _longest(self, group: AnswerGroup) -> int:
@@ -127,7 +96,7 @@ class Sampler:
             return self.config.sampling.max_tokens
         if prompt >= limit:
             raise PromptRefused(
-                f"environment {self.config.environment.name!r}, problem {group.problem}: its prompt has "
+                f"environment {self.config.environment.called!r}, problem {group.problem}: its prompt has "
                 f"{prompt} tokens, but prompt and answer together may have at most {limit} on the servers; "
                 "raise the servers' --max-model-len (on rl, --inference.max-model-len), or remove the "
                 "problem from the environment"
@@ -151,7 +120,7 @@ class Sampler:
             stop_token_ids=self.chat.stop_token_ids,
         )
         pieces = await self.servers.generate(
-            group.prompt_ids + so_far, params, affinity=group.place, versions=self.versions
+            [*group.prompt_ids, *so_far], params, affinity=group.place, versions=self.versions
         )
         for i, piece in zip(numbers, pieces, strict=True):
             group.rollouts[i].extend(piece, asked=asked, longest=longest)

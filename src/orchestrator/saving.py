@@ -1,10 +1,20 @@
 """The orchestrator's part of a checkpoint: its progress and the ledger."""
 
 from dataclasses import asdict
+from typing import Any
 
 from cairn.checkpoint.step import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord
+from cairn.orchestrator.sources import problems_of
 from cairn.orchestrator.state import OrchestratorState
 from cairn.run.faults import fault_point
+
+
+def _environments(state: OrchestratorState) -> dict[str, Any]:
+    """The settings of the run's environments, for a checkpoint."""
+    config = state.config
+    if config.environments:
+        return {"environments": [one.model_dump() for one in config.environments]}
+    return {"environment": config.environment.model_dump()}
 
 
 async def save_part(state: OrchestratorState, step: int) -> None:
@@ -12,14 +22,14 @@ async def save_part(state: OrchestratorState, step: int) -> None:
     progress = state.shipped.at(step)
     if progress is None or state.store.has_part(step, "orchestrator", state.attempt.id):
         return  # an earlier process of this attempt has written it
-    problems = state.environment.problems
+    problems = problems_of(state.sources)
     epoch, position = divmod(progress.total_problems, problems)
     record = OrchestratorRecord(
         progress=asdict(progress),
         seed=state.config.seed,
         recipe=state.recipe,
         prompts={
-            "environment": state.config.environment.model_dump(),
+            **_environments(state),
             "problems": problems,
             "epoch": epoch,
             "position": position,
@@ -32,6 +42,7 @@ async def save_part(state: OrchestratorState, step: int) -> None:
     def write() -> None:
         state.store.begin(step, ["orchestrator"])
         fault_point("orchestrator.before_part")
+        state.rollouts.flush()
         state.store.write_part(step, "orchestrator", files, state.attempt.id, read_back=read_back)
 
     await state.disk.do(write)

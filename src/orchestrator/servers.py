@@ -1,19 +1,33 @@
 """The interface to the inference servers, as the orchestrator uses it."""
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Protocol
 
 from cairn.policy.generation import Generation, SamplingParams
 from cairn.run.messages import Probe
 
 
-class PolicyServers(Protocol):
-    """The inference servers, however many there are."""
+class GeneratingServers(Protocol):
+    """What whoever completes answers asks of the inference servers."""
 
     @property
     def max_model_len(self) -> int | None:
         """Maximum tokens of a prompt and its answer together, on every server; None if unknown."""
         ...
+
+    async def generate(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+    ) -> list[Generation]:
+        """`params.n` continuations whose tokens all come from one of `versions`.
+
+        Requests of the same `affinity` share a prefix and go to one server, for its prefix cache. `versions`
+        may change during the call; its content when the answer arrives decides.
+        """
+        ...
+
+
+class PolicyServers(GeneratingServers, Protocol):
+    """The inference servers, however many there are."""
 
     async def serve(
         self, folder: str, version: str, *, probe: Probe | None = None, probe_follows: bool = False
@@ -30,16 +44,6 @@ class PolicyServers(Protocol):
 
     async def sleep(self) -> None:
         """Have all servers free their GPU memory until the next `serve`; returns when they sleep."""
-        ...
-
-    async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
-    ) -> list[Generation]:
-        """`params.n` continuations whose tokens all come from one of `versions`.
-
-        Requests of the same `affinity` share a prefix and go to one server, for its prefix cache. `versions`
-        may change during the call; its content when the answer arrives decides.
-        """
         ...
 
     def take_metrics(self) -> dict[str, float]:

@@ -6,9 +6,15 @@ sleep and removed before they are woken, so that a role that is started anew fin
 """
 
 import asyncio
+import logging
 from typing import Protocol
 
 from cairn.orchestrator.state import OrchestratorState
+
+logger = logging.getLogger(__name__)
+
+LAST_SLEEP = 30
+"""Seconds that the servers get to fall asleep at the end of the run."""
 
 
 class Sharing(Protocol):
@@ -27,6 +33,10 @@ class Sharing(Protocol):
 
     async def hand_over(self) -> None:
         """Called when a batch may have been shipped, and in the beginning."""
+        ...
+
+    async def rest(self) -> None:
+        """Nothing is asked of the servers any more, which may have been given the last policy."""
         ...
 
     def end(self) -> None:
@@ -50,6 +60,9 @@ class Apart:
     async def hand_over(self) -> None:
         """Nothing to do."""
 
+    async def rest(self) -> None:
+        """Nothing to do: clients may ask the servers."""
+
     def end(self) -> None:
         """Nothing to do."""
 
@@ -63,7 +76,10 @@ class TakingTurns:
         self._versions = state.run.versions
 
     def wants(self, step: int, *, last: bool = False) -> bool:
-        """Whether prompts will be sampled from the policy of `step`: no later batch is shipped."""
+        """Whether prompts will be sampled from the policy of `step`: no later batch is shipped.
+
+        None are sampled from the last one, for which servers are woken only if it is to be evaluated.
+        """
         return not last and step >= self.state.shipped.newest.step
 
     def before_serving(self) -> None:
@@ -91,6 +107,19 @@ class TakingTurns:
             return False
         turn = self._versions.handed_over(attempt)
         return turn is None or (turn.until is not None and turn.until < newest)
+
+    async def rest(self) -> None:
+        """If servers were woken for the last policy, have them sleep, and let a trainer take steps again.
+
+        One that does not fall asleep in time is dead, or soon will be: the run ends.
+        """
+        if self._versions.handed_over(self.state.attempt) is not None:
+            return
+        try:
+            await asyncio.wait_for(self.state.servers.sleep(), LAST_SLEEP)
+        except Exception as error:
+            logger.warning("the servers do not sleep at the end of the run: %s", error)
+        self._versions.hand_over(self.state.attempt, until=None)
 
     def end(self) -> None:
         """Sleeping servers sleep on: a trainer that dies in its last save takes its last steps again."""

@@ -1,6 +1,7 @@
 """The state that the parts of an orchestrator share."""
 
 import asyncio
+import functools
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -8,9 +9,11 @@ from typing import Any
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import SingleTurn
+from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import Ledger
+from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.servers import PolicyServers
+from cairn.orchestrator.sources import Source
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import ShippedBatch
@@ -93,9 +96,27 @@ class OrchestratorState:
     store: CheckpointStore
     recipe: dict[str, Any]
     """The orchestrator's part of the run's recipe."""
-    environment: SingleTurn
+    sources: list[Source]
+    """Its environments; an `AnswerGroup` has the number of its own."""
     servers: PolicyServers
     ledger: Ledger
     shipped: ShippedSteps
+    evaluated: dict[str, float] = field(default_factory=dict[str, float])
+    """Results of evaluations that no batch's metrics hold yet."""
     policy: ServedPolicy = field(default_factory=ServedPolicy)
     disk: Disk = field(default_factory=Disk)
+
+    def source(self, group: AnswerGroup) -> Source:
+        """The environment of a group."""
+        return self.sources[group.environment]
+
+    def take_evaluated(self) -> dict[str, float]:
+        """The results of evaluations since the last call, for a step's row."""
+        taken = dict(self.evaluated)
+        self.evaluated.clear()
+        return taken
+
+    @functools.cached_property
+    def rollouts(self) -> KeptRollouts:
+        """The rollouts that were shipped."""
+        return KeptRollouts(self.run.rollouts)

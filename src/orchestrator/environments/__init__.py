@@ -1,18 +1,57 @@
 """Where prompts and rewards come from."""
 
-from cairn.orchestrator.environments.making import BUILT_IN, check_environment, make_environment
+from cairn.orchestrator.environments.agent import AgentPrograms
+from cairn.orchestrator.environments.asked import AskedEnvironment
+from cairn.orchestrator.environments.elsewhere import AskedElsewhere
+from cairn.orchestrator.environments.making import (
+    BUILT_IN,
+    ask,
+    check_environment,
+    check_environments,
+    make_environment,
+)
+from cairn.orchestrator.environments.program import (
+    LARGEST_SNAPSHOT,
+    Model,
+    ProgramEnvironment,
+    Programs,
+    Reply,
+    Snapshot,
+    no_tool_parser,
+)
 from cairn.orchestrator.environments.protocol import BadEnvironment, Environment, EnvironmentFailed
 from cairn.orchestrator.environments.reverse_text import ReverseText, longest_common_subsequence
+from cairn.orchestrator.environments.rewards import TOOL_COUNTS, Rewards
 from cairn.orchestrator.environments.single_turn import SingleTurn
+from cairn.orchestrator.environments.tools import ToolEnvironment, ToolPrograms
+from cairn.orchestrator.environments.worlds import WorldEnvironment, WorldPrograms
 
 __all__ = [
     "BUILT_IN",
+    "LARGEST_SNAPSHOT",
+    "TOOL_COUNTS",
+    "AgentPrograms",
+    "AskedElsewhere",
+    "AskedEnvironment",
     "BadEnvironment",
     "Environment",
     "EnvironmentFailed",
+    "Model",
+    "ProgramEnvironment",
+    "Programs",
+    "Reply",
     "ReverseText",
+    "Rewards",
     "SingleTurn",
+    "Snapshot",
+    "ToolEnvironment",
+    "ToolPrograms",
+    "WorldEnvironment",
+    "WorldPrograms",
+    "ask",
     "check_environment",
+    "check_environments",
     "longest_common_subsequence",
     "make_environment",
+    "no_tool_parser",
 ]

@@ -34,9 +34,11 @@ class Calls:
         self.whose = whose
         self.timeout = timeout
         self._count = threads
-        self._free = asyncio.Semaphore(max(1, threads))
+        self.free = asyncio.Semaphore(max(1, threads))
+        """Held by who calls `in_thread`."""
         self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
         self._started = 0
+        self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
 
     def close(self) -> None:
@@ -53,61 +55,105 @@ class Calls:
             EnvironmentFailed: the method raised, or took longer than `timeout`.
         """
         try:
-            async with self._free:  # wait for a thread before the deadline starts
+            async with self.free:  # wait for a thread before the deadline starts
                 async with asyncio.timeout(self.timeout):
-                    found = await self._in_thread(lambda: method(*arguments))
+                    found = await self.in_thread(lambda: method(*arguments))
             if inspect.isawaitable(found):
                 async with asyncio.timeout(self.timeout):
-                    found = await self._on_own_loop(found)
+                    found = await self.on_own_loop(found)
             return found
-        except TimeoutError:  # our deadline; the environment's own TimeoutError is a `_Raised`
-            raise EnvironmentFailed(
-                f"{self.whose}: {what} has not returned within {self.timeout:g} s "
-                f"(--orchestrator.reward-timeout allows more){about}"
-            ) from None
-        except _Raised as raised:
+        except TimeoutError:  # our deadline; the environment's own TimeoutError is a `Raised`
+            raise self._too_late(what, about) from None
+        except Raised as raised:
             raise self._raised(what, raised.error, about) from raised.error
+
+    def _too_late(self, what: str, about: str) -> EnvironmentFailed:
+        return EnvironmentFailed(
+            f"{self.whose}: {what} has not returned within {self.timeout:g} s "
+            f"(--orchestrator.reward-timeout allows more){about}"
+        )
 
     def _raised(self, what: str, error: BaseException, about: str) -> EnvironmentFailed:
         logger.error("%s: %s raised", self.whose, what, exc_info=error)
         return EnvironmentFailed(f"{self.whose}: {what} raised {type(error).__name__}: {error}{about}")
 
-    async def _in_thread(self, call: Callable[[], Any]) -> Any:
+    async def in_thread(self, call: Callable[[], Any]) -> Any:
+        """The result of a function, which is called on a thread; at most `threads` may do so at once.
+
+        Raises:
+            Raised: it raised.
+        """
+        return await asyncio.wrap_future(self.submit(call))
+
+    def submit(self, call: Callable[[], Any]) -> "Future[Any]":
+        """Have a thread call a function as soon as one is free; any thread may ask for that.
+
+        Returns:
+            Its result, or the `Raised` with its exception.
+        """
+        future: Future[Any] = Future()
         if self._count == 0:
-            return _outcome(call)
-        if self._started < self._count:
-            self._started += 1
-            threading.Thread(target=self._work, name=f"environment {self._started}", daemon=True).start()
-        future: Future = Future()
+            _fill(future, call)
+            return future
+        with self._starting:
+            if self._started < self._count:
+                self._started += 1
+                name = f"environment {self._started}"
+                threading.Thread(target=self._work, name=name, daemon=True).start()
         self._jobs.put((call, future))
-        return await asyncio.wrap_future(future)
+        return future
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
             call, future = job
-            if future.set_running_or_notify_cancel():
-                try:
-                    future.set_result(_outcome(call))
-                except _Raised as raised:
-                    future.set_exception(raised)
+            _fill(future, call)
             del job, call, future  # else the last answer stays referenced
 
-    async def _on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
+    async def on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
+        """The result of an awaitable, which runs on the environment's own event loop.
+
+        Raises:
+            Raised: it raised.
+        """
+
         async def outcome() -> Any:
             try:
                 return await awaitable
             except asyncio.CancelledError as error:
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # cancelled by us
-                raise _Raised(error) from error
+                raise Raised(error) from error
             except (Exception, SystemExit, KeyboardInterrupt) as error:
-                raise _Raised(error) from error
+                raise Raised(error) from error
 
         if self._loop is None:
             self._loop = asyncio.new_event_loop()
             run = functools.partial(_run_loop, self._loop)
             threading.Thread(target=run, name="environment loop", daemon=True).start()
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(outcome(), self._loop))
+
+
+class AwaitedCalls(Calls):
+    """Calls coroutine functions that only wait for other processes, on the caller's event loop.
+
+    Args:
+        at_once: number of calls at the same time; the deadline of the others has not begun.
+    """
+
+    def __init__(self, whose: str, at_once: int, timeout: float):
+        super().__init__(whose, 0, timeout)
+        self.free = asyncio.Semaphore(at_once)
+
+    async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
+        """As in `Calls`."""
+        async with self.free:
+            try:
+                async with asyncio.timeout(self.timeout):
+                    return await method(*arguments)
+            except TimeoutError:
+                raise self._too_late(what, about) from None
+            except EnvironmentFailed as failed:
+                raise EnvironmentFailed(f"{self.whose}: {what}: {failed}{about}") from failed
 
 
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
@@ -121,18 +167,26 @@ def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     loop.close()
 
 
-class _Raised(Exception):
+class Raised(Exception):
     """Wraps an environment's exception: asyncio would act on a bare SystemExit or StopIteration."""
 
     def __init__(self, error: BaseException):
         self.error = error
 
 
+def _fill(future: "Future[Any]", call: Callable[[], Any]) -> None:
+    if future.set_running_or_notify_cancel():
+        try:
+            future.set_result(_outcome(call))
+        except Raised as raised:
+            future.set_exception(raised)
+
+
 def _outcome(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except BaseException as error:
-        raise _Raised(error) from error
+        raise Raised(error) from error
 
 
 def shortened(value: object) -> str:

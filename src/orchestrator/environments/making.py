@@ -1,15 +1,75 @@
 """Makes the configured environment, and checks it before a run starts."""
 
 from collections.abc import Callable
+from typing import Any
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.orchestrator.environments.agent import Agent, AgentPrograms
+from cairn.orchestrator.environments.asked import AskedEnvironment
+from cairn.orchestrator.environments.calculator import Calculator
+from cairn.orchestrator.environments.data_set import DataSet
+from cairn.orchestrator.environments.elsewhere import AskedElsewhere, process_environment, verifiers
+from cairn.orchestrator.environments.gymnasium_worlds import GymnasiumWorlds
+from cairn.orchestrator.environments.open_env import OpenEnv
+from cairn.orchestrator.environments.program import Programs
 from cairn.orchestrator.environments.protocol import BadEnvironment, Environment, EnvironmentFailed
+from cairn.orchestrator.environments.reasoning_tasks import ReasoningGym
 from cairn.orchestrator.environments.reverse_text import ReverseText
-from cairn.orchestrator.environments.single_turn import SingleTurn, wrong_with
+from cairn.orchestrator.environments.single_turn import SingleTurn
+from cairn.orchestrator.environments.tools import ToolPrograms
+from cairn.orchestrator.environments.worlds import WorldPrograms
 from cairn.run.extensions import BadExtension, load, make
 from cairn.run.waiting import run_async
 
-BUILT_IN: dict[str, Callable[..., Environment]] = {"reverse_text": ReverseText}
+BUILT_IN: dict[str, Callable[..., Any]] = {
+    "calculator": Calculator,
+    "reverse_text": ReverseText,
+    "dataset": DataSet,
+    "reasoning_gym": ReasoningGym,
+    "process": process_environment,
+    "verifiers": verifiers,
+    "gymnasium": GymnasiumWorlds,
+    "agent": Agent,
+    "openenv": OpenEnv,
+}
+
+KINDS: dict[str, type[AskedEnvironment]] = {
+    "rollout": Programs,
+    "tools": ToolPrograms,
+    "at_once": AskedElsewhere,
+    "agent_command": AgentPrograms,
+    "reward": SingleTurn,
+    "step": WorldPrograms,
+}
+"""How an environment is asked, by the attribute that makes it one of a kind; the first that it has counts."""
+
+
+def kind_of(environment: object) -> type[AskedEnvironment]:
+    """How the environment is asked; one with no attribute of `KINDS` counts as single-turn."""
+    found = (kind for name, kind in KINDS.items() if getattr(environment, name, None) is not None)
+    return next(found, SingleTurn)
+
+
+def ask(environment: Environment, config: OrchestratorConfig) -> AskedEnvironment:
+    """The environment as the orchestrator asks it."""
+    return kind_of(environment)(environment, config)
+
+
+def check_environments(config: OrchestratorConfig) -> list[Environment]:
+    """Check all environments of a run, as `check_environment` does; returns them.
+
+    Raises:
+        BadEnvironment: one is none; the message names it.
+    """
+    if not config.environments:
+        return [check_environment(config)]
+    found: list[Environment] = []
+    for one in config.of_environments():
+        try:
+            found.append(check_environment(one))
+        except BadEnvironment as error:
+            raise BadEnvironment(f"environments, {one.environment.called!r}: {error}") from None
+    return found
 
 
 def make_environment(config: EnvironmentConfig) -> Environment:
@@ -23,7 +83,7 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         environment = make(cls, config.args, "orchestrator.environment.args")
     except BadExtension as error:
         raise BadEnvironment(str(error)) from error
-    if wrong := wrong_with(environment):
+    if wrong := kind_of(environment).wrong_with(environment):
         raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {wrong}")
     return environment
 
@@ -39,12 +99,14 @@ def check_environment(config: OrchestratorConfig) -> Environment:
     """
     environment = make_environment(config.environment)
 
-    async def ask() -> None:
-        with SingleTurn(environment, config) as asked:
-            await asked.messages(0)
+    async def look() -> None:
+        with ask(environment, config) as asked:
+            if lacking := await asked.lacks():
+                raise EnvironmentFailed(lacking)
+            await asked.shown(0)
 
     try:
-        run_async(ask())
+        run_async(look())
     except EnvironmentFailed as error:
         raise BadEnvironment(f"orchestrator.environment: {error}") from None
     return environment

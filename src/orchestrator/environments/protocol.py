@@ -3,6 +3,7 @@
 from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
+from cairn.orchestrator.environments.rewards import Rewards
 from cairn.run.errors import CairnError
 
 
@@ -15,6 +16,10 @@ class EnvironmentFailed(CairnError):
 
     The message names the environment, the problem, the cause and, for a reward, the answer.
     """
+
+
+Reward = float | Mapping[str, float] | Rewards
+"""What an environment says of an answer."""
 
 
 class Environment(Protocol):
@@ -33,6 +38,7 @@ class Environment(Protocol):
         """The conversation that asks problem number `problem`."""
         ...
 
-    def reward(self, problem: int, answer: str) -> float | Awaitable[float]:
-        """How good `answer` is, for example from 0 to 1: one finite number (Python, numpy or torch)."""
+    def reward(self, problem: int, answer: str) -> Reward | Awaitable[Reward]:
+        """How good `answer` is, for example from 0 to 1: one finite number (Python, numpy or torch), or
+        several by name, as a mapping that adds up to the reward or as `Rewards` with weights."""
         ...

@@ -2,18 +2,20 @@
 
 It is one SQLite file in the run directory, written by one process. A prompt and the tokens sampled for it are
 kept from when it is issued to a server until a committed checkpoint contains the training on it. One small
-row for each batch and for each dropped group is kept for ever. The life of a prompt:
+row for each batch, each dropped group, and each prompt that is in no batch is kept for ever. The life of a
+prompt:
 
     issued -> partial tokens -> whole answers -> shipped in a batch -> trained, and folded
                              -> dropped, and issued again
 """
 
 from cairn.orchestrator.ledger.ledger import Ledger, LedgerFailed
-from cairn.orchestrator.ledger.reading import LedgerContent, read_answers, read_ledger
-from cairn.orchestrator.ledger.schema import FORMAT, SCHEMA, LedgerRun, to_ranges
+from cairn.orchestrator.ledger.reading import LedgerContent, read_answers, read_ledger, read_sampled
+from cairn.orchestrator.ledger.schema import FORMAT, RESTS, SCHEMA, LedgerRun, to_ranges
 
 __all__ = [
     "FORMAT",
+    "RESTS",
     "SCHEMA",
     "Ledger",
     "LedgerContent",
@@ -21,5 +23,6 @@ __all__ = [
     "LedgerRun",
     "read_answers",
     "read_ledger",
+    "read_sampled",
     "to_ranges",
 ]

@@ -12,21 +12,28 @@ from pathlib import Path
 from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.orchestrator.ledger.schema import READABLE, upgrade
 
 UNWRITTEN = """
 SELECT place, sample FROM samples
 WHERE json_array_length(token_ids) IS NOT json_array_length(logprobs) OR json_valid(versions) = 0
 OR typeof(reward) NOT IN ('null', 'real') OR abs(reward) > 1e37 OR (reward NOT NULL AND finish_reason IS NULL)
+OR (reward NOT NULL AND failed NOT NULL) OR json_valid(coalesce(parts, '{}')) = 0
+OR calls != (SELECT count(*) FROM turns t WHERE t.place = samples.place AND t.sample = samples.sample)
+    + (SELECT count(*) FROM calls c WHERE c.place = samples.place AND c.sample = samples.sample)
+UNION SELECT place, sample FROM turns
+WHERE length(token_ids) != length(logprobs) OR json_valid(versions) = 0
+OR length(token_ids) % 4 != 0 OR length(prompt_ids) % 4 != 0
 """
 """Selects answers that the orchestrator can't have written like this."""
 NOWHERE = (0, -1, 0)
 
 
-def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, step: int) -> str | None:
+def wrong_with(path: Path, owner: tuple[str, str], snapshot: Path | None, step: int) -> str | None:
     """Why the run can't continue with the ledger at `path`, in words; None if it can.
 
     Args:
-        owner: the run id, branch and format that the ledger must have.
+        owner: the run id and branch that the ledger must have.
         snapshot: the ledger in the checkpoint that the run resumes from, after `step` steps.
     """
     batches = f"SELECT * FROM batches WHERE step <= {step} ORDER BY step"
@@ -34,13 +41,16 @@ def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, s
         with contextlib.closing(sqlite3.connect(path)) as database:
             if database.execute("PRAGMA quick_check").fetchall() != [("ok",)]:
                 return "it is damaged"
-            if database.execute("SELECT run_id, branch, format FROM run").fetchall() != [owner]:
-                return "it belongs to another run or branch, or has another format"
+            if database.execute("SELECT run_id, branch FROM run").fetchall() != [owner]:
+                return "it belongs to another run or branch"
+            upgrade(database)  # and roll back
             if odd := oddity(database):
                 return odd
             trained = database.execute(batches).fetchall()
     except sqlite3.DatabaseError as error:
         return f"it is damaged ({error})"
+    except ValueError as error:
+        return str(error)
     if snapshot:
         uri = f"file:{quote(str(snapshot))}?immutable=1"  # so that SQLite writes no files into the checkpoint
         with contextlib.closing(sqlite3.connect(uri, uri=True)) as database:
@@ -49,18 +59,19 @@ def wrong_with(path: Path, owner: tuple[str, str, int], snapshot: Path | None, s
     return None
 
 
-def check_format(database: sqlite3.Connection, snapshot: Path, wanted: int) -> None:
-    """Refuse a checkpoint's ledger of another format.
+def upgrade_copy(database: sqlite3.Connection, snapshot: Path) -> None:
+    """Bring a copy of a checkpoint's ledger to the current format.
 
     Raises:
-        CheckpointError: the format differs; the message names both.
+        CheckpointError: the format can't be read; the message names it.
     """
     try:
-        (found,) = database.execute("SELECT format FROM run").fetchone()
+        upgrade(database)
     except sqlite3.DatabaseError:
-        found = "unknown (an older one)"
-    if found != wanted:
-        raise CheckpointError(f"{snapshot} has format {found}; this version of Cairn reads format {wanted}")
+        wanted = f"this version of Cairn reads formats {min(READABLE)} to {max(READABLE)}"
+        raise CheckpointError(f"{snapshot} has format unknown (an older one); {wanted}") from None
+    except ValueError as error:
+        raise CheckpointError(f"{snapshot}: {error}") from None
 
 
 def oddity(database: sqlite3.Connection) -> str | None:

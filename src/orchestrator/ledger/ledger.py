@@ -4,25 +4,44 @@ import contextlib
 import json
 import logging
 import sqlite3
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import astuple
 from pathlib import Path
 
+import numpy as np
+import numpy.typing as npt
+
+from cairn.orchestrator.ledger import outcomes
 from cairn.orchestrator.ledger.checks import oddity
 from cairn.orchestrator.ledger.opening import begin, connect, open_existing, remove_journal, set_aside
 from cairn.orchestrator.ledger.schema import (
+    ANSWERS,
+    FINISH_SAMPLE,
+    INSERT_CALL,
     INSERT_SAMPLE,
+    INSERT_SNAPSHOT,
+    INSERT_TURN,
+    RESTS,
+    SELECT_BRANCH,
     SELECT_SAMPLES,
+    SELECT_SNAPSHOT,
+    SELECT_TURNS,
     UNSHIP,
     UNSHIP_ONE,
     LedgerRun,
     batch_of,
     batch_row,
+    owners,
     rollout_of,
     sample_row,
+    spans_of,
+    to_parts,
+    turn_of,
+    turn_row,
     write_owner,
 )
-from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, Turn
 from cairn.run.errors import CairnError
 from cairn.run.files import write_atomic
 from cairn.run.messages import ShippedBatch
@@ -37,7 +56,9 @@ class LedgerFailed(CairnError):
 class Ledger:
     """The ledger of one branch of a run. Only one process may open it at a time."""
 
-    def __init__(self, path: Path, run: LedgerRun, snapshot: Path | None, step: int):
+    def __init__(
+        self, path: Path, run: LedgerRun, snapshot: Path | None, step: int, *, again: str | None = None
+    ):
         """Open the ledger of this run and branch.
 
         A file that is damaged, belongs to another branch, or contradicts itself or the snapshot is renamed,
@@ -45,31 +66,37 @@ class Ledger:
 
         Args:
             snapshot: the ledger in the checkpoint that the run resumes from, after `step` steps.
+            again: why the prompts that wait in a snapshot of another branch are issued again, without their
+                answers; None: they are gone on with.
 
         Raises:
             CheckpointError: the snapshot has another format, or contradicts itself.
         """
         path.parent.mkdir(parents=True, exist_ok=True)
         self.path = path
-        found = open_existing(path, run, snapshot, step)
-        self.begun = found is None
-        """True if no usable file was found, so that the ledger began empty or as a copy of the snapshot."""
-        self._database = found or begin(path, run, snapshot, step)
+        self._database = open_existing(path, run, snapshot, step) or begin(path, run, snapshot, step, again)
         self._inode = path.stat().st_ino
-        self._run = run
+        self.run = run
         rows = self._database.execute("SELECT * FROM batches").fetchall()
         self._shipped = {row[0]: batch_of(*row) for row in rows}
         """All batches. If another program changes their rows, `_mend` restores them from here."""
 
     # Prompts and answers
 
-    def issue(self, group: AnswerGroup) -> None:
-        """Record that a prompt is about to be answered."""
+    def issue(self, group: AnswerGroup, resting: Sequence[AnswerGroup] = (), step: int = 0) -> None:
+        """Record that a prompt is about to be answered.
+
+        Args:
+            resting: prompts before it that are not issued, because their problems rest.
+            step: the batch that leaves these out.
+        """
         tries = self._database.execute("SELECT count(*) FROM dropped WHERE place = ?", (group.place,))
-        row = (group.place, group.problem, tries.fetchone()[0] + 1, group.policy_step)
+        row = (group.place, group.problem, group.environment, tries.fetchone()[0] + 1, group.policy_step)
         with self._database:
+            self._give_up(resting, RESTS, step)
             self._database.execute(
-                "INSERT INTO groups (place, problem, tries, policy_step, prompt_ids) VALUES (?, ?, ?, ?, ?)",
+                "INSERT INTO groups (place, problem, environment, tries, policy_step, prompt_ids) "
+                "VALUES (?, ?, ?, ?, ?, ?)",
                 (*row, json.dumps(group.prompt_ids)),
             )
 
@@ -97,51 +124,160 @@ class Ledger:
     def waiting(self) -> list[AnswerGroup]:
         """The prompts that are issued but not shipped, with their answers so far."""
         groups = {
-            place: AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), [])
-            for place, problem, policy_step, prompt_ids in self._database.execute(
-                "SELECT place, problem, policy_step, prompt_ids FROM groups WHERE batch IS NULL"
+            place: AnswerGroup(place, problem, policy_step, json.loads(prompt_ids), [], environment)
+            for place, problem, policy_step, prompt_ids, environment in self._database.execute(
+                "SELECT place, problem, policy_step, prompt_ids, environment FROM groups WHERE batch IS NULL"
             )
         }
         rows = self._database.execute(
             f"{SELECT_SAMPLES} WHERE place IN (SELECT place FROM groups WHERE batch IS NULL) "
             "ORDER BY place, sample"
         )
-        for place, *answer in rows:
-            groups[place].rollouts.append(rollout_of(answer))
+        for place, calls, *answer in rows:
+            rollouts = groups[place].rollouts
+            rollouts.append(rollout_of(answer))
+            if calls is not None:
+                rollouts[-1].take(self.turns(place, len(rollouts) - 1))
+        for place, sample, versions in self._database.execute(
+            "SELECT place, sample, turns.versions FROM turns JOIN groups USING (place) "
+            "JOIN samples USING (place, sample) WHERE batch IS NULL AND calls IS NULL "
+            "ORDER BY place, sample, number"
+        ):
+            groups[place].rollouts[sample].add_spans(spans_of(versions))
         return list(groups.values())
 
-    def sample_at(self, temperature: float, step: int) -> int:
+    # Calls of rollouts that are programs
+
+    def record_turn(self, place: int, sample: int, turn: Turn) -> None:
+        """Record what the model has answered, whole or partial."""
+        with self._database:
+            self._database.execute(INSERT_TURN, turn_row(place, sample, turn))
+
+    def record_call(self, place: int, sample: int, call: Call, snapshot: str | bytes | None = None) -> None:
+        """Record what the world has answered.
+
+        Args:
+            snapshot: of the world after the call; it replaces the rollout's earlier one.
+        """
+        with self._database:
+            self._database.execute(INSERT_CALL, (place, sample, *astuple(call)))
+            if snapshot is not None:
+                self._database.execute(INSERT_SNAPSHOT, (place, sample, call.number, snapshot))
+
+    def newest_snapshot(self, place: int, sample: int) -> tuple[int, str, str | bytes] | None:
+        """The number and name of the call after which a rollout's newest snapshot was taken, and that."""
+        return self._database.execute(SELECT_SNAPSHOT, (place, sample)).fetchone()
+
+    def turns(self, place: int, sample: int) -> list[Turn]:
+        """The turns of a rollout, in order."""
+        where = "WHERE place = ? AND sample = ? ORDER BY number"
+        return [turn_of(row) for row in self._database.execute(f"{SELECT_TURNS} {where}", (place, sample))]
+
+    def branch(self, place: int, sample: int, branch: int) -> npt.NDArray[np.int32]:
+        """The tokens of a branch of a rollout, int32: prompts and answers of its turns, in order."""
+        rows = self._database.execute(SELECT_BRANCH, (place, sample, branch))
+        return np.frombuffer(b"".join(blob for row in rows for blob in row), "<i4").astype(np.int32)
+
+    def calls(self, place: int, sample: int) -> list[Turn | Call]:
+        """All recorded calls of a rollout, in order."""
+        rows = self._database.execute(
+            "SELECT number, name, result FROM calls WHERE place = ? AND sample = ?", (place, sample)
+        )
+        found = [*self.turns(place, sample), *(Call(*row) for row in rows)]
+        return sorted(found, key=lambda call: call.number)
+
+    def forget_calls(self, place: int, sample: int, numbers: Iterable[int], rollout: Rollout) -> None:
+        """Delete the calls of these numbers, because the program no longer makes them."""
+        rows = [(place, sample, number) for number in numbers]
+        with self._database:
+            for table in ("turns", "calls", "snapshots"):
+                what = f"DELETE FROM {table} WHERE place = ? AND sample = ? AND number = ?"
+                self._database.executemany(what, rows)
+            self._database.execute(
+                "UPDATE samples SET diverged = ? WHERE place = ? AND sample = ?",
+                (rollout.diverged, place, sample),
+            )
+
+    def finish(self, place: int, sample: int, rollout: Rollout, calls: int | None) -> None:
+        """Record how a program has ended: its reward, or why it failed.
+
+        Args:
+            calls: number of its recorded calls; None if it may be started again.
+        """
+        what = (rollout.finish_reason, rollout.text, rollout.reward, to_parts(rollout), rollout.failed)
+        with self._database:
+            self._database.execute(FINISH_SAMPLE, (*what, rollout.diverged, calls, place, sample))
+            if calls is not None:
+                self._database.execute(
+                    "DELETE FROM snapshots WHERE place = ? AND sample = ?", (place, sample)
+                )
+
+    def fail(self, group: AnswerGroup, reason: str, step: int) -> None:
+        """Give a prompt up: it is not issued again. `step` is the batch that leaves it out."""
+        with self._database:
+            self._give_up([group], reason, step)
+            outcomes.note(self._database, self.run, [group.place], step)
+            self._forget([group.place])
+
+    def _give_up(self, groups: Sequence[AnswerGroup], reason: str, step: int) -> None:
+        rows = [(group.place, group.problem, step, reason, group.environment) for group in groups]
+        self._database.executemany(
+            "INSERT INTO failed (place, problem, step, reason, environment) VALUES (?, ?, ?, ?, ?)", rows
+        )
+
+    def given_up(self, reason: str, step: int) -> Counter[int]:
+        """Number of prompts that batch `step` leaves out for this reason, by environment."""
+        query = "SELECT environment, count(*) FROM failed WHERE step = ? AND reason = ? GROUP BY environment"
+        return Counter(dict(self._database.execute(query, (step, reason)).fetchall()))
+
+    def sample_at(self, temperature: float, step: int) -> list[AnswerGroup]:
         """Record the temperature from now on; `step` is that of the next batch.
 
         A batch has one temperature, so waiting prompts with answers at another one are dropped. Returns the
-        number of dropped prompts.
+        dropped prompts.
         """
-        with self._database:
-            self._database.execute("CREATE TABLE IF NOT EXISTS sampling (temperature REAL NOT NULL)")
         if self._database.execute("SELECT * FROM sampling").fetchall() == [(temperature,)]:
-            return 0
-        doomed = [group.place for group in self.waiting() if any(one.token_ids for one in group.rollouts)]
-        for place in doomed:
-            self.drop(place, "temperature", step)
+            return []
+        doomed = [group for group in self.waiting() if any(one.versions for one in group.rollouts)]
+        for group in doomed:
+            self.drop(group.place, "temperature", step)
         with self._database:
             self._database.execute("DELETE FROM sampling")
             self._database.execute("INSERT INTO sampling VALUES (?)", (temperature,))
-        return len(doomed)
+        return doomed
 
     # Batches
 
     def ship(self, batch: ShippedBatch, problems: Mapping[int, int]) -> None:
         """Record that a batch's file exists; `problems` maps each of the batch's places to its problem."""
-        groups = [(place, problem, batch.oldest_step) for place, problem in problems.items()]
+        groups = [
+            (place, problem, batch.oldest_step, self.run.order.environment(place))
+            for place, problem in problems.items()
+        ]
         self._stay_in_place()
         with self._database:
             self._note(batch)
             for statement in UNSHIP_ONE:
                 self._database.execute(statement, (batch.step,))
             # A power cut can lose rows that were not flushed yet; the batch's file restores them.
-            self._database.executemany("INSERT OR IGNORE INTO groups VALUES (?, ?, 1, ?, NULL, NULL)", groups)
+            self._database.executemany(
+                "INSERT OR IGNORE INTO groups (place, problem, tries, policy_step, environment) "
+                "VALUES (?, ?, 1, ?, ?)",
+                groups,
+            )
             self._database.executemany(
                 "UPDATE groups SET batch = ? WHERE place = ?", [(batch.step, place) for place in problems]
+            )
+            self._database.executemany(
+                "DELETE FROM snapshots WHERE place = ?", [(place,) for place in problems]
+            )
+            unknown = outcomes.note(self._database, self.run, problems, batch.step)
+        if unknown:
+            logger.warning(
+                "the ledger has lost the answers to %d prompts of batch %d: as far as it is known which "
+                "problems rest, these prompts were never asked",
+                len(unknown),
+                batch.step,
             )
         self._shipped[batch.step] = batch
 
@@ -160,15 +296,35 @@ class Ledger:
         self._shipped = {number: batch for number, batch in self._shipped.items() if number <= step}
 
     def fold(self, step: int) -> None:
-        """Delete the answers in batches up to `step`, once a committed checkpoint covers their training."""
+        """Delete the answers in batches up to `step`, once a committed checkpoint covers their training.
+
+        Outcomes go where newer ones count: by then the servers have a policy that is at most
+        `max_off_policy_steps` + 1 steps older.
+        """
         places = self._database.execute("SELECT place FROM groups WHERE batch <= ?", (step,)).fetchall()
         if places:
             with self._database:
                 self._forget([place for (place,) in places])
+                outcomes.thin_out(self._database, self.run, step - 1 - self.run.max_off_policy_steps)
+
+    # Outcomes
+
+    def recent_outcomes(
+        self, environment: int, problem: int, step: int, window: int
+    ) -> outcomes.Recent | None:
+        """A problem's last `window` outcomes in batches up to `step`; None if there are fewer."""
+        return outcomes.recent(self._database, environment, problem, step, window)
+
+    def mean_outcomes(self, environment: int, step: int, window: int) -> list[float]:
+        """The mean over these, of each problem of an environment that has as many."""
+        return outcomes.means(self._database, environment, step, window)
+
+    # Places
 
     def never_issued(self) -> tuple[list[int], int]:
         """Places without a prompt: the gaps, and the first place after all that were issued."""
-        ranges = [[place, place] for (place,) in self._database.execute("SELECT place FROM groups")]
+        taken = self._database.execute("SELECT place FROM groups UNION SELECT place FROM failed")
+        ranges = [[place, place] for (place,) in taken]
         for (places,) in self._database.execute("SELECT places FROM batches"):
             ranges += json.loads(places)
         holes, following = [], 0
@@ -178,7 +334,7 @@ class Ledger:
         return holes, following
 
     def _forget(self, places: list[int]) -> None:
-        for table in ("samples", "groups"):
+        for table in (*ANSWERS, "groups"):
             self._database.executemany(f"DELETE FROM {table} WHERE place = ?", [(place,) for place in places])
 
     def snapshot(self) -> bytes:
@@ -204,16 +360,15 @@ class Ledger:
         """
         self._stay_in_place()
         rows = self._database.execute("SELECT * FROM batches ORDER BY step").fetchall()
-        owners = self._database.execute("SELECT * FROM run").fetchall()
         if (
             rows == sorted(map(batch_row, self._shipped.values()))
-            and owners == [astuple(self._run)]
+            and owners(self._database) == self.run.rows()
             and not oddity(self._database)
         ):
             return
         logger.warning("another program has changed %s: its batches are written again", self.path)
         with self._database:
-            write_owner(self._database, self._run)
+            write_owner(self._database, self.run)
             self._database.execute("DELETE FROM batches")
             for batch in self._shipped.values():
                 self._note(batch)

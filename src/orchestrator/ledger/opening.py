@@ -5,8 +5,8 @@ import sqlite3
 from pathlib import Path
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger.checks import check_format, oddity, wrong_with
-from cairn.orchestrator.ledger.schema import FORMAT, SCHEMA, UNSHIP, LedgerRun, write_owner
+from cairn.orchestrator.ledger.checks import oddity, upgrade_copy, wrong_with
+from cairn.orchestrator.ledger.schema import ANSWERS, SCHEMA, UNSHIP, LedgerRun, upgrade, write_owner
 from cairn.run.directory import JOURNALS
 from cairn.run.file_system import file_system_of
 from cairn.run.files import write_atomic
@@ -23,20 +23,29 @@ def open_existing(path: Path, run: LedgerRun, snapshot: Path | None, step: int) 
         return None
     database = connect(path)
     with database:
+        upgrade(database)
         write_owner(database, run)
     return database
 
 
-def begin(path: Path, run: LedgerRun, snapshot: Path | None, step: int) -> sqlite3.Connection:
-    """A new ledger: a copy of the snapshot, or empty without one."""
+def begin(
+    path: Path, run: LedgerRun, snapshot: Path | None, step: int, again: str | None = None
+) -> sqlite3.Connection:
+    """A new ledger: a copy of the snapshot, or empty without one; `again` as in `Ledger`.
+
+    Whoever dies meanwhile leaves a file that has the snapshot's owner.
+    """
     remove_journal(path)  # SQLite would apply a removed file's journal to the new file
     if snapshot:
         write_atomic(path, snapshot.read_bytes(), durable=True)
     database = connect(path)
     with database:
         if snapshot:
-            check_format(database, snapshot, FORMAT)
+            upgrade_copy(database, snapshot)
             _rewind(database, step)
+            owner = database.execute("SELECT run_id, branch FROM run").fetchone()
+            if again is not None and owner != run.owner:
+                _drop_waiting(database, again, step + 1)
             if odd := oddity(database):
                 raise CheckpointError(f"{snapshot}: {odd}; resume from another step (--ckpt.resume-step)")
         else:
@@ -59,18 +68,39 @@ def connect(path: Path) -> sqlite3.Connection:
 def _rewind(database: sqlite3.Connection, step: int) -> None:
     """Go back to the state after `step` steps: the prompts of later batches wait again."""
     for statement in (
-        "DELETE FROM samples WHERE place IN (SELECT place FROM groups WHERE batch <= ?)",
+        *(
+            f"DELETE FROM {table} WHERE place IN (SELECT place FROM groups WHERE batch <= ?)"
+            for table in ANSWERS
+        ),
         "DELETE FROM groups WHERE batch <= ?",
-        *UNSHIP,
         "DELETE FROM dropped WHERE step > ?",
+        "DELETE FROM failed WHERE step > ?",
+        *UNSHIP,
     ):
         database.execute(statement, (step,))
+
+
+def _drop_waiting(database: sqlite3.Connection, reason: str, step: int) -> None:
+    """Have all prompts issued again; `step` is the batch that leaves them out.
+
+    The outcomes are deleted, too: the numbers of the problems may now mean others.
+    """
+    database.execute("INSERT INTO dropped SELECT place, tries, ?, ? FROM groups", (reason, step))
+    for table in (*ANSWERS, "groups"):
+        database.execute(f"DELETE FROM {table}")
+    database.execute("DELETE FROM outcomes")
 
 
 def remove_journal(path: Path) -> None:
     """Remove SQLite's journal files of a ledger; SQLite would apply them to a new file of the same name."""
     for suffix in JOURNALS:
         Path(f"{path}{suffix}").unlink(missing_ok=True)
+
+
+def remove(path: Path) -> None:
+    """Remove a ledger that nobody needs any more, with its journal files."""
+    path.unlink(missing_ok=True)
+    remove_journal(path)
 
 
 def set_aside(path: Path) -> Path:

@@ -1,26 +1,52 @@
 """Reading a ledger from outside: while its run is going on, or the copy in a checkpoint."""
 
 import contextlib
+import itertools
 import json
 import shutil
 import sqlite3
 import tempfile
+from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+import numpy as np
+
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger.schema import FORMAT, batch_of
+from cairn.orchestrator.ledger.schema import FORMAT, batch_of, spans_of, upgrade
+from cairn.orchestrator.order import Order, Portion
 from cairn.run.messages import ShippedBatch
 
 Row = dict[str, Any]
 
 ANSWERS = """
-SELECT groups.batch AS step, place, groups.problem, sample, prompt_ids, text, reward, finish_reason,
-    json_array_length(samples.token_ids) AS tokens, groups.policy_step
-FROM samples JOIN groups USING (place) WHERE finish_reason IS NOT NULL ORDER BY place, sample
+SELECT groups.batch AS step, place, groups.problem, sample, nullif(environments.label, '') AS environment,
+    prompt_ids, text, reward, finish_reason,
+    json_array_length(samples.token_ids) + (
+        SELECT coalesce(sum(length(turns.token_ids)), 0) / 4 FROM turns
+        WHERE turns.place = samples.place AND turns.sample = samples.sample
+    ) AS tokens, groups.policy_step
+FROM samples JOIN groups USING (place) LEFT JOIN environments ON environments.number = groups.environment
+WHERE finish_reason IS NOT NULL ORDER BY place, sample
+"""
+
+SAMPLES = """
+SELECT place, sample, json_array_length(token_ids) AS tokens, json_array_length(logprobs) AS logprobs,
+    versions, reward, finish_reason, failed, calls FROM samples
+"""
+TURNS = """
+SELECT place, sample, number, branch, kept, length(prompt_ids) / 4 AS prompt, length(token_ids) / 4 AS tokens,
+    length(logprobs) / 4 AS logprobs, versions, finish_reason FROM turns ORDER BY place, sample, number
+"""
+
+SAMPLED = """
+SELECT groups.batch, place, sample, samples.token_ids, turns.branch, turns.token_ids
+FROM groups JOIN samples USING (place) LEFT JOIN turns USING (place, sample)
+WHERE batch NOT NULL AND samples.failed IS NULL ORDER BY batch, place, sample, number
 """
 
 
@@ -31,8 +57,18 @@ class LedgerContent:
     run: Row
     groups: list[Row]
     samples: list[Row]
+    turns: list[Row]
+    calls: list[Row]
     batches: dict[int, ShippedBatch]
     dropped: list[Row]
+    failed: list[Row]
+    portions: tuple[Portion, ...]
+    """The run's environments."""
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of the run's prompts."""
+        return Order(self.run["seed"], self.portions)
 
 
 @contextlib.contextmanager
@@ -58,12 +94,28 @@ def open_ledger(path: Path, *, immutable: bool = False) -> Iterator[sqlite3.Conn
             (verdict,) = database.execute("PRAGMA quick_check(1)").fetchone()
             if verdict != "ok":
                 raise sqlite3.DatabaseError(verdict)
-            (found,) = database.execute("SELECT format FROM run").fetchone()
-            if found != FORMAT:
-                raise ValueError(f"it has format {found}; this version of Cairn reads format {FORMAT}")
-            yield database
+            with _upgraded(database) as current:
+                yield current
     except (sqlite3.DatabaseError, ValueError, TypeError) as error:
         raise CheckpointError(f"{path}: the ledger is damaged or of another format: {error}") from None
+
+
+@contextlib.contextmanager
+def _upgraded(database: sqlite3.Connection) -> Iterator[sqlite3.Connection]:
+    """The ledger, or, if it has an older format, a copy in memory that has the current one.
+
+    Raises:
+        ValueError: its format can't be read.
+    """
+    (found,) = database.execute("SELECT format FROM run").fetchone()
+    if found == FORMAT:
+        yield database
+        return
+    with contextlib.closing(sqlite3.connect(":memory:")) as copy:
+        database.backup(copy)
+        copy.row_factory = sqlite3.Row
+        upgrade(copy)
+        yield copy
 
 
 @contextlib.contextmanager
@@ -99,19 +151,60 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
     with open_ledger(path, immutable=immutable) as database:
         tables = {
             name: [dict(row) for row in database.execute(f"SELECT * FROM {name}")]
-            for name in ("run", "groups", "batches", "dropped")
+            for name in ("run", "groups", "batches", "dropped", "failed")
         }
-        samples = database.execute(
-            "SELECT place, sample, json_array_length(token_ids) AS tokens, "
-            "json_array_length(logprobs) AS logprobs, versions, reward, finish_reason FROM samples"
-        )
-        tables["samples"] = [{**row, "versions": json.loads(row["versions"])} for row in samples]
+        tables["turns"] = [{**row, "versions": spans_of(row["versions"])} for row in database.execute(TURNS)]
+        tables["calls"] = [dict(row) for row in database.execute("SELECT place, sample, number FROM calls")]
+        tables["samples"] = _samples(database, tables["turns"])
         (run,) = tables["run"]
         batches = {row["step"]: batch_of(*row.values()) for row in tables["batches"]}
-    return LedgerContent(run, tables["groups"], tables["samples"], batches, tables["dropped"])
+        found = database.execute(
+            "SELECT label, problems, weight, samples_per_prompt FROM environments ORDER BY number"
+        )
+        portions = tuple(Portion(*row) for row in found)
+    of_prompts = {name: tables[name] for name in ("groups", "samples", "turns", "calls", "dropped", "failed")}
+    return LedgerContent(run=run, batches=batches, portions=portions, **of_prompts)
+
+
+def _samples(database: sqlite3.Connection, turns: list[Row]) -> list[Row]:
+    """The answers; what was sampled for one that is a program is what was sampled in its turns."""
+    found = {}
+    for row in database.execute(SAMPLES):
+        found[row["place"], row["sample"]] = {**row, "versions": spans_of(row["versions"])}
+    for turn in turns:
+        if sample := found.get((turn["place"], turn["sample"])):
+            before = sample["tokens"]
+            sample["versions"] += [(name, before + a, before + b) for name, a, b in turn["versions"]]
+            sample["tokens"] += turn["tokens"]
+            sample["logprobs"] += turn["logprobs"]
+    return list(found.values())
 
 
 def read_answers(path: Path) -> list[Row]:
     """The whole answers, with their prompts and the steps of their batches; see `open_ledger`."""
     with open_ledger(path) as database:
         return [dict(row) for row in database.execute(ANSWERS)]
+
+
+def read_sampled(path: Path) -> "dict[int, list[tuple[int, int, array[int]]]]":
+    """What was sampled for each training sample in each batch that no checkpoint covers.
+
+    Answers that have failed are left out. See `open_ledger`.
+
+    Returns:
+        By the batch's step: place and number of the answer, and the tokens, of one sample after the other.
+    """
+    found: dict[int, list[tuple[int, int, array[int]]]] = {}
+    with open_ledger(path) as database:
+        answers = itertools.groupby(database.execute(SAMPLED), key=lambda row: tuple(row)[:3])
+        for (step, place, sample), rows in answers:
+            pieces = found.setdefault(step, [])
+            branches: dict[int, array[int]] = {}
+            for *_, whole, branch, of_turn in rows:
+                if of_turn is None:
+                    pieces.append((place, sample, array("i", json.loads(whole))))
+                else:
+                    turn = np.frombuffer(of_turn, "<i4").astype("i").tobytes()
+                    branches.setdefault(branch, array("i")).frombytes(turn)
+            pieces += [(place, sample, tokens) for tokens in branches.values() if tokens]
+    return found

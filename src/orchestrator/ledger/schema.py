@@ -2,18 +2,83 @@
 
 import json
 import sqlite3
+from array import array
 from collections.abc import Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
-from cairn.orchestrator.rollouts import Rollout
+import numpy as np
+
+from cairn.orchestrator.order import Order, Portion
+from cairn.orchestrator.rollouts import Rollout, Turn
 from cairn.run.messages import ShippedBatch
 
-FORMAT = 2
+FORMAT = 6
+RESTS = "rests"
+"""The reason in `failed` of prompts that were not issued because their problem rests."""
+PROGRAM_TABLES = (
+    """
+CREATE TABLE turns (                    -- what the model answered to a rollout that is a program
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- 0, 1, ... in the order in which the rollout's calls began
+    request TEXT NOT NULL,              -- digest of what was asked, by which a replay recognises it
+    branch INTEGER NOT NULL,            -- its context: the branch so far (`kept` tokens) and prompt_ids
+    kept INTEGER NOT NULL,
+    prompt_ids BLOB NOT NULL,           -- int32, little-endian, as token_ids
+    token_ids BLOB NOT NULL,
+    logprobs BLOB NOT NULL,             -- float32, little-endian
+    versions TEXT NOT NULL,             -- [[policy version, start, end], ...]
+    finish_reason TEXT,                 -- stop, length; NULL while it is partial
+    PRIMARY KEY (place, sample, number)
+)""",
+    """
+CREATE TABLE calls (                    -- what a rollout that is a program was answered by the world
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- as in turns
+    name TEXT NOT NULL, result TEXT NOT NULL,
+    PRIMARY KEY (place, sample, number)
+)""",
+    """
+CREATE TABLE failed (                   -- prompts that were given up, which no batch has and none will have
+    place INTEGER PRIMARY KEY, problem INTEGER NOT NULL,
+    step INTEGER NOT NULL,              -- the batch that was made up when they were
+    reason TEXT NOT NULL
+)""",
+)
+SNAPSHOTS = """
+CREATE TABLE snapshots (                -- of the world of a rollout that is a program: the newest one
+    place INTEGER NOT NULL, sample INTEGER NOT NULL,
+    number INTEGER NOT NULL,            -- the call that it was taken after
+    snapshot NOT NULL,                  -- JSON as TEXT, anything else as BLOB
+    PRIMARY KEY (place, sample)
+)"""
+ENVIRONMENT_TABLES = (
+    """
+CREATE TABLE environments (             -- of the run; docs/environments.md says how prompts are drawn
+    number INTEGER PRIMARY KEY,         -- 0, 1, ...
+    label TEXT NOT NULL,
+    problems INTEGER NOT NULL,          -- in an epoch of its own
+    weight REAL NOT NULL, samples_per_prompt INTEGER NOT NULL
+)""",
+    "ALTER TABLE groups ADD COLUMN environment INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE failed ADD COLUMN environment INTEGER NOT NULL DEFAULT 0",
+)
+OUTCOMES = (
+    """
+CREATE TABLE outcomes (                 -- how good answers were, by which problems rest; only the newest ones
+    place INTEGER PRIMARY KEY,
+    environment INTEGER NOT NULL, problem INTEGER NOT NULL,
+    epoch INTEGER NOT NULL,             -- of its environment
+    step INTEGER NOT NULL,              -- the batch that it is in, or that left it out
+    mean REAL NOT NULL                  -- of the rewards of its answers
+)""",
+    "CREATE INDEX outcomes_of_problem ON outcomes (environment, problem, place)",
+)
 SCHEMA = """
 CREATE TABLE run (
     run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,
-    problems INTEGER NOT NULL,          -- in an epoch
+    problems INTEGER NOT NULL,          -- of all environments
     prompts_per_step INTEGER NOT NULL, samples_per_prompt INTEGER NOT NULL,
     max_off_policy_steps INTEGER NOT NULL
 );
@@ -21,7 +86,7 @@ CREATE TABLE sampling (                 -- of all answers that wait; missing in 
     temperature REAL NOT NULL
 );
 CREATE TABLE groups (                   -- prompts on which the training is in no checkpoint yet
-    place INTEGER PRIMARY KEY,          -- in the run's prompt order; epoch, index = divmod(place, problems)
+    place INTEGER PRIMARY KEY,          -- in the run's prompt order
     problem INTEGER NOT NULL,
     tries INTEGER NOT NULL,             -- 1, and 1 more for each time that its answers were dropped
     policy_step INTEGER NOT NULL,       -- of the policy that was served when it was issued
@@ -35,6 +100,10 @@ CREATE TABLE samples (                  -- their answers
     finish_reason TEXT,                 -- stop, length; NULL while it is partial
     text TEXT NOT NULL,                 -- of a whole answer
     reward REAL,                        -- finite; NULL until the environment has given it
+    parts TEXT,                         -- {name: reward, ...}; NULL if it has no parts
+    failed TEXT,                        -- why there will be no reward
+    calls INTEGER,                      -- of a whole program: how many rows turns and calls have of it
+    diverged INTEGER NOT NULL DEFAULT 0, -- how often it asked something else than before a restart
     PRIMARY KEY (place, sample)
 );
 CREATE TABLE batches (
@@ -48,21 +117,73 @@ CREATE TABLE dropped (
     place INTEGER NOT NULL, try INTEGER NOT NULL, reason TEXT NOT NULL,
     step INTEGER NOT NULL               -- the batch that was made up when they were
 );
-"""
+""" + "".join(f"{statement};" for statement in (*PROGRAM_TABLES, SNAPSHOTS, *ENVIRONMENT_TABLES, *OUTCOMES))
+
+UPGRADES = {
+    2: (
+        "CREATE TABLE IF NOT EXISTS sampling (temperature REAL NOT NULL)",
+        "ALTER TABLE samples ADD COLUMN parts TEXT",
+        "ALTER TABLE samples ADD COLUMN failed TEXT",
+        "ALTER TABLE samples ADD COLUMN calls INTEGER",
+        "ALTER TABLE samples ADD COLUMN diverged INTEGER NOT NULL DEFAULT 0",
+        *PROGRAM_TABLES,
+        "UPDATE run SET format = 3",
+    ),
+    3: (SNAPSHOTS, "UPDATE run SET format = 4"),
+    4: (
+        *ENVIRONMENT_TABLES,
+        "INSERT INTO environments SELECT 0, '', problems, 1.0, samples_per_prompt FROM run",
+        "UPDATE run SET format = 5",
+    ),
+    5: (*OUTCOMES, "UPDATE run SET format = 6"),
+}
+"""The statements that make a ledger of the next format from one of an older format."""
+ANSWERS = ("samples", "turns", "calls", "snapshots")
+"""The tables with rows about the answers to a prompt, which go when the prompt's row does."""
+READABLE = (*UPGRADES, FORMAT)
+"""The formats that can be read."""
+
+
+def upgrade(database: sqlite3.Connection) -> None:
+    """Bring a ledger of an older format to the current one, in the transaction that is open, or a new one.
+
+    Raises:
+        ValueError: its format can't be read.
+        sqlite3.DatabaseError: it is damaged.
+    """
+    (found,) = database.execute("SELECT format FROM run").fetchone()
+    if found not in READABLE:
+        raise ValueError(
+            f"it has format {found}; this version of Cairn reads formats {min(READABLE)} to {FORMAT}"
+        )
+    if not database.in_transaction:
+        database.execute("BEGIN")
+    for number in range(found, FORMAT):
+        for statement in UPGRADES[number]:
+            database.execute(statement)
+
 
 # A group whose prompt tokens are unknown can't be shipped again; its row is deleted, and the prompt issued
 # anew.
 UNSHIP = (
     "DELETE FROM groups WHERE batch > ? AND prompt_ids IS NULL",
     "UPDATE groups SET batch = NULL WHERE batch > ?",
+    "DELETE FROM outcomes WHERE step > ? AND place NOT IN (SELECT place FROM failed)",
     "DELETE FROM batches WHERE step > ?",
 )
-UNSHIP_ONE = tuple(statement.replace("batch > ?", "batch = ?") for statement in UNSHIP[:2])
+UNSHIP_ONE = tuple(
+    statement.replace("batch > ?", "batch = ?").replace("step > ?", "step = ?") for statement in UNSHIP[:3]
+)
 
 
 @dataclass(frozen=True)
 class LedgerRun:
-    """The run that a ledger belongs to."""
+    """The run that a ledger belongs to.
+
+    problems: of all its environments. samples_per_prompt: unless an environment has another number. portions:
+    its environments; a run of one needs to give none. remembered: for each environment, how many of a
+    problem's outcomes are kept; if it is empty, none. That is a setting, which the file does not hold.
+    """
 
     run_id: str
     branch: str
@@ -72,17 +193,48 @@ class LedgerRun:
     prompts_per_step: int
     samples_per_prompt: int
     max_off_policy_steps: int
+    portions: tuple[Portion, ...] = ()
+    remembered: tuple[int, ...] = ()
+
+    def remembers(self, environment: int) -> bool:
+        """Whether the outcomes of an environment's problems are kept."""
+        return environment < len(self.remembered) and self.remembered[environment] > 0
+
+    @cached_property
+    def order(self) -> Order:
+        """The order of the run's prompts."""
+        only = Portion("", self.problems, 1.0, self.samples_per_prompt)
+        return Order(self.seed, self.portions or (only,))
+
+    def rows(self) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+        """The rows of the tables `run` and `environments`."""
+        steps = (self.prompts_per_step, self.samples_per_prompt, self.max_off_policy_steps)
+        own = (self.run_id, self.branch, self.format, self.seed, self.problems, *steps)
+        environments = [
+            (number, one.label, one.problems, one.weight, one.samples_per_prompt)
+            for number, one in enumerate(self.order.portions)
+        ]
+        return [own], environments
 
     @property
-    def owner(self) -> tuple[str, str, int]:
-        """Run id, branch and format."""
-        return self.run_id, self.branch, self.format
+    def owner(self) -> tuple[str, str]:
+        """Run id and branch."""
+        return self.run_id, self.branch
 
 
 def write_owner(database: sqlite3.Connection, run: LedgerRun) -> None:
-    """Replace the row of the table `run`."""
+    """Replace the rows of the tables `run` and `environments`."""
+    (own,), environments = run.rows()
     database.execute("DELETE FROM run")
-    database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?)", astuple(run))
+    database.execute("INSERT INTO run VALUES (?, ?, ?, ?, ?, ?, ?, ?)", own)
+    database.execute("DELETE FROM environments")
+    database.executemany("INSERT INTO environments VALUES (?, ?, ?, ?, ?)", environments)
+
+
+def owners(database: sqlite3.Connection) -> tuple[list[tuple[Any, ...]], list[tuple[Any, ...]]]:
+    """The rows of the tables `run` and `environments`."""
+    found = database.execute("SELECT * FROM run").fetchall()
+    return found, database.execute("SELECT * FROM environments ORDER BY number").fetchall()
 
 
 def batch_row(batch: ShippedBatch) -> tuple[int, str, int, int, str, int]:
@@ -100,21 +252,91 @@ def batch_of(step: int, places: str, *rest: Any) -> ShippedBatch:
     return ShippedBatch(step, [[first, last] for first, last in json.loads(places)], *rest)
 
 
-INSERT_SAMPLE = "INSERT OR REPLACE INTO samples VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?)"
-SELECT_SAMPLES = "SELECT place, seed, token_ids, logprobs, versions, finish_reason, text, reward FROM samples"
+_ANSWER = "seed, token_ids, logprobs, versions, finish_reason, text, reward, parts, failed, diverged"
+INSERT_SAMPLE = (
+    f"INSERT OR REPLACE INTO samples (place, sample, {_ANSWER}) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+)
+SELECT_SAMPLES = f"SELECT place, calls, {_ANSWER} FROM samples"
+FINISH_SAMPLE = """
+UPDATE samples SET finish_reason = ?, text = ?, reward = ?, parts = ?, failed = ?, diverged = ?, calls = ?
+WHERE place = ? AND sample = ?
+"""
 
 
 def sample_row(place: int, sample: int, rollout: Rollout) -> tuple[Any, ...]:
     """A row of the table `samples`: answer number `sample` to the prompt at `place`."""
     lists = (json.dumps(values) for values in (rollout.token_ids, rollout.logprobs, rollout.versions))
-    return (place, sample, rollout.seed, *lists, rollout.finish_reason, rollout.text, rollout.reward)
+    what = (rollout.finish_reason, rollout.text, rollout.reward, to_parts(rollout), rollout.failed)
+    return (place, sample, rollout.seed, *lists, *what, rollout.diverged)
+
+
+def to_parts(rollout: Rollout) -> str | None:
+    """The column `parts` of an answer."""
+    return json.dumps(rollout.parts) if rollout.parts else None
 
 
 def rollout_of(row: Sequence[Any]) -> Rollout:
-    """The answer in a row of `SELECT_SAMPLES`, without its place."""
-    seed, token_ids, logprobs, versions, finish_reason, text, reward = row
-    spans = [(version, start, end) for version, start, end in json.loads(versions)]
-    return Rollout(seed, json.loads(token_ids), json.loads(logprobs), spans, finish_reason, text, reward)
+    """The answer in a row of `SELECT_SAMPLES`, without its place and calls."""
+    seed, token_ids, logprobs, versions, finish_reason, text, reward, parts, failed, diverged = row
+    return Rollout(
+        seed,
+        json.loads(token_ids),
+        json.loads(logprobs),
+        spans_of(versions),
+        finish_reason,
+        text,
+        reward,
+        json.loads(parts or "{}"),
+        failed,
+        diverged,
+    )
+
+
+def spans_of(versions: str) -> list[tuple[str, int, int]]:
+    """The column `versions` of an answer or a turn."""
+    return [(version, start, end) for version, start, end in json.loads(versions)]
+
+
+# Calls of rollouts that are programs
+
+INSERT_TURN = "INSERT OR REPLACE INTO turns VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)"
+_TURN = "number, request, branch, kept, prompt_ids, token_ids, logprobs, versions, finish_reason"
+SELECT_TURNS = f"SELECT {_TURN} FROM turns"
+SELECT_BRANCH = """
+SELECT prompt_ids, token_ids FROM turns WHERE place = ? AND sample = ? AND branch = ? ORDER BY number
+"""
+INSERT_CALL = "INSERT INTO calls VALUES (?, ?, ?, ?, ?)"
+INSERT_SNAPSHOT = "INSERT OR REPLACE INTO snapshots VALUES (?, ?, ?, ?)"
+SELECT_SNAPSHOT = """
+SELECT number, name, snapshot FROM snapshots JOIN calls USING (place, sample, number)
+WHERE place = ? AND sample = ?
+"""
+
+
+def turn_row(place: int, sample: int, turn: Turn) -> tuple[Any, ...]:
+    """A row of the table `turns`."""
+    blobs = (
+        np.asarray(values, kind).tobytes()
+        for values, kind in ((turn.prompt_ids, "<i4"), (turn.token_ids, "<i4"), (turn.logprobs, "<f4"))
+    )
+    what = (place, sample, turn.number, turn.request, turn.branch, turn.kept)
+    return (*what, *blobs, json.dumps(turn.versions), turn.finish_reason)
+
+
+def turn_of(row: Sequence[Any]) -> Turn:
+    """The turn in a row of `SELECT_TURNS`."""
+    number, request, branch, kept, prompt_ids, token_ids, logprobs, versions, finish_reason = row
+    return Turn(
+        number,
+        request,
+        branch,
+        kept,
+        array("i", np.frombuffer(prompt_ids, "<i4").astype("i").tobytes()),
+        array("i", np.frombuffer(token_ids, "<i4").astype("i").tobytes()),
+        array("f", np.frombuffer(logprobs, "<f4").astype("f").tobytes()),
+        spans_of(versions),
+        finish_reason,
+    )
 
 
 def to_ranges(places: Iterable[int]) -> list[list[int]]:

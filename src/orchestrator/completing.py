@@ -1,0 +1,45 @@
+"""What completes answers works with, whatever kind of environment rewards them."""
+
+from collections.abc import Collection
+from typing import Generic, TypeVar
+
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.environments import AskedEnvironment
+from cairn.orchestrator.ledger import Ledger
+from cairn.orchestrator.retrying import Retrying
+from cairn.orchestrator.servers import GeneratingServers
+from cairn.run.errors import CairnError
+
+Asked = TypeVar("Asked", bound=AskedEnvironment)
+
+
+class PromptRefused(CairnError):
+    """A problem's messages give no usable prompt for this model and these servers; the message names it."""
+
+
+class Completer(Generic[Asked]):
+    """The base of what completes groups of answers (`Answering`)."""
+
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        environment: Asked,
+        chat: ChatFormat,
+        servers: GeneratingServers,
+        ledger: Ledger,
+        versions: Collection[str],
+    ):
+        """Prepare to complete groups.
+
+        Args:
+            versions: the policy versions that tokens may come from; the caller may change the set at any
+                time.
+        """
+        self.config = config
+        self.environment = environment
+        self.chat = chat
+        self.servers = servers
+        self.ledger = ledger
+        self.versions = versions
+        self.retrying = Retrying(config)

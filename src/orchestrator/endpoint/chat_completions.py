@@ -1,0 +1,130 @@
+"""OpenAI's chat completions: requests, answers, and the chunks of streamed answers."""
+
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, flag, positive, shown
+
+if TYPE_CHECKING:
+    from cairn.orchestrator.environments.program import Reply
+
+HEEDED = frozenset(
+    ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop_token_ids", "stream")
+)
+"""The fields that `parse` heeds."""
+ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def parse(body: Any, rules: Rules) -> Asked:
+    """What a request asks for.
+
+    Raises:
+        Refused: it is malformed, or asks for what the endpoint does not do.
+    """
+    fields = rules.wanted(body, HEEDED)
+    options = fields.get("stream_options", {})
+    return Asked(
+        messages=_messages(fields.get("messages")),
+        tools=rules.tools(fields.get("tools"), fields.get("tool_choice")),
+        max_tokens=positive(fields, "max_tokens", "max_completion_tokens"),
+        stop_token_ids=stop_tokens(fields),
+        stream=flag(fields, "stream"),
+        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+    )
+
+
+def stop_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
+    """Further tokens that end the answer.
+
+    Raises:
+        Refused: they are no list of token ids.
+    """
+    ids = fields.get("stop_token_ids", [])
+    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
+        raise Refused(f"stop_token_ids = {shown(ids)}: they must be token ids", param="stop_token_ids")
+    return tuple(ids)
+
+
+def _messages(given: Any) -> list[dict[str, Any]]:
+    if not isinstance(given, list) or not given:
+        raise Refused("messages must be a list of at least one message", param="messages")
+    return [_message(number, message) for number, message in enumerate(given)]
+
+
+def _message(number: int, message: Any) -> dict[str, Any]:
+    """A message as chat templates know it, where instructions of the developer are the system's."""
+    where = f"messages[{number}]"
+    if not isinstance(message, dict) or message.get("role") not in ROLES:
+        raise Refused(f"{where} must be an object with a role of {', '.join(ROLES)}", param=where)
+    check_content(message.get("content"), where)
+    calls = message.get("tool_calls") or []
+    if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
+        raise Refused(f"{where}.tool_calls = {shown(calls)}: each must have a function's name", param=where)
+    if message.get("function_call"):
+        raise Refused(f"{where}.function_call is OpenAI's earlier form; send tool_calls", param=where)
+    return {**message, "role": "system"} if message["role"] == "developer" else message
+
+
+def check_content(content: Any, where: str) -> None:
+    """Check that a message's content is text, or a list of texts.
+
+    Raises:
+        Refused: it is not.
+    """
+    if content is None or isinstance(content, str):
+        return
+    for part in content if isinstance(content, list) else [content]:
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            raise Refused(f"{where}.content has {shown(part)}: the policy reads text only", param=where)
+
+
+def _is_call(call: Any) -> bool:
+    function = call.get("function") if isinstance(call, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
+
+
+def completion(reply: "Reply", name: str) -> dict[str, Any]:
+    """The answer to a request that is not streamed; `name` is what its ids are made of."""
+    message = {**reply.message, "refusal": None}
+    message["content"] = message["content"] or (None if message.get("tool_calls") else "")
+    choice = {"index": 0, "message": message, "logprobs": None, "finish_reason": _finish_reason(reply)}
+    return {**_head(name, "chat.completion"), "choices": [choice], "usage": usage(reply)}
+
+
+def chunks(reply: "Reply", name: str, *, include_usage: bool) -> Iterator[dict[str, Any]]:
+    """The chunks of a streamed answer."""
+    head, message = _head(name, "chat.completion.chunk"), reply.message
+
+    def chunk(delta: Mapping[str, Any], finish_reason: str | None = None) -> dict[str, Any]:
+        choice = {"index": 0, "delta": delta, "logprobs": None, "finish_reason": finish_reason}
+        return {**head, "choices": [choice]}
+
+    yield chunk({"role": "assistant", "content": ""})
+    if reasoning := message.get("reasoning_content"):
+        yield chunk({"reasoning_content": reasoning})
+    if message["content"]:
+        yield chunk({"content": message["content"]})
+    for index, call in enumerate(message.get("tool_calls", ())):
+        yield chunk({"tool_calls": [{"index": index, **call}]})
+    yield chunk({}, _finish_reason(reply))
+    if include_usage:
+        yield {**head, "choices": [], "usage": usage(reply)}
+
+
+def _head(name: str, kind: str) -> dict[str, Any]:
+    # A clock would make a restarted agent's conversation differ if it keeps the time of an answer.
+    return {"id": f"chatcmpl-{name}", "object": kind, "created": 0, "model": MODEL_NAME}
+
+
+def _finish_reason(reply: "Reply") -> str:
+    return "tool_calls" if reply.message.get("tool_calls") else reply.finish_reason
+
+
+def usage(reply: "Reply") -> dict[str, int]:
+    """The numbers of tokens."""
+    sampled = len(reply.token_ids)
+    return {
+        "prompt_tokens": reply.prompt_tokens,
+        "completion_tokens": sampled,
+        "total_tokens": reply.prompt_tokens + sampled,
+    }

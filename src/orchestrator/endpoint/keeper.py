@@ -1,0 +1,81 @@
+"""Run an agent that must leave nothing behind, whoever dies first.
+
+    python keeper.py COMMAND ARG...
+
+When the agent ends, or stdin closes (the orchestrator is gone, however it died), every process that descends
+from the agent is killed, also those in sessions of their own. Ends as the agent did.
+"""
+
+import contextlib
+import ctypes
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from pathlib import Path
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+NOT_STARTED = 127
+"""The exit code where there is no such command, as shells have it."""
+
+
+def main() -> None:
+    libc = ctypes.CDLL(None)
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the agent become children of this process
+    for number in (signal.SIGINT, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)  # the orchestrator is asked as well, and decides
+    keeper = os.getpid()
+
+    def die_with_keeper() -> None:
+        for number in (signal.SIGINT, signal.SIGHUP):
+            signal.signal(number, signal.SIG_DFL)
+        libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != keeper:  # it was too late
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    try:
+        agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=die_with_keeper)
+    except OSError as error:
+        print(f"{sys.argv[1]} can't be started: {error.strerror}", flush=True)
+        os._exit(NOT_STARTED)
+    signal.signal(signal.SIGTERM, lambda *_: _end(-signal.SIGKILL))
+    threading.Thread(target=_end_with_owner, daemon=True).start()
+    _end(agent.wait())
+
+
+def _end_with_owner() -> None:
+    while os.read(0, 1):
+        pass
+    _end(-signal.SIGKILL)
+
+
+def _end(code: int) -> None:
+    """Kill what is left, and end as a process with this exit code; negative: that of a signal."""
+    while children := _children():
+        for child in children:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(child, signal.SIGKILL)
+            with contextlib.suppress(ChildProcessError):
+                os.waitpid(child, os.WNOHANG)
+        time.sleep(0.005)
+    if code < 0:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        with contextlib.suppress(OSError, ValueError):
+            signal.signal(-code, signal.SIG_DFL)
+        os.kill(os.getpid(), -code)
+        signal.pause()
+    os._exit(code)
+
+
+def _children() -> list[int]:
+    found: list[int] = []
+    for thread in Path("/proc/self/task").iterdir():
+        with contextlib.suppress(OSError):
+            found += map(int, (thread / "children").read_text().split())
+    return found
+
+
+if __name__ == "__main__":
+    main()

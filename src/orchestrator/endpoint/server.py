@@ -1,0 +1,245 @@
+"""The HTTP server of the endpoint: on 127.0.0.1 only, with a key for each rollout."""
+
+import asyncio
+import contextlib
+import functools
+import hashlib
+import json
+import logging
+import secrets
+from collections.abc import AsyncGenerator, Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from cairn.orchestrator.endpoint import chat_completions, responses
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules
+from cairn.orchestrator.endpoint.session import Exchange, Session
+
+if TYPE_CHECKING:
+    from cairn.orchestrator.environments.program import Model, Reply
+
+logger = logging.getLogger(__name__)
+
+ADDRESS = "127.0.0.1"
+LARGEST_REQUEST = 64 << 20
+"""Bytes."""
+SIGN_SECONDS = 10.0
+"""How often a client of a streamed answer is shown that the server lives, until the answer is there."""
+RETRY = "x-stainless-retry-count"
+"""The header in which OpenAI's clients say how often they have sent a request before."""
+
+
+@dataclass(frozen=True)
+class _Kind:
+    """How requests of one path are read, and their answers written; `events` has lines of a stream."""
+
+    parse: Callable[[Any, Rules], Asked]
+    whole: Callable[["Reply", str, Asked], dict[str, Any]]
+    events: Callable[["Reply", str, Asked], Iterator[str]]
+
+
+def _lines_of_chunks(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
+    for chunk in chat_completions.chunks(reply, name, include_usage=asked.include_usage):
+        yield f"data: {json.dumps(chunk)}\n\n"
+    yield "data: [DONE]\n\n"
+
+
+def _lines_of_events(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
+    for event in responses.events(reply, name, asked):
+        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+
+KINDS = {
+    "/v1/chat/completions": _Kind(
+        chat_completions.parse,
+        lambda reply, name, _: chat_completions.completion(reply, name),
+        _lines_of_chunks,
+    ),
+    "/v1/responses": _Kind(responses.parse, responses.response, _lines_of_events),
+}
+
+
+class Endpoint:
+    """Answers the requests of agents with their rollouts' `Model`.
+
+    All of its methods but `close_soon` are for the event loop on which it was started.
+    """
+
+    def __init__(self):
+        self._sessions: dict[str, tuple[Session, str]] = {}
+        """Each with what the ids of its answers are made of, by its key."""
+        self._runner: web.AppRunner | None = None
+        self._server: asyncio.Server | None = None
+        self._starting: asyncio.Task[int] | None = None
+        self.url = ""
+        """The base of all paths, once it is started."""
+
+    async def start(self) -> None:
+        """Listen on a free port, unless it does already."""
+        if self._starting is None:
+            self._starting = asyncio.create_task(self._start())
+        port = await asyncio.shield(self._starting)
+        self.url = f"http://{ADDRESS}:{port}/v1"
+
+    async def _start(self) -> int:
+        app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[self._checked])
+        for path, kind in KINDS.items():
+            app.router.add_post(path, functools.partial(self._answer, kind))
+        app.router.add_get("/v1/models", self._models)
+        app.router.add_get("/v1/models/{model}", self._model)
+        runner = self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
+        await runner.setup()
+        assert runner.server is not None
+        loop = asyncio.get_running_loop()
+        self._server = await loop.create_server(runner.server, ADDRESS, 0, backlog=1024)
+        (listening,) = self._server.sockets
+        return listening.getsockname()[1]
+
+    async def close(self) -> None:
+        """Listen no more, and end all connections."""
+        if self._server is not None and self._runner is not None:
+            self._server.close()
+            await self._runner.cleanup()
+
+    @contextlib.asynccontextmanager
+    async def session(self, model: "Model", rules: Rules) -> AsyncGenerator[tuple[str, Session]]:
+        """A key, and what may be asked with it while the context lasts."""
+        key, session = f"cairn-{secrets.token_urlsafe(24)}", Session(model, rules)
+        name = hashlib.blake2b(str(model.seed).encode(), digest_size=8).hexdigest()
+        self._sessions[key] = session, name
+        try:
+            yield key, session
+        finally:
+            del self._sessions[key]
+            session.close()
+
+    def close_soon(self) -> None:
+        """Take no more connections; for any thread, if the event loop is about to be stopped."""
+        if self._server is not None and not (loop := self._server.get_loop()).is_closed():
+            loop.call_soon_threadsafe(self._server.close)
+
+    def _session(self, request: web.Request) -> tuple[Session, str]:
+        scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+        found = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        if found is None:
+            raise Refused(
+                "no rollout that is being worked on has this key: send the one in OPENAI_API_KEY as a bearer "
+                "token",
+                401,
+                code="invalid_api_key",
+            )
+        return found
+
+    @web.middleware
+    async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
+        """Have a request answered; what is wrong with it is an error as OpenAI's clients know it."""
+        try:
+            self._session(request)
+            return await handler(request)
+        except Refused as refused:
+            return _error(refused)
+        except web.HTTPRequestEntityTooLarge:
+            return _error(Refused(f"a request may have at most {LARGEST_REQUEST} bytes", 413))
+        except web.HTTPException as error:
+            paths = ", ".join(f"POST {path}" for path in KINDS)
+            what = f"{request.method} {request.path}: {error.reason}; there are {paths} and GET /v1/models"
+            return _error(Refused(what, error.status))
+
+    async def _models(self, _: web.Request) -> web.Response:
+        return web.json_response({"object": "list", "data": [_DESCRIPTION]})
+
+    async def _model(self, request: web.Request) -> web.Response:
+        name = request.match_info["model"]
+        if name != MODEL_NAME:
+            raise Refused(f"there is no model {name!r}, only {MODEL_NAME!r}", 404, code="model_not_found")
+        return web.json_response(_DESCRIPTION)
+
+    async def _answer(self, kind: _Kind, request: web.Request) -> web.StreamResponse:
+        session, name = self._session(request)
+        content = await request.read()
+        try:
+            body = json.loads(content)
+        except ValueError as error:
+            raise Refused(f"the body is not JSON: {error}") from None
+        asked = kind.parse(body, session.rules)
+        retry = request.headers.get(RETRY, "0").strip() not in ("", "0")
+        exchange = session.ask(
+            asked, request.path.encode() + b" " + content, retry=retry, is_open=lambda: _is_open(request)
+        )
+        name = f"{name}-{exchange.number}"
+        if asked.stream:
+            return await self._stream(kind, request, asked, exchange, name)
+        await asyncio.wait({exchange.answer})
+        text = json.dumps(kind.whole(_reply(exchange), name, asked))
+        response = web.Response(text=text, content_type="application/json")
+        await _write(request, response, [], exchange)
+        return response
+
+    async def _stream(
+        self, kind: _Kind, request: web.Request, asked: Asked, exchange: Exchange, name: str
+    ) -> web.StreamResponse:
+        """Answer with server-sent events; comments show that the server lives until the answer is whole."""
+        headers = {"Content-Type": "text/event-stream", "Cache-Control": "no-cache"}
+        response = web.StreamResponse(headers=headers)
+        await asyncio.wait({exchange.answer}, timeout=SIGN_SECONDS)
+        while not exchange.answer.done():
+            if not await _write(request, response, [": the answer is being sampled\n\n"]):
+                return response
+            await asyncio.wait({exchange.answer}, timeout=SIGN_SECONDS)
+        try:
+            lines = [*kind.events(_reply(exchange), name, asked)]
+        except Refused as refused:
+            if not response.prepared:
+                raise
+            lines = [f"event: error\ndata: {json.dumps(refused.body)}\n\n"]
+        await _write(request, response, lines, exchange)
+        return response
+
+
+_DESCRIPTION: Mapping[str, Any] = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "cairn"}
+
+
+def _reply(exchange: Exchange) -> "Reply":
+    """The answer.
+
+    Raises:
+        Refused: there is none, and why.
+    """
+    answer = exchange.answer
+    if answer.cancelled():
+        raise Refused("the rollout has ended", 503)
+    error = answer.exception()
+    if error is None:
+        return answer.result()
+    if isinstance(error, Refused):
+        raise error
+    raise Refused(f"the rollout can't go on: {error}", 503) from error
+
+
+def _is_open(request: web.Request) -> bool:
+    return request.transport is not None and not request.transport.is_closing()
+
+
+async def _write(
+    request: web.Request, response: web.StreamResponse, lines: list[str], exchange: Exchange | None = None
+) -> bool:
+    """Write to the client, and with `exchange` end the answer to it. Returns whether the client is there."""
+    try:
+        if not response.prepared:
+            await response.prepare(request)
+        if lines:
+            await response.write("".join(lines).encode())
+        if exchange is not None:
+            await response.write_eof()
+    except ConnectionError:
+        return False
+    if exchange is not None and _is_open(request):
+        exchange.deliver()
+    return _is_open(request)
+
+
+def _error(refused: Refused) -> web.Response:
+    # OpenAI's clients try again after errors of servers unless they are told not to.
+    return web.json_response(refused.body, status=refused.status, headers={"x-should-retry": "false"})

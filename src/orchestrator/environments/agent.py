@@ -1,0 +1,290 @@
+"""The environment `agent`: a program in any language works on each problem, and knows only a URL."""
+
+import asyncio
+import contextlib
+import functools
+import inspect
+import json
+import shutil
+import sys
+import threading
+import uuid
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.orchestrator.endpoint.agent_process import Ended, inherited, log_of_agents, run_agent
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Rules, checked_ignore
+from cairn.orchestrator.endpoint.server import Endpoint
+from cairn.orchestrator.environments.asked import wrong_with_methods
+from cairn.orchestrator.environments.calls import shortened
+from cairn.orchestrator.environments.data_set import Source, content_digest
+from cairn.orchestrator.environments.program import Model, Programs
+from cairn.orchestrator.environments.protocol import EnvironmentFailed
+from cairn.orchestrator.environments.rewards import Rewards, to_json
+from cairn.run.data_sets import load_records
+from cairn.run.extensions import code_of, load
+
+SETTING = "orchestrator.environment.args.reward"
+PLACEHOLDERS = ("{problem}", "{folder}", "{base_url}", "{model}", "{python}")
+"""What stands in a command for a value of the rollout."""
+LARGEST_REWARD_FILE = 1 << 20
+"""Bytes."""
+
+
+def exit_code(exit_code: int) -> float:
+    """1.0 if the agent ended with exit code 0; else 0.0."""
+    return float(exit_code == 0)
+
+
+def file(folder: Path) -> Any:
+    """What the agent wrote to the file CAIRN_REWARD: a number, or several by name, as JSON."""
+    path = folder / "reward.json"
+    try:
+        with path.open("rb") as opened:
+            return json.loads(opened.read(LARGEST_REWARD_FILE))
+    except FileNotFoundError:
+        raise EnvironmentFailed("the agent has not written its reward to the file CAIRN_REWARD") from None
+    except (OSError, ValueError) as error:
+        raise EnvironmentFailed(
+            f"the file CAIRN_REWARD that the agent wrote can't be read: {error}"
+        ) from None
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"exit_code": exit_code, "file": file}
+OFFERED = ("problem", "messages", "exit_code", "folder", "output")
+"""What a reward function may ask for by name."""
+
+
+class Agent:
+    """Each record of a data set is a problem, on which an agent works in a process of its own.
+
+    Args:
+        command: the agent's program and its arguments, in which {problem}, {folder}, {base_url}, {model} and
+            {python} stand for values. Files are looked for in the folder that the run was started in.
+        data: as of the environment dataset: a file, a folder, or a name on the hub.
+        reward: exit_code; file, which the agent writes; or module:function, which is called with those of
+            problem (the record), messages, exit_code, folder and output that it has as arguments.
+        split: of the data set, or a slice of it such as train[:1000].
+        exit_codes: with which an agent has done its work; any other end is a failure. Default: 0, and for
+            reward = exit_code all.
+        time_limit: seconds that an agent may take, without those in which it waits for the model.
+        ignore: fields of requests to ignore, such as temperature, which would be refused otherwise.
+        env: further environment variables.
+        inherit: names of variables to pass on from the run's own environment.
+
+    Raises:
+        BadRecord: the data set can't be read.
+        ValueError: an argument is wrong.
+        BadExtension: the function can't be imported.
+    """
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        data: str,
+        reward: str = "exit_code",
+        *,
+        split: str = "train",
+        exit_codes: Sequence[int] | None = None,
+        time_limit: float | None = None,
+        ignore: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+        inherit: Sequence[str] = (),
+    ):
+        if (
+            not isinstance(command, list | tuple)
+            or not command
+            or not all(isinstance(c, str) for c in command)
+        ):
+            raise ValueError(f"command = {command!r}: it must be a list of texts, the first a program's name")
+        if time_limit is not None and not time_limit > 0:
+            raise ValueError(f"time_limit = {time_limit}: it must be more than 0 seconds")
+        self.agent_command = [
+            str(Path(part).absolute()) if Path(part).is_file() else part for part in command
+        ]
+        source = Source(data, split)
+        self._records = load_records(source)
+        self.reward: Callable[..., Any] = load(reward, BUILT_IN, SETTING)
+        self.reward_names = _names_wanted(reward, self.reward)
+        self.exit_codes = exit_codes if exit_codes is not None else None if reward == "exit_code" else [0]
+        self.time_limit = time_limit
+        self.ignore = checked_ignore(ignore)
+        self.variables = inherited(inherit) | {str(name): str(value) for name, value in (env or {}).items()}
+        about = [content_digest(source, self._records), reward, code_of(reward) or ""]
+        self.identity = " ".join(about)
+        """Changes with the records and the reward's code."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def record(self, problem: int) -> dict[str, Any]:
+        """What the agent is asked."""
+        return self._records[problem]
+
+
+def _names_wanted(name: str, function: Callable[..., Any]) -> tuple[str, ...]:
+    """Which of `OFFERED` a reward function asks for.
+
+    Raises:
+        ValueError: it needs something else.
+    """
+    try:
+        parameters = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"the reward {name!r} has no signature: {error}") from None
+    several = (inspect.Parameter.VAR_KEYWORD, inspect.Parameter.VAR_POSITIONAL)
+    needed = [one.name for one in parameters if one.default is one.empty and one.kind not in several]
+    if missing := [one for one in needed if one not in OFFERED]:
+        raise ValueError(f"the reward {name!r} needs {', '.join(missing)}; there are {', '.join(OFFERED)}")
+    if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
+        return OFFERED
+    return tuple(one.name for one in parameters if one.name in OFFERED)
+
+
+class AgentPrograms(Programs):
+    """Runs an agent for each rollout, and answers its requests."""
+
+    _cleared: ClassVar[set[Path]] = set()
+    """Folders of runs that this process has cleared of what earlier processes left there."""
+    _clearing: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, environment: Any, config: OrchestratorConfig):
+        super().__init__(environment, config)
+        self._endpoint = Endpoint()
+        self._rules = Rules(config.sampling.temperature, config.tool_parser is not None, environment.ignore)
+        run = config.run_directory()
+        self._folder = run.path / "agents"
+        self._log_file = run.logs / "agents.log"
+
+    @staticmethod
+    def wrong_with(environment: Any) -> str | None:
+        """It has `record`, and what `Agent` has."""
+        return wrong_with_methods(environment, {"record": ("problem",)})
+
+    async def lacks(self) -> str | None:
+        """The agent's program."""
+        program, path = self.environment.agent_command[0], self.environment.variables.get("PATH")
+        if program in PLACEHOLDERS or shutil.which(program, path=path):
+            return None
+        return f"args.command begins with {program!r}, and there is no such program on the PATH"
+
+    async def shown(self, problem: int) -> Any:
+        """Its record."""
+        return await self.calls.call(self.environment.record, f"record({problem})", problem)
+
+    def start(self, problem: int, model: Model) -> Awaitable[Any]:
+        """As in `Programs`, of the agent's work."""
+        return self.calls.on_own_loop(self.rollout(problem, model))
+
+    def close(self) -> None:
+        """Take no more requests, and kill the agents."""
+        self._endpoint.close_soon()
+        super().close()
+
+    async def rollout(self, problem: int, model: Model) -> Rewards:
+        """Let an agent work on a problem.
+
+        Raises:
+            EnvironmentFailed: it died, took too long, or its reward is none.
+        """
+        record = self.environment.record(problem)
+        folder = await asyncio.to_thread(self._make_folder, f"{problem}-{model.seed:016x}", record)
+        try:
+            ended, messages = await self._work(problem, model, folder)
+            codes = self.environment.exit_codes
+            if ended.code < 0 or (codes is not None and ended.code not in codes):
+                expected = "" if codes is None or ended.code < 0 else f", and exit_codes are {list(codes)}"
+                raise EnvironmentFailed(f"the agent {ended.how}{expected}{ended.last_words}")
+            offered = {
+                "problem": record,
+                "messages": messages,
+                "exit_code": ended.code,
+                "folder": folder,
+                "output": ended.output,
+            }
+            found = await model.once("reward", functools.partial(self._reward, offered))
+        finally:
+            await asyncio.to_thread(_remove, folder)
+        return Rewards(found["parts"], found["weights"])
+
+    async def _work(self, problem: int, model: Model, folder: Path) -> tuple[Ended, list[dict[str, Any]]]:
+        """How the agent ended, and its latest conversation."""
+        environment = self.environment
+        await self._endpoint.start()
+        values = (folder / "problem.json", folder, self._endpoint.url, MODEL_NAME, sys.executable)
+        command = list(environment.agent_command)
+        for name, value in zip(PLACEHOLDERS, values, strict=True):
+            command = [part.replace(name, str(value)) for part in command]
+        async with self._endpoint.session(model, self._rules) as (key, session):
+            ended = await run_agent(
+                command,
+                {
+                    **environment.variables,
+                    "OPENAI_BASE_URL": self._endpoint.url,
+                    "OPENAI_API_KEY": key,
+                    "OPENAI_MODEL": MODEL_NAME,
+                    "CAIRN_PROBLEM": str(folder / "problem.json"),
+                    "CAIRN_REWARD": str(folder / "reward.json"),
+                    "CAIRN_SEED": str(model.seed),
+                    "NO_PROXY": "127.0.0.1",
+                    "no_proxy": "127.0.0.1",
+                },
+                folder,
+                limit=environment.time_limit,
+                waited=lambda: session.waited,
+                log=functools.partial(self._log, f"problem {problem}, {folder.name}"),
+            )
+            return ended, session.conversation
+
+    def _log(self, about: str, ended: Ended) -> None:
+        log_of_agents(self._log_file).info("%s: the agent %s\n%s", about, ended.how, ended.output.rstrip())
+
+    def _make_folder(self, name: str, record: Mapping[str, Any]) -> Path:
+        """The rollout's own folder, with nothing but the problem; of the same name at every start."""
+        with self._clearing:  # what is left has the names of folders that are about to be made
+            first = self._folder not in self._cleared
+            self._cleared.add(self._folder)
+            left = [_set_aside(one) for one in self._folder.glob("*")] if first else []
+        for one in left:
+            shutil.rmtree(one, ignore_errors=True)
+        folder = self._folder / name
+        _remove(folder)
+        folder.mkdir(parents=True)
+        (folder / "problem.json").write_text(json.dumps(record, ensure_ascii=False, default=str))
+        return folder
+
+    def _reward(self, offered: Mapping[str, Any]) -> Any:
+        """The reward, as JSON."""
+        found = self.environment.reward(**{name: offered[name] for name in self.environment.reward_names})
+        return _later(found) if inspect.isawaitable(found) else _recorded(found)
+
+
+async def _later(found: Awaitable[Any]) -> dict[str, dict[str, float]]:
+    return _recorded(await found)
+
+
+def _recorded(found: Any) -> dict[str, dict[str, float]]:
+    """The parts and weights of a reward; a number is the part "agent".
+
+    Raises:
+        EnvironmentFailed: it is none.
+    """
+    reward = to_json(found, "agent")
+    if isinstance(reward, str):
+        raise EnvironmentFailed(f"the reward must be finite, but {reward}: {shortened(found)}")
+    return reward
+
+
+def _remove(folder: Path) -> None:
+    """Remove a folder; its name is free at once, whatever another thread does with it."""
+    with contextlib.suppress(OSError):  # there is none
+        shutil.rmtree(_set_aside(folder), ignore_errors=True)
+
+
+def _set_aside(folder: Path) -> Path:
+    """Give a folder that is to be removed a name that is nobody's; returns its new path."""
+    doomed = folder.with_name(f".{uuid.uuid4().hex}")
+    folder.rename(doomed)
+    return doomed

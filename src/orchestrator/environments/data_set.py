@@ -1,0 +1,180 @@
+"""Problems from a data set, and rewards from functions."""
+
+import hashlib
+from collections.abc import Awaitable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cairn.orchestrator.environments.reward_functions import RewardFunction, awaited, make_reward_functions
+from cairn.orchestrator.environments.rewards import Rewards
+from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord, examine, kind_of, load_records, locate
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the problems are read from; see `DataSource`."""
+
+    name: str
+    split: str
+    split_setting: str = "orchestrator.environment.args.split"
+
+
+class DataSet:
+    """Each record of a data set is a problem; the reward is a weighted sum of functions.
+
+    Args:
+        data: a .jsonl, .json, .parquet or .csv file, a folder of such files or from `save_to_disk`, or a name
+            on the hub.
+        rewards: the functions; for each its name (exact_match, or module:function), or a table with
+            `function`, `weight` and `args`. They are called as TRL calls them, with lists of one element:
+            prompts, completions, and every column of the data set by its name.
+        split: of the data set, or a slice of it such as train[:1000].
+        prompt: the column that asks: text, or a list of messages.
+        template: text that asks instead, with columns in braces, such as "{question} Answer with a number."
+        system: a system prompt, put before conversations that have none.
+        examples: answered questions to put before each, as tables with `prompt` and `completion`.
+
+    Raises:
+        BadRecord: the data set can't be read, or a record asks nothing.
+        ValueError: an argument is wrong, or a function asks for what there is not.
+        BadExtension: a function can't be imported.
+    """
+
+    def __init__(
+        self,
+        data: str,
+        rewards: Sequence[str | Mapping[str, Any]],
+        *,
+        split: str = "train",
+        prompt: str = "prompt",
+        template: str | None = None,
+        system: str | None = None,
+        examples: Sequence[Mapping[str, str]] = (),
+    ):
+        self._source = Source(data, split)
+        self._records = load_records(self._source)
+        self._prompt, self._template = prompt, template
+        self._before: list[Message] = [] if system is None else [{"role": "system", "content": system}]
+        self._examples = [message for example in examples for message in _turns(example)]
+        columns: list[str] = list(self._records.column_names)
+        if template is None and prompt not in columns:
+            raise ValueError(
+                f"{data} has no column {prompt!r}; its columns are {', '.join(columns)}. Name the one that "
+                "asks with prompt, or write a template with columns in braces"
+            )
+        self._columns = [column for column in columns if template is not None or column != prompt]
+        offered = ["prompts", "completions", *self._columns]
+        self._rewards: list[RewardFunction] = make_reward_functions(rewards, offered)
+        _check_prompts(self._records, self._question, self._source)
+        self.identity = self._identity()
+        """Changes with the records, the functions' code and their settings."""
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def messages(self, problem: int) -> list[Message]:
+        """The record's question, after the system prompt and the examples."""
+        return self._conversation(self._question(self._records[problem]))
+
+    def reward(self, problem: int, answer: str) -> Rewards | Awaitable[Rewards]:
+        """What the functions give, by their names; those that do not apply (None) count nothing.
+
+        Raises:
+            ValueError: a function returns no number, or none of them applies.
+        """
+        record = self._records[problem]
+        question = self._question(record)
+        talk = not isinstance(question, str)
+        offered = {column: [record[column]] for column in self._columns} | {
+            "prompts": [self._conversation(question) if talk else question],
+            "completions": [[{"role": "assistant", "content": answer}] if talk else answer],
+        }
+        found = [function(offered) for function in self._rewards]
+        if any(isinstance(one, Awaitable) for one in found):
+            return self._later(found)
+        return self._parts(found)
+
+    async def _later(self, found: Sequence[Any]) -> Rewards:
+        return self._parts(await awaited(found))
+
+    def _parts(self, found: Sequence[Any]) -> Rewards:
+        values = {
+            one.name: one.value_of(returned) for one, returned in zip(self._rewards, found, strict=True)
+        }
+        parts = {name: value for name, value in values.items() if value is not None}
+        if not parts:
+            raise ValueError(f"no reward function applies to this answer: {', '.join(values)} returned None")
+        return Rewards(parts, {one.name: one.weight for one in self._rewards if one.name in parts})
+
+    def _question(self, record: Mapping[str, Any]) -> Any:
+        """What the record asks: text, or a list of messages."""
+        if self._template is None:
+            return record[self._prompt]
+        try:
+            return self._template.format_map(record)
+        except (KeyError, IndexError, ValueError, AttributeError) as error:
+            columns = ", ".join(record)
+            raise ValueError(
+                f"the template {self._template!r} fails: {error!r}; the columns are {columns}, and a brace "
+                "that is meant as such is written twice"
+            ) from None
+
+    def _conversation(self, question: Any) -> list[Message]:
+        if isinstance(question, str):
+            return [*self._before, *self._examples, {"role": "user", "content": question}]
+        messages = [{key: value for key, value in one.items() if value is not None} for one in question]
+        first = 1 if messages[0]["role"] == "system" else 0
+        before = messages[:first] or self._before
+        return [*before, *self._examples, *messages[first:]]
+
+    def _identity(self) -> str:
+        about = [content_digest(self._source, self._records), *(one.identity for one in self._rewards)]
+        return hashlib.blake2b("\n".join(about).encode(), digest_size=16).hexdigest()
+
+
+def _turns(example: Mapping[str, str]) -> list[Message]:
+    if set(example) != {"prompt", "completion"}:
+        raise ValueError(f"an example has a prompt and a completion, and not {sorted(example)}")
+    return [
+        {"role": "user", "content": example["prompt"]},
+        {"role": "assistant", "content": example["completion"]},
+    ]
+
+
+def content_digest(source: Source, records: Any) -> str:
+    """A digest of all records."""
+    return str(examine(source, records, _anything)["digest"])
+
+
+def _anything(record: Mapping[str, Any]) -> str | None:
+    """Records are checked as questions."""
+    return None
+
+
+def _check_prompts(records: Any, question: Any, source: Source) -> None:
+    """Check that every record asks something.
+
+    Raises:
+        BadRecord: naming the first that does not.
+    """
+    index = 0
+    for columns in records.iter(ROWS_AT_ONCE):
+        for row in zip(*columns.values(), strict=True):
+            if wrong := _wrong_with(question(dict(zip(columns, row, strict=True)))):
+                raise BadRecord(f"{locate(source, index)}: {wrong}")
+            index += 1
+
+
+def _wrong_with(question: Any) -> str | None:
+    if isinstance(question, str):
+        return None if question.strip() else "its prompt is empty"
+    if not isinstance(question, list) or not question:
+        return f"its prompt is {kind_of(question)}; it must be text, or a list of messages"
+    for message in question:
+        if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
+            return 'its prompt must be text, or messages such as {"role": "user", "content": "..."}'
+    if question[-1]["role"] == "assistant":
+        return "its prompt ends with the assistant's turn: remove that message, or put it in another column"
+    return None

@@ -1,0 +1,169 @@
+"""Environments whose rollouts are programs: they ask the model as often as they like, and the world."""
+
+import asyncio
+import inspect
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+from cairn.orchestrator.environments.asked import AskedEnvironment, wrong_with_methods
+from cairn.orchestrator.environments.rewards import Rewards
+from cairn.run.errors import UsageError
+
+LARGEST_SNAPSHOT = 2**18
+"""Bytes of a snapshot: thousands of them may lie in the ledger, which every checkpoint has a copy of."""
+
+
+@dataclass(frozen=True)
+class Reply:
+    """An answer of the model.
+
+    text: without special tokens. token_ids: with the end token, if the model ended the answer. finish_reason:
+    "stop", or "length" at `max_tokens` or the end of the servers' context; with no tokens at all if the
+    context was full already. message: the answer as a message, to be appended to the conversation.
+    prompt_tokens: number of tokens that the model had read when it answered.
+    """
+
+    text: str
+    token_ids: Sequence[int]
+    finish_reason: str
+    message: dict[str, Any]
+    prompt_tokens: int
+
+
+@dataclass(frozen=True)
+class Snapshot:
+    """A state of the world that a rollout works in.
+
+    after: name of the call (`Model.once`) that it was recorded with. value: JSON or bytes, as it was given.
+    """
+
+    after: str
+    value: Any
+
+
+class Model(Protocol):
+    """What a rollout asks. All answers are in the ledger before the rollout goes on."""
+
+    seed: int
+    """For draws of the rollout's own: the same whenever the rollout is started again."""
+
+    async def generate(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Reply:
+        """Have the model answer the conversation.
+
+        Args:
+            messages: all of it. A conversation that begins with the messages of an earlier call and the
+                `message` of its answer goes on from the very tokens that were sampled.
+            tools: JSON schemas of the functions that the model may call.
+            max_tokens: maximum length of the answer, below `sampling.max_tokens`.
+            stop_token_ids: further tokens that end the answer.
+        """
+        ...
+
+    async def once(
+        self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
+    ) -> Any:
+        """The result of `call()`, which is called once however often the rollout is started again.
+
+        Args:
+            name: of the call, by which it is recognised.
+            call: a function or coroutine function; functions run on the environment's threads.
+            snapshot: of the same kind; called after `call`, it returns the state of the rollout's world, as
+                JSON or bytes, of at most `LARGEST_SNAPSHOT` bytes. That is recorded together with the result
+                and replaces the rollout's earlier snapshot.
+
+        Returns:
+            The result, which must be JSON, as it is after being written and read.
+        """
+        ...
+
+    async def each_time(self, call: Callable[[], Any]) -> Any:
+        """The result of `call()`, which is not recorded: it is called whenever the rollout comes there.
+
+        Its kind and its deadline are as with `once`.
+        """
+        ...
+
+    async def snapshot(self) -> Snapshot | None:
+        """The rollout's newest snapshot; None if it has none, or the call that has it is still to come."""
+        ...
+
+
+class ProgramEnvironment(Protocol):
+    """A set of problems, each worked on by a program.
+
+    Problem i must be the same in every process and every run. A rollout that is interrupted is started from
+    the top, and its calls of the model are answered from the ledger as before: with the same answers it must
+    make the same calls in the same order. The optional attribute `identity` is text that must change whenever
+    the problems or rewards do.
+    """
+
+    def __len__(self) -> int:
+        """Number of problems: the length of an epoch."""
+        ...
+
+    async def rollout(self, problem: int, model: Model) -> float | Mapping[str, float] | Rewards:
+        """Work on problem number `problem`; returns the reward, a finite number or several by name."""
+        ...
+
+
+class Programs(AskedEnvironment):
+    """Runs rollouts on the environment's own event loop."""
+
+    @staticmethod
+    def wrong_with(environment: Any) -> str | None:
+        """It has `rollout`, a coroutine."""
+        if wrong := wrong_with_methods(environment, {"rollout": ("problem", "model")}):
+            return wrong
+        if not inspect.iscoroutinefunction(environment.rollout):
+            return "its rollout is not a coroutine: write async def rollout(self, problem, model)"
+        return None
+
+    async def shown(self, problem: int) -> Any:
+        """Nothing: what a problem is shows when its program runs."""
+
+    def start(self, problem: int, model: Model) -> Awaitable[Any]:
+        """The rollout's result, once it has ended.
+
+        Raises:
+            Raised: it raised.
+        """
+        return self.calls.on_own_loop(self.environment.rollout(problem, model))
+
+    async def answer(self, call: Callable[[], Any], waiting: AbstractContextManager[object]) -> Any:
+        """The result of a function, which is called on a thread, or of the coroutine that it returns.
+
+        Args:
+            waiting: entered while all threads are busy.
+
+        Raises:
+            Raised: it raised.
+        """
+        with waiting:
+            await self.calls.free.acquire()
+        try:
+            found = await self.calls.in_thread(call)
+        finally:
+            self.calls.free.release()
+        return await self.calls.on_own_loop(found) if inspect.isawaitable(found) else found
+
+
+def no_tool_parser(name: str) -> UsageError:
+    """What is wrong if the environment of that name gives the model tools, and nothing reads its calls."""
+    return UsageError(
+        f"environment {name!r} gives the model tools, but nothing reads its calls: set "
+        "orchestrator.tool_parser to the parser of vLLM that fits the model, such as hermes"
+    )
+
+
+def on_loop(loop: asyncio.AbstractEventLoop, work: Any) -> "asyncio.Future[Any]":
+    """The result of a coroutine that runs on another event loop; cancelled together with it."""
+    return asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, loop))

@@ -1,0 +1,395 @@
+"""One rollout that is a program: what it asks, what it is answered, and how it ends."""
+
+import asyncio
+import contextlib
+import hashlib
+import inspect
+import json
+import logging
+import threading
+from array import array
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NoReturn
+
+from cairn.orchestrator.answers import AnswerParser
+from cairn.orchestrator.completing import Completer, PromptRefused
+from cairn.orchestrator.conversation import Context, Conversation, Tokens
+from cairn.orchestrator.environments import EnvironmentFailed, Programs, Reply, Snapshot, no_tool_parser
+from cairn.orchestrator.environments.calls import Raised, shortened
+from cairn.orchestrator.environments.program import LARGEST_SNAPSHOT, on_loop
+from cairn.orchestrator.environments.rewards import in_parts
+from cairn.orchestrator.rollouts import AnswerGroup, Call, Turn
+from cairn.policy.generation import SamplingParams
+from cairn.run.faults import fault_point
+from cairn.run.seeds import derive
+
+logger = logging.getLogger(__name__)
+
+
+LAST_SECONDS = 5.0
+"""How long a program that was cancelled is waited for."""
+
+
+class Run:
+    """One program from its start to its end."""
+
+    def __init__(self, runner: Completer[Programs], parser: AnswerParser, group: AnswerGroup, sample: int):
+        self.runner = runner
+        self.group = group
+        self.sample = sample
+        self.rollout = group.rollouts[sample]
+        self.about = f"rollout {sample} of problem {group.problem}"
+        self._recorded = {call.number: call for call in runner.ledger.calls(group.place, sample)}
+        """What is to be answered from the ledger yet."""
+        self._calls = 0
+        """Number of calls that have begun."""
+        self._answered = 0
+        """Number of calls that are recorded in whole."""
+        self._replay = threading.Lock()
+        """For the two above: the program's thread takes recorded calls as well as this one."""
+        self._generating: set[asyncio.Task[Any]] = set()
+        """What the model is being asked."""
+        self._conversation = Conversation(runner.chat, self._branch, parser)
+        self._last: Reply | None = None
+        self._over: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        """Fails if the run can't go on, whatever the program makes of it."""
+        self._deadline = asyncio.timeout(None)
+        self._paused = 0
+        self._ended = False
+
+    def _branch(self, branch: int) -> Tokens:
+        """The tokens of a branch of the conversation."""
+        return self.runner.ledger.branch(self.group.place, self.sample, branch)
+
+    async def to_its_end(self) -> None:
+        """Run the program, and record its reward.
+
+        Raises:
+            EnvironmentFailed: it raised, stood still for too long, or returned no reward.
+        """
+        environment, timeout = self.runner.environment, self.runner.config.reward_timeout
+        whose = f"environment {environment.name!r}: {self.about}"
+        program = asyncio.ensure_future(environment.start(self.group.problem, ProgramModel(self)))
+        try:
+            async with self._deadline:
+                self.go_on()
+                await asyncio.wait({program, self._over}, return_when=asyncio.FIRST_COMPLETED)
+            if self._over.done():
+                self._over.result()
+            found = program.result()
+        except TimeoutError:
+            raise EnvironmentFailed(
+                f"{whose} has not gone on within {timeout:g} s (--orchestrator.reward-timeout allows more)"
+            ) from None
+        except Raised as raised:
+            logger.error("%s raised", whose, exc_info=raised.error)
+            if isinstance(raised.error, EnvironmentFailed):
+                raise EnvironmentFailed(f"{whose}: {raised.error}") from raised.error
+            what = f"{type(raised.error).__name__}: {raised.error}"
+            raise EnvironmentFailed(f"{whose} raised {what}") from raised.error
+        finally:
+            await self._end(program)
+        if self._last is None:
+            raise EnvironmentFailed(f"{whose} never asked the model, so nothing can be learned from it")
+        reward = in_parts(found)
+        if isinstance(reward, str):
+            raise EnvironmentFailed(f"{whose} must return a finite reward, but {reward}: {shortened(found)}")
+        self._forget_from(0)  # it has made fewer calls than before
+        self._finished(*reward)
+
+    async def _end(self, program: "asyncio.Future[Any]") -> None:
+        """Wait until nothing of the program runs any more."""
+        self._ended = True
+        program.cancel()
+        for asked in self._generating:  # a program may end without waiting for all that it has asked
+            asked.cancel()
+        await asyncio.wait({program, *self._generating}, timeout=LAST_SECONDS)
+        for future in (self._over, program):
+            if not future.done():
+                future.cancel()
+            elif not future.cancelled():
+                future.exception()  # else asyncio would log that nobody has asked for it
+
+    def _finished(self, reward: float, parts: dict[str, float]) -> None:
+        assert self._last is not None
+        rollout, ledger, place = self.rollout, self.runner.ledger, self.group.place
+        turns = ledger.turns(place, self.sample)
+        cancelled = [turn.number for turn in turns if turn.finish_reason is None]
+        if cancelled:
+            ledger.forget_calls(place, self.sample, cancelled, rollout)
+        rollout.take([turn for turn in turns if turn.finish_reason is not None])
+        rollout.text, rollout.finish_reason = self._last.text, self._last.finish_reason
+        rollout.reward, rollout.parts, rollout.failed = reward, parts, None
+        rollout.note_seconds()
+        ledger.finish(place, self.sample, rollout, self._answered)
+
+    # Time
+
+    def go_on(self) -> None:
+        """The program has come further: its time begins anew."""
+        if self._paused == 0 and not self._ended and not self._deadline.expired():
+            timeout = self.runner.config.reward_timeout
+            self._deadline.reschedule(asyncio.get_running_loop().time() + timeout)
+
+    @contextlib.contextmanager
+    def _waiting(self) -> Iterator[None]:
+        """The program waits for the model, which has a deadline of its own, or for a free thread."""
+        self._paused += 1
+        self._deadline.reschedule(None)
+        try:
+            yield
+        finally:
+            self._paused -= 1
+            self.go_on()
+
+    # Calls
+
+    def begin(self) -> int:
+        """The number of a call that begins. The program's thread calls it, in the program's order."""
+        self._check_going_on()
+        number, self._calls = self._calls, self._calls + 1
+        return number
+
+    def _check_going_on(self) -> None:
+        """Check that the run has not ended: what comes later must not touch what the ledger says of it.
+
+        Raises:
+            CancelledError: it has.
+        """
+        if self._ended:
+            raise asyncio.CancelledError(f"{self.about} is over")
+
+    def known_call(self, number: int, name: str) -> Call | None:
+        """What the ledger has of call `number`, if it is one of that name; any thread may ask."""
+        with self._replay:
+            known = self._recorded.get(number)
+            if not isinstance(known, Call) or known.name != name:
+                return None
+            del self._recorded[number]
+            self._answered += 1
+            return known
+
+    def _known_turn(self, number: int, request: str) -> Turn | None:
+        """The same of an answer of the model's, by the digest of what is asked."""
+        with self._replay:
+            known = self._recorded.get(number)
+            if not isinstance(known, Turn) or known.request != request:
+                return None
+            del self._recorded[number]
+            return known
+
+    def _count_answered(self) -> None:
+        with self._replay:
+            self._answered += 1
+
+    def _diverge_at(self, number: int) -> None:
+        """Forget what is recorded from call `number` on, if anything is: the program asks something else."""
+        if number in self._recorded:
+            logger.warning("%s asks something else than before a restart at call %d", self.about, number)
+            self._forget_from(number)
+
+    def _forget_from(self, number: int) -> None:
+        """Forget the recorded calls from `number` on that the program has not made again."""
+        with self._replay:
+            numbers = [later for later in self._recorded if later >= number]
+            for later in numbers:
+                del self._recorded[later]
+        if numbers:
+            self.rollout.diverged += 1
+            self.runner.ledger.forget_calls(self.group.place, self.sample, numbers, self.rollout)
+
+    async def generate(
+        self,
+        number: int,
+        messages: Sequence[Mapping[str, Any]],
+        tools: Sequence[Mapping[str, Any]] | None,
+        max_tokens: int | None,
+        stop_token_ids: Sequence[int],
+    ) -> Reply:
+        """Answer `Model.generate`."""
+        self._check_going_on()
+        task = asyncio.current_task()
+        assert task is not None
+        self._generating.add(task)
+        task.add_done_callback(self._generating.discard)
+        if tools and self.runner.config.tool_parser is None:
+            self._give_up(no_tool_parser(self.runner.environment.name))
+        context = self._conversation.next(messages, tools)
+        longest = self._longest(context, max_tokens)
+        stops = (*self.runner.chat.stop_token_ids, *stop_token_ids)
+        request = request_digest(context, max_tokens, stops)
+        turn = self._known_turn(number, request)
+        if turn is None:
+            self._diverge_at(number)
+            appended = array("i", context.appended.astype("i").tobytes())
+            turn = Turn(number, request, context.branch, context.kept, appended)
+        with self._waiting():
+            try:
+                while turn.finish_reason is None:
+                    await self._sample(context, turn, longest, stops)
+            except asyncio.CancelledError:
+                raise
+            except BaseException as error:
+                self._give_up(error)
+        self._count_answered()
+        message = self._conversation.sampled(context, turn.token_ids)
+        text = self.runner.chat.text(turn.token_ids)
+        prompt_tokens = len(context.token_ids)
+        self._last = Reply(text, tuple(turn.token_ids), turn.finish_reason, message, prompt_tokens)
+        return self._last
+
+    def _give_up(self, error: BaseException) -> NoReturn:
+        """Raise an error that ends the run, whatever the program makes of it."""
+        if not self._over.done():
+            self._over.set_exception(error)
+        raise error
+
+    def _longest(self, context: Context, max_tokens: int | None) -> int:
+        """Maximum tokens of an answer: what the program and the configuration allow, and the servers hold."""
+        longest, limit = self.runner.config.sampling.max_tokens, self.runner.servers.max_model_len
+        if max_tokens is not None:
+            if max_tokens < 1:
+                raise ValueError(f"max_tokens is {max_tokens}; it must be at least 1")
+            longest = min(longest, max_tokens)
+        if limit is None:
+            return longest
+        return min(longest, max(limit - len(context.token_ids), 0))
+
+    async def _sample(self, context: Context, turn: Turn, longest: int, stops: Sequence[int]) -> None:
+        """Sample and record the next piece of a turn.
+
+        Raises:
+            PromptRefused: the servers' context is full before the model was asked anything.
+        """
+        done, config = len(turn.token_ids), self.runner.config
+        if done >= longest:
+            if turn.number == 0 and not done:
+                raise PromptRefused(
+                    f"environment {self.runner.environment.name!r}, problem {self.group.problem}: its first "
+                    f"conversation has {len(context.token_ids)} tokens, but prompt and answer together may "
+                    f"have at most {self.runner.servers.max_model_len} on the servers; raise the servers' "
+                    "--max-model-len (on rl, --inference.max-model-len), or remove the problem"
+                )
+            turn.finish_reason = "length"
+        else:
+            asked = min(config.sampling.chunk_tokens, longest - done)
+            chunk = done // config.sampling.chunk_tokens
+            purpose = "sample", self.group.place, self.group.policy_step, self.sample, turn.number, chunk
+            params = SamplingParams(
+                max_tokens=asked,
+                temperature=config.sampling.temperature,
+                seed=derive(config.seed, *purpose),
+                stop_token_ids=tuple(stops),
+            )
+            prompt_ids = array("i", context.token_ids.tobytes())
+            prompt_ids.extend(turn.token_ids)
+            (piece,) = await self.runner.servers.generate(
+                prompt_ids,
+                params,
+                affinity=self.group.place,
+                versions=self.runner.versions,
+            )
+            self._check_going_on()
+            turn.extend(piece, asked=asked, longest=longest)
+            self.rollout.add_spans([(span.version, span.start, span.end) for span in piece.weight_versions])
+        self.runner.ledger.record_turn(self.group.place, self.sample, turn)
+        fault_point("orchestrator.turn")
+
+    async def in_thread(self, call: Callable[[], Any], number: int | None = None) -> Any:
+        """The result of a function that a program gives; `number` is that of the call to record it as."""
+        self._check_going_on()
+        if number is not None:
+            self._diverge_at(number)
+        try:
+            return await self.runner.environment.answer(call, self._waiting())
+        except Raised as raised:
+            raise raised.error from None
+
+    async def record(self, call: Call, snapshot: str | bytes | None) -> None:
+        """Record an answer of the world."""
+        self._check_going_on()
+        self._diverge_at(call.number)
+        self.runner.ledger.record_call(self.group.place, self.sample, call, snapshot)
+        fault_point("orchestrator.call")
+        self._count_answered()
+        self.go_on()
+
+    async def newest_snapshot(self) -> Snapshot | None:
+        """Answer `Model.snapshot`."""
+        found = self.runner.ledger.newest_snapshot(self.group.place, self.sample)
+        if found is None or found[0] in self._recorded:
+            return None
+        _, after, content = found
+        return Snapshot(after, json.loads(content) if isinstance(content, str) else content)
+
+
+class ProgramModel:
+    """The `Model` of a run, for the program, which is on another event loop."""
+
+    def __init__(self, run: Run):
+        self.seed = run.rollout.seed
+        self._run = run
+        self._loop = asyncio.get_running_loop()
+
+    async def generate(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        *,
+        tools: Sequence[Mapping[str, Any]] | None = None,
+        max_tokens: int | None = None,
+        stop_token_ids: Sequence[int] = (),
+    ) -> Reply:
+        """As in `Model`."""
+        number = self._run.begin()
+        work = self._run.generate(number, list(messages), tools, max_tokens, tuple(stop_token_ids))
+        return await on_loop(self._loop, work)
+
+    async def once(
+        self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
+    ) -> Any:
+        """As in `Model`."""
+        number = self._run.begin()
+        if known := self._run.known_call(number, name):
+            return json.loads(known.result)
+        result = _json(await self._result(call, number), f"the result of {name!r}")
+        state = None if snapshot is None else _snapshot(await self._result(snapshot), name)
+        await on_loop(self._loop, self._run.record(Call(number, name, result), state))
+        return json.loads(result)
+
+    async def each_time(self, call: Callable[[], Any]) -> Any:
+        """As in `Model`."""
+        found = await self._result(call)
+        self._loop.call_soon_threadsafe(self._run.go_on)
+        return found
+
+    async def snapshot(self) -> Snapshot | None:
+        """As in `Model`."""
+        return await on_loop(self._loop, self._run.newest_snapshot())
+
+    async def _result(self, call: Callable[[], Any], number: int | None = None) -> Any:
+        if inspect.iscoroutinefunction(call):
+            return await call()
+        return await on_loop(self._loop, self._run.in_thread(call, number))
+
+
+def _json(value: Any, what: str) -> str:
+    try:
+        return json.dumps(value, allow_nan=False)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{what} must be JSON: {error}") from error
+
+
+def _snapshot(value: Any, name: str) -> str | bytes:
+    """A snapshot, as the ledger keeps it."""
+    what = f"the snapshot after {name!r}"
+    content = bytes(value) if isinstance(value, bytes | bytearray) else _json(value, what)
+    if len(content) > LARGEST_SNAPSHOT:
+        raise ValueError(f"{what} has {len(content)} bytes, and may have {LARGEST_SNAPSHOT}")
+    return content
+
+
+def request_digest(context: Context, max_tokens: int | None, stops: Sequence[int]) -> str:
+    """A digest of what is asked: the tokens of the context, and how the answer ends."""
+    digest = hashlib.blake2b(context.token_ids.astype("<i4", copy=False).data, digest_size=16)
+    digest.update(json.dumps([context.branch, context.kept, max_tokens, list(stops)]).encode())
+    return digest.hexdigest()
