@@ -8,6 +8,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -129,6 +130,17 @@ def ratios(values: dict[str, float]) -> dict[str, float]:
     """Cairn's value divided by the value of each other system."""
     others = [name for name in values if name != "cairn" and "cairn" in values]
     return {f"cairn / {name}": values["cairn"] / values[name] for name in others}
+
+
+@contextlib.contextmanager
+def scratch(folder: Path) -> Iterator[Path]:
+    """A new folder in `folder`, which is made if there is none; it is removed at the end."""
+    folder.mkdir(parents=True, exist_ok=True)
+    root = Path(tempfile.mkdtemp(dir=folder)).resolve()
+    try:
+        yield root
+    finally:
+        shutil.rmtree(root, ignore_errors=True)
 
 
 def free_port() -> int:

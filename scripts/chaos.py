@@ -7,7 +7,9 @@ COMMAND is `sft ...` or `rl ...` with any flags; it needs --ckpt.interval and sh
 Without COMMAND, short runs of configs/reverse_text alternate. Each run is struck by one to three disasters:
 SIGKILL of any process at any time or at a named fault point, SIGSTOP, stop signals to one process, to the
 process group or to all processes, a full or read-only disk, a power cut, a damaged checkpoint, a torn file,
-or a server that is slow, silent, failing, has other weights, or is used by two runs. Its result must be the
+a server that is slow, silent, failing, has other weights, or is used by two runs or, if the run uploads its
+steps, the loss of the machine with its run directory. If COMMAND has --ckpt.remote URL, each run has its own
+prefix below that URL, which is deleted if the run kept its promises. Its result must be the
 same as without disasters; docs/recovery.md says what is checked. Run I of seed S always meets the same
 disasters (except that only root can fill a disk); repeat it with --first I --runs 1.
 

@@ -20,6 +20,8 @@ from cairn.trainer.group import RankGroup
 STEPS = 2
 RATE = 1e-3
 WIDTH = 24
+SCHEDULED = "scheduled"
+"""The folder of the model whose rate falls with each step."""
 Layout = Callable[[dict[str, Any], dict[str, Any]], dict[str, dict[str, Any]]]
 
 
@@ -43,7 +45,10 @@ def go_on_all(rank: int, port: int, out: Path) -> None:
     for folder in sorted(out.glob("*/out-*")):
         name = folder.name.removeprefix("out-")
         program = Program(group, folder.parent / "model")
+        program.follow_schedule(folder.parent)
         program.load(folder, name)
+        if program.schedule is not None:
+            program.schedule.last_epoch = STEPS  # which is what its load_state_dict does
         losses = [program.step(number) for number in (STEPS + 1, STEPS + 2)]
         if group.rank == 0:
             (folder.parent / f"losses-{name}.json").write_text(json.dumps(losses))
@@ -62,6 +67,12 @@ class Program:
         fully_shard(self.model, **sharding)
         weights = self.model.named_parameters() if named else self.model.parameters()
         self.optimizer = torch.optim.AdamW(weights, lr=RATE, betas=(0.9, 0.95), weight_decay=0.0)
+        self.schedule: torch.optim.lr_scheduler.LambdaLR | None = None
+
+    def follow_schedule(self, folder: Path) -> None:
+        """Have the rate fall with each step if this is the folder SCHEDULED."""
+        if folder.name == SCHEDULED:
+            self.schedule = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda n: max(1 - n / 4, 0.0))
 
     def step(self, number: int) -> float:
         """Train a step; returns the loss before it."""
@@ -71,6 +82,8 @@ class Program:
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()
         self.optimizer.zero_grad()
+        if self.schedule is not None:
+            self.schedule.step()
         return loss.item()
 
     def load(self, folder: Path, name: str) -> None:
@@ -82,13 +95,13 @@ class Program:
             assert content["train_state"]["step"] == STEPS
             assert content["lr_scheduler"]["last_epoch"] == STEPS
             for key in weights:
-                weights[key] = self.in_rows(key, content[to_titan(key)], to_hub=True)
-            known = {to_titan(key): key for key in weights}
+                weights[key] = self.from_titan(key, [content[own] for own in titan_keys(key)])
+            assert not any(value.any() for key, value in content.items() if "expert_bias" in key)
             flat = {}
-            for key, value in content["optimizer"].items():
-                kind, _, rest = key.partition(".")
-                owner, _, what = rest.rpartition(".")
-                flat[f"{kind}.{known[owner]}.{what}"] = self.in_rows(known[owner], value, to_hub=True)
+            for key in self.flat():
+                kind, name, what = in_flat(key)
+                own = [content["optimizer"][f"{kind}.{own}.{what}"] for own in titan_keys(name)]
+                flat[key] = self.from_titan(name, own)
             options = StateDictOptions(flatten_optimizer_state_dict=True)
             both = {"model_state_dict": weights, "optim_state_dict": flat}
             set_state_dict(self.model, self.optimizer, **both, options=options)
@@ -110,6 +123,22 @@ class Program:
         options = StateDictOptions(flatten_optimizer_state_dict=True)
         return get_state_dict(self.model, self.optimizer, options=options)[1]
 
+    def to_titan(self, name: str, value: Any) -> dict[str, Any]:
+        """torchtitan's tensors in a weight, in a moment of it, or the same value for each of them."""
+        keys = titan_keys(name)
+        if len(keys) == 1 or getattr(value, "ndim", 0) != 3:
+            return dict.fromkeys(keys, self.in_rows(name, value, to_hub=False))
+        halves = full(value).chunk(len(keys), dim=1)
+        placed = (distribute_tensor(h.contiguous(), value.device_mesh, value.placements) for h in halves)
+        return dict(zip(keys, placed, strict=True))
+
+    def from_titan(self, name: str, values: list[Any]) -> Any:
+        """The opposite of `to_titan`."""
+        if len(values) == 1 or getattr(values[0], "ndim", 0) != 3:
+            return self.in_rows(name, values[0], to_hub=True)
+        whole = torch.cat([full(value) for value in values], dim=1)
+        return distribute_tensor(whole, values[0].device_mesh, values[0].placements)
+
     def in_rows(self, name: str, tensor: Any, *, to_hub: bool) -> Any:
         """A weight of a Llama, or its moments, with the rows of queries and keys as torchtitan has them."""
         config = self.model.config
@@ -125,11 +154,14 @@ class Program:
 def train(group: RankGroup, model_folder: Path, out: Path) -> None:
     """Train STEPS steps, save in every layout, and write the truth and the losses of the next two steps."""
     program = Program(group, model_folder)
+    program.follow_schedule(out)
     model, optimizer, step = program.model, program.optimizer, program.step
     for number in range(1, STEPS + 1):
         step(number)
     weights, state = get_state_dict(model, optimizer)
-    for name, folders in layouts(program, weights, state).items():
+    plain = {"plain": {"": {"model": weights, "optim": state, "step": STEPS}}}
+    saved = plain if program.schedule else layouts(program, weights, state)  # which makes other schedules
+    for name, folders in saved.items():
         for place, content in folders.items():
             dcp.save(content, checkpoint_id=out / name / place)
     tell(group, program, out)
@@ -187,14 +219,19 @@ def layouts(
 
 def titan(program: Program, weights: dict[str, Any]) -> dict[str, Any]:
     """What torchtitan saves: its own names at the top, and the optimiser's state by weight."""
-    ours = {to_titan(name): program.in_rows(name, value, to_hub=False) for name, value in weights.items()}
+    ours = {}
+    for name, value in weights.items():
+        ours |= program.to_titan(name, value)
+        if name.endswith(".mlp.experts.down_proj"):
+            ours[f"{to_titan(name.removesuffix('.mlp.experts.down_proj'))}.moe.expert_bias_E"] = torch.zeros(
+                value.shape[0]
+            )
     schedule = torch.optim.lr_scheduler.LambdaLR(program.optimizer, partial(pow, 1.0))
     schedule.last_epoch = STEPS
     optimizer = {}
     for key, value in program.flat().items():
-        kind, _, rest = key.partition(".")
-        name, _, what = rest.rpartition(".")
-        optimizer[f"{kind}.{to_titan(name)}.{what}"] = program.in_rows(name, value, to_hub=False)
+        kind, name, what = in_flat(key)
+        optimizer |= {f"{kind}.{own}.{what}": v for own, v in program.to_titan(name, value).items()}
     return {
         **ours,
         "optimizer": optimizer,
@@ -203,8 +240,24 @@ def titan(program: Program, weights: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def in_flat(key: str) -> tuple[str, str, str]:
+    """The kind, the weight and the value that a key of `Program.flat` names."""
+    kind, _, rest = key.partition(".")
+    name, _, what = rest.rpartition(".")
+    return kind, name, what
+
+
+def titan_keys(name: str) -> list[str]:
+    """torchtitan's names of what is in a weight; it has the two halves of `gate_up_proj` apart."""
+    layer, _, experts = name.rpartition(".mlp.experts.")
+    if not layer:
+        return [to_titan(name)]
+    owns = {"gate_up_proj": ("w1_EFD", "w3_EFD"), "down_proj": ("w2_EDF",)}[experts]
+    return [f"{to_titan(layer)}.moe.routed_experts.inner_experts.{own}" for own in owns]
+
+
 def to_titan(name: str) -> str:
-    """torchtitan's name of a weight of Llama or Qwen3."""
+    """torchtitan's name of a weight of Llama or Qwen3 other than experts."""
     parts = {
         "model.embed_tokens": "tok_embeddings",
         "model.layers": "layers",
@@ -217,6 +270,7 @@ def to_titan(name: str) -> str:
         "mlp.gate_proj": "feed_forward.w1",
         "mlp.down_proj": "feed_forward.w2",
         "mlp.up_proj": "feed_forward.w3",
+        "mlp.gate.": "moe.router.gate.",
         "input_layernorm": "attention_norm",
         "post_attention_layernorm": "ffn_norm",
     }

@@ -19,8 +19,10 @@ def joined() -> Iterator[RankGroup]:
         for key, value in {**place, "GLOO_SOCKET_IFNAME": "lo"}.items():
             patch.setenv(key, value)
         group = RankGroup.join(threads=1, deterministic=False)
-        yield group
-        group.leave()
+        try:
+            yield group
+        finally:
+            group.leave()
 
 
 @pytest.fixture(scope="module")

@@ -254,6 +254,21 @@ def join(rank: int, world_size: int, port: int, **how: Any) -> RankGroup:
     return RankGroup.join(threads=1, **{"deterministic": False, **how})
 
 
+def priority_of(pid: int) -> set[tuple[int, int, int]]:
+    """Niceness and scheduling policy of each thread of a process, with the niceness of its session.
+
+    The session has none where Linux has no autogroups; then it counts as what it would be.
+    """
+    threads = {
+        (os.getpriority(os.PRIO_PROCESS, int(name)), os.sched_getscheduler(int(name)))
+        for name in os.listdir(f"/proc/{pid}/task")
+    }
+    with contextlib.suppress(OSError):
+        if words := Path(f"/proc/{pid}/autogroup").read_text().split():
+            return {(nice, policy, int(words[-1])) for nice, policy in threads}
+    return {(nice, policy, 19 if policy == os.SCHED_BATCH else 0) for nice, policy in threads}
+
+
 def environment_of(pid: int) -> list[bytes]:
     """What process `pid` was started with, as `NAME=value`; the kernel shows it a moment after its execve."""
     end = time.monotonic() + 10

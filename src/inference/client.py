@@ -8,7 +8,7 @@ import contextlib
 import json
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -192,7 +192,9 @@ class InferenceClient:
             Unauthorized: the token is missing or wrong.
         """
         body = {"path": os.path.abspath(path), "version": version, "keep_cache": keep_cache}
-        status = self._status(await self._request("POST", "/cairn/update_weights", body, protected=True))
+        status = self._status(
+            await self._request("POST", "/cairn/update_weights", _json(body), protected=True)
+        )
         if status.weight_version != version:
             raise ServerUnavailable(
                 f"{self.url} reports weights {status.weight_version!r} after a push of {version!r}"
@@ -226,13 +228,13 @@ class InferenceClient:
             ServerUnavailable: the server does not answer.
             Unauthorized: the token is missing or wrong.
         """
-        answer = await self._request("POST", "/weight_checker", {"action": "checksum"}, protected=True)
+        answer = await self._request("POST", "/weight_checker", _json({"action": "checksum"}), protected=True)
         with self._expecting("checksums", answer):
             return answer["checksums"]
 
     async def generate(
         self,
-        prompt_ids: list[int],
+        prompt_ids: Sequence[int],
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
@@ -252,7 +254,8 @@ class InferenceClient:
             "logprobs": 0,  # of the sampled token only
             "detokenize": False,
         }
-        body = {"token_ids": prompt_ids, "sampling_params": sampling, "cache_salt": cache_salt}
+        # While the server works, only the text of the request is held.
+        body = _json({"token_ids": [*prompt_ids], "sampling_params": sampling, "cache_salt": cache_salt})
         answer = await self._request("POST", "/inference/v1/generate", body)
         with self._expecting(f"{params.n} choices", answer):
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
@@ -269,7 +272,7 @@ class InferenceClient:
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
-        answer = await self._request("POST", "/inference/v1/generate", body)
+        answer = await self._request("POST", "/inference/v1/generate", _json(body))
         with self._expecting("prompt logprobs", answer):
             found = answer["prompt_logprobs"][1:]
             logprobs = [
@@ -281,7 +284,7 @@ class InferenceClient:
         return logprobs
 
     async def _request(
-        self, method: str, path: str, body: dict[str, Any] | None = None, protected: bool = False
+        self, method: str, path: str, body: bytes | None = None, protected: bool = False
     ) -> dict[str, Any]:
         """One call, retried while the server is unreachable. All calls are safe to repeat."""
         end = time.monotonic() + self.retry_for
@@ -305,17 +308,16 @@ class InferenceClient:
                 raise ServerUnavailable(f"{self.url}{path}: {error!r}") from error
             await asyncio.sleep(backoff.seconds)
 
-    async def _send(
-        self, method: str, path: str, body: dict[str, Any] | None, protected: bool
-    ) -> httpx.Response:
+    async def _send(self, method: str, path: str, body: bytes | None, protected: bool) -> httpx.Response:
         """Ask once; with a token that was looked up and is refused, once more with a new one."""
+        headers = {"Content-Type": "application/json"} if body is not None else {}
         if not protected:
-            return await self._http.request(method, path, json=body)
+            return await self._http.request(method, path, content=body, headers=headers)
         known = self._token is not None and self._given_token is None
         while True:
             self._token = self._token or token_for(self.url)
-            headers = {"Authorization": f"Bearer {self._token}"}
-            response = await self._http.request(method, path, json=body, headers=headers)
+            headers["Authorization"] = f"Bearer {self._token}"
+            response = await self._http.request(method, path, content=body, headers=headers)
             if response.status_code != 401 or not known:
                 return response
             self._token, known = None, False  # the server may have been restarted with another
@@ -358,6 +360,10 @@ class InferenceClient:
             f"no inference server at {self.url} ({problem}); start one with: uv run inference @ infer.toml "
             "(--host and --port set its address)"
         )
+
+
+def _json(value: dict[str, Any]) -> bytes:
+    return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
 def _generation(choice: dict[str, Any]) -> Generation:

@@ -28,6 +28,7 @@ from cairn.inference.signs import ServerSigns
 from cairn.inference.vllm_command import command
 from cairn.run import heartbeat
 from cairn.run.addresses import is_loopback
+from cairn.run.errors import UsageError
 from cairn.run.output import outlive_terminal
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import Patience
@@ -267,8 +268,10 @@ def run(
     server that others depend on. vLLM's output goes to `log` (see `Server`).
 
     Returns:
-        The exit code: 0 stopped as requested; 1 the server died or was not ready in time; 2 the address
-        can't be used, or the model can't be served.
+        The exit code: 0 stopped as requested; 1 the server died or was not ready in time.
+
+    Raises:
+        UsageError: the address can't be used, or the model can't be served.
     """
     console = Console(stderr=True, soft_wrap=True)
     server = Server(config, model, log, deaf=end_signal is not None)
@@ -311,8 +314,7 @@ def run(
         print("stopping the inference server", flush=True)
         return 0
     except (AddressUnusable, ModelUnservable) as error:
-        console.print(str(error), markup=False)
-        return 2
+        raise UsageError(str(error)) from error
     except ServerFailed as error:
         console.print(str(error), markup=False)
         return 1

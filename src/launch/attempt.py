@@ -1,30 +1,27 @@
-"""Decides how a run starts or resumes: once, here, before any role runs."""
+"""How an attempt begins in the run directory, and where a role that starts in its middle goes on."""
 
 import contextlib
 import dataclasses
-import importlib.metadata
-import json
 import logging
 import os
-import platform
 import re
 import secrets
 import tempfile
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, check_files, load_manifest
-from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.store import CheckpointStore, verify
-from cairn.config.ckpt import CkptConfig
+from cairn.checkpoint import ratings
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.exits import EXIT_DAMAGED
+from cairn.launch.start import Start, StartDamaged
 from cairn.run.attempt import Attempt
+from cairn.run.batches import BadBatch
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import CairnError, UsageError
-from cairn.run.files import make_folders, write_atomic, write_json
+from cairn.run.errors import UsageError
+from cairn.run.files import DamagedFile, make_folders, read_json, write_atomic, write_json
 
 logger = logging.getLogger(__name__)
 
@@ -32,208 +29,14 @@ ASIDE_NAME = re.compile(r"before_attempt_([0-9]{1,15})")
 """Names of the folders that hold what an attempt has set aside."""
 
 
-@dataclass(frozen=True)
-class Start:
-    """What a run starts from: a step_N folder, or nothing.
-
-    All files of the folder are there with their sizes, and those without tensors are verified; `choose_start`
-    says when tensor files are verified too. named: whether the user named the step.
-    """
-
-    store: CheckpointStore
-    folder: Path | None = None
-    manifest: Manifest | None = None
-    named: bool = False
-
-    @property
-    def step(self) -> int:
-        """Optimiser steps done so far."""
-        return self.manifest.step if self.manifest else 0
-
-    @property
-    def is_fork(self) -> bool:
-        """Whether the checkpoint belongs to another run, so that a new run starts from it."""
-        return self.folder is not None and self.folder.parent != self.store.root
-
-
-class StartDamaged(CairnError):
-    """The checkpoint that an attempt resumes from is damaged; only a new attempt can go back before it."""
-
-    exit_code = EXIT_DAMAGED
-
-    def __init__(self, folder: Path, problem: str):
-        super().__init__(problem)
-        self.folder = folder
-
-    def last_words(self) -> str:
-        """The folder as one line of JSON, followed by the problem."""
-        return f"{json.dumps(str(self.folder))}\n{self}"
-
-    @classmethod
-    def heard(cls, words: str) -> "StartDamaged | None":
-        """The damage that the trainer's driver reported as its last words; None if there are none."""
-        folder, newline, problem = words.partition("\n")
-        return cls(Path(json.loads(folder)), problem) if newline else None
-
-
-def choose_start(config: RunConfig, *, needs: Sequence[str], damaged: StartDamaged | None = None) -> Start:
-    """Decide what the run starts from; nothing is written.
-
-    The names and sizes of the step's files are checked, and the content of files without tensors. Tensor
-    files are left to the ranks, which verify them while loading, so that each is read only once. They are
-    verified here if damage must be known before anything is touched: if there are later steps, which resuming
-    sets aside; if the run is complete, so that no rank loads the step; and if the orchestrator uses answers
-    before the trainer has loaded the weights that they are sampled from (`--no-self-check`).
-
-    With `--ckpt.resume auto` the choice may be the run's last step (`is_complete`): a script that repeats a
-    command until it exits with 0 then learns that the run is done.
-
-    Args:
-        needs: the parts that the checkpoint must have: trainer, for RL also orchestrator.
-        damaged: the checkpoint that the ranks could not load; the newest good step is then chosen, whatever
-            the user asked for.
-
-    Raises:
-        UsageError: the run can't start like this.
-    """
-    ckpt = config.ckpt
-    store = CheckpointStore(RunDirectory(config.output_dir, ckpt and ckpt.dir).checkpoints)
-    for link in store.links():
-        print(
-            f"{link} is a symbolic link, so it is no step of this run; its target stays untouched", flush=True
-        )
-    if ckpt is None or not ckpt.resumes:
-        return _fresh(config, store)
-    start = _Choice(config, ckpt, store, needs, damaged).make()
-    if start.folder:
-        _check_parts(start, needs)
-        _check_fit(config, start)
-    if is_complete(config, start) and ckpt.resume != "auto":
-        raise UsageError(
-            f"--max-steps {config.max_steps}: the run resumes from step {start.step}, so no step is left to "
-            "do; give a larger --max-steps"
-        )
-    return start
-
-
-def is_complete(config: RunConfig, start: Start) -> bool:
-    """Whether the run has done its last step already."""
-    return start.step >= config.max_steps
-
-
-def damaged_start(damaged: StartDamaged) -> UsageError:
-    """The error for a named step that can't be loaded."""
-    return UsageError(f"can't resume: {damaged}; --ckpt.resume latest takes the newest good step")
-
-
-def _fresh(config: RunConfig, store: CheckpointStore) -> Start:
-    """The start of a new run.
-
-    Raises:
-        UsageError: the run has checkpoints already, which a new run would leave behind.
-    """
-    if steps := store.steps():
-        raise UsageError(
-            f"--output-dir {config.output_dir}: this run has checkpoints up to step {steps[-1]}; go on with "
-            f"--ckpt.resume-step {steps[-1]} (or --ckpt.resume auto), or give another --output-dir"
-        )
-    return Start(store)
-
-
-class _Choice:
-    """How `choose_start` decides for a run that the user asked to resume."""
-
-    def __init__(
-        self,
-        config: RunConfig,
-        ckpt: CkptConfig,
-        store: CheckpointStore,
-        needs: Sequence[str],
-        damaged: StartDamaged | None,
-    ):
-        self.config = config
-        self.ckpt = ckpt
-        self.store = store
-        self.damaged = damaged
-        self.steps = store.steps()
-        self.counts_before_loading = "orchestrator" in needs and not config.self_check
-        """Whether answers are used before the trainer has loaded the weights that they come from."""
-
-    def make(self) -> Start:
-        """Choose; see `choose_start`."""
-        if self.damaged or self.ckpt.resume in ("auto", "latest"):
-            return self._newest_good()
-        folder = self._named()
-        try:
-            return Start(self.store, folder, self._check(folder), named=True)
-        except CheckpointError as error:
-            raise damaged_start(StartDamaged(folder, str(error))) from None
-
-    def _newest_good(self) -> Start:
-        passed_over = False
-        for folder in map(self.store.folder, reversed(self.steps)):
-            try:
-                if self.damaged and self.damaged.folder == folder:
-                    raise Damaged(str(self.damaged))
-                start = Start(self.store, folder, self._check(folder))
-            except CheckpointError as error:
-                print(f"passing over a damaged checkpoint: {error}", flush=True)
-                passed_over = True
-                continue
-            if passed_over:
-                print(f"the newest good checkpoint is {folder}", flush=True)
-            return start
-        wish = "latest" if self.ckpt.resume == "latest" else "auto"
-        if wish == "latest" or passed_over:
-            raise UsageError(f"--ckpt.resume {wish}: there is no good checkpoint in {self.store.root}")
-        return Start(self.store)
-
-    def _named(self) -> Path:
-        """The folder of the step that the user named; it may belong to another run."""
-        ckpt, store = self.ckpt, self.store
-        if ckpt.resume_step is not None:
-            if ckpt.resume_step not in self.steps:
-                there = f"the steps {', '.join(map(str, self.steps))}" if self.steps else "none"
-                raise UsageError(
-                    f"--ckpt.resume-step {ckpt.resume_step}: no such checkpoint in {store.root}; "
-                    f"there are {there}"
-                )
-            return store.folder(ckpt.resume_step)
-        assert ckpt.resume is not None
-        folder = Path(ckpt.resume).absolute()
-        folder = folder.resolve() if folder.is_symlink() else folder
-        if self.steps and folder.parent != store.root:
-            raise UsageError(
-                f"--ckpt.resume {ckpt.resume}: {store.root} already holds checkpoints of its own; "
-                "give another --output-dir"
-            )
-        return folder
-
-    def _check(self, folder: Path) -> Manifest:
-        """Check a step, except for what the ranks verify while loading; returns its manifest.
-
-        Raises:
-            CheckpointError: the run can't resume from it.
-        """
-        manifest = load_manifest(folder)
-        others_later = self.steps and folder != self.store.folder(self.steps[-1])
-        nobody_loads = manifest.step >= self.config.max_steps
-        check_files(
-            folder,
-            manifest,
-            content=self.ckpt.verify != "off",
-            tensors=bool(others_later or nobody_loads or self.counts_before_loading),
-        )
-        return manifest
-
-
 def begin(
     run: RunDirectory, config: RunConfig, start: Start, recipe: Mapping[str, Any], *, command: str
 ) -> Attempt:
     """Prepare the run directory for an attempt from `start`, and announce the attempt to the roles.
 
-    Later checkpoints go to `abandoned/`, later rows of metrics.jsonl are removed, and messages between roles
-    are deleted. The directory stays locked while this process lives. `recipe` is the content of recipe.json.
+    Later checkpoints go to `abandoned/`. Later rows of metrics.jsonl are removed, and so are evaluations of
+    policies that will be others now; messages between roles are deleted. The directory stays locked while
+    this process lives. `recipe` is the content of recipe.json.
 
     Raises:
         UsageError: another process is running in the directory.
@@ -277,6 +80,10 @@ def begin(
         run.history.path.rename(start.store.abandoned / name / run.history.path.name)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
+    if run.evals.path.exists() or run.evaluations.exists():
+        forgotten = run.forget_evaluations(attempt, _made_again_through(run, attempt, recipe))
+        if forgotten and (start.store.root / ratings.RATINGS).exists():
+            ratings.note(start.store.root, ratings.ratings_of(run.evals.rows()))
     wanted = rewinds and start.named  # the user asked to go back
     run.history.recompute(dropped if goes_on and not wanted else 0)
     for change in recipe["trainer"].get("changes", []):
@@ -287,6 +94,24 @@ def begin(
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode(), durable=True)
     run.begin(attempt)
     return attempt
+
+
+def _made_again_through(run: RunDirectory, attempt: Attempt, recipe: Mapping[str, Any]) -> int:
+    """The last step whose policy will be what it was: it is made from the same batches by the same recipe.
+
+    recipe.json must still be that of the attempt before.
+    """
+    step = attempt.start_step
+    if _of_trainer(read_json(run.recipe, dict[str, Any]) or {}) != _of_trainer(recipe):
+        return step
+    with contextlib.suppress(BadBatch, DamagedFile):
+        while run.batch(attempt, step + 1) is not None:
+            step += 1
+    return step
+
+
+def _of_trainer(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in recipe.get("trainer", {}).items() if name != "changes"}
 
 
 def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
@@ -348,48 +173,3 @@ def _make_folder(path: Path, setting: str) -> None:
             pass
     except OSError as error:
         raise UsageError(f"{setting}: {path} is not a writable folder ({error.strerror})") from None
-
-
-def _check_parts(start: Start, needs: Sequence[str]) -> None:
-    """Check that the checkpoint has the parts that this run needs.
-
-    Raises:
-        UsageError: a part is missing.
-    """
-    assert start.manifest is not None
-    parts = start.manifest.parts
-    if missing := [part for part in needs if part not in parts]:
-        what = "holds weights only" if parts == ["model"] else f"has no {missing[0]} part"
-        raise UsageError(
-            f"{start.folder} {what}, so this run can't resume from it; "
-            f"--model.name {start.folder} starts a new run from its weights"
-        )
-
-
-def _check_fit(config: RunConfig, start: Start) -> None:
-    """Compare seed and packages with those of the checkpoint, before anything is touched.
-
-    Another seed is an error; other package versions are a warning.
-
-    Raises:
-        UsageError: the seed differs.
-    """
-    assert start.folder is not None
-    assert start.manifest is not None
-    saved = StepFolder(start.folder).trainer_state()
-    if saved and saved.seed not in (None, config.seed) and not start.is_fork:
-        raise UsageError(
-            f"--seed {config.seed}: {start.folder} was made with seed {saved.seed}, and a resumed run "
-            f"keeps its seed; give --seed {saved.seed}"
-        )
-    for package, version in start.manifest.versions.items():
-        now = platform.python_version() if package == "python" else _version(package)
-        if now != version:
-            print(f"warning: {package} is {now} now and was {version} at step {start.step}", flush=True)
-
-
-def _version(package: str) -> str | None:
-    try:
-        return importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return None

@@ -1,18 +1,29 @@
-"""Places for work beside the run, such as exports and uploads: unlike a role's, their death ends no run."""
+"""Places for work beside the run, such as exports and uploads: unlike a role's, their death ends no run.
 
+As long as nobody waits for it, this work leaves processors and disks to training.
+"""
+
+import contextlib
 import time
 from abc import abstractmethod
 from collections.abc import Callable, Collection, Sequence
 
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.place import Place
+from cairn.launch.processor_use import ProcessorUse
 from cairn.launch.restarts import RestartRule
 from cairn.launch.role_process import RoleProcess
 from cairn.run.directory import RunDirectory
+from cairn.run.files import read_note
+from cairn.run.heartbeat import Beat
+from cairn.run.processes import bring_forward, put_in_background
 
 POLL_SECONDS = 0.05
+PRIORITY_SECONDS = 1.0
+"""Between two looks at whether a process has the right priority."""
 
 
 class BackgroundPlace(Place):
@@ -20,6 +31,10 @@ class BackgroundPlace(Place):
 
     A process that dies or hangs is replaced. After too many deaths without progress nothing more is done,
     which is said at once and at the end of the run.
+
+    While the run trains, the process has the lowest priority from the moment that it has started up, unless
+    it is behind. It has normal priority once somebody waits for it, because the run ends or is to stop, and
+    after a hang, which may have been a want of processors.
     """
 
     def __init__(self, name: str, run: RunDirectory, config: RunConfig):
@@ -28,6 +43,9 @@ class BackgroundPlace(Place):
         self.store = CheckpointStore(run.checkpoints)
         self._rule = RestartRule(config.max_restarts)
         self._restart_at: float | None = None
+        self._awaited = False
+        """Whether somebody waits for it."""
+        self._look_at_priority = 0.0
         self.ended = False
         """Whether the work is done or given up."""
         self.interrupted = False
@@ -54,6 +72,10 @@ class BackgroundPlace(Place):
             RoleFailed: the run is complete, but this work is not.
         """
 
+    @abstractmethod
+    def behind(self) -> bool:
+        """Whether retention may have to give up a step, because so many wait for this work."""
+
     def still_wanted(self) -> bool:
         """Whether a run that was stopped should wait a little for this work."""
         return False
@@ -66,6 +88,7 @@ class BackgroundPlace(Place):
         """
         if self.ended or (stopping and not self.still_wanted()):
             return
+        self._prioritise(awaited=stopping)
         if self._restart_at is not None:
             if time.monotonic() >= self._restart_at:
                 self._fill()
@@ -75,6 +98,7 @@ class BackgroundPlace(Place):
             if (hang := self.hang()) is None:
                 return
             how = f"hung ({hang})"
+            self._awaited = True
         elif code == 0:
             self.run.set_role(self.name, "done", self._occupant.pid)
             self.ended = True
@@ -100,8 +124,49 @@ class BackgroundPlace(Place):
     def _fill(self) -> None:
         self._restart_at = None
         self._occupant = RoleProcess(self.name, self.run.path, self.log, local_ray=True)
+        self._low = False
+        """Whether it is in the background."""
+        self._use: ProcessorUse | None = None
+        """What it has had since it was brought forward, if its niceness stayed that of the background."""
         allowed = self.config.hang_timeout  # it runs when nobody else does, so it may fall silent
         self.watch_over(self._occupant.pid, silence=allowed, standstill=allowed)
+
+    def await_it(self) -> None:
+        """From now on somebody waits for the work, so that it has normal priority."""
+        self._prioritise(awaited=True)
+
+    def _prioritise(self, *, awaited: bool) -> None:
+        """Give the process the priority that it should have now.
+
+        Without privileges its niceness stays high once it was. Then, if somebody waits and it starves,
+        another process goes on with the work: this is no death.
+        """
+        at_once = awaited and not self._awaited
+        self._awaited = self._awaited or awaited
+        if time.monotonic() < self._look_at_priority and not at_once:
+            return
+        self._look_at_priority = time.monotonic() + PRIORITY_SECONDS
+        if self._restart_at is not None or self._occupant.exit_code is not None:
+            return
+        pid, normal = self._occupant.pid, self._awaited or self._is_behind()
+        if self._low and normal:
+            self._use = None if bring_forward(pid) else ProcessorUse(pid)
+            self._low = False
+        elif not self._low and not normal and self._has_started():
+            put_in_background(pid)
+            self._low = True
+        elif self._awaited and self._use and self._use.starves():
+            self._occupant.kill()
+            self._fill()
+
+    def _is_behind(self) -> bool:
+        with contextlib.suppress(OSError, CheckpointError):
+            return self.behind()
+        return False
+
+    def _has_started(self) -> bool:
+        beat = read_note(self.run.heartbeat(self.name), Beat)
+        return beat is not None and beat.pid == self._occupant.pid and beat.marks > 0
 
 
 class Beside:
@@ -123,6 +188,8 @@ class Beside:
             update: called repeatedly, to show what is being done.
             interrupted: whether nobody wants to wait any longer.
         """
+        for place in self.places:
+            place.await_it()
         while working := [place for place in self.places if not place.ended]:
             if interrupted():
                 for place in working:
@@ -131,8 +198,8 @@ class Beside:
             self.look_after(self.config.max_steps, stopping=False)
             update()
             time.sleep(POLL_SECONDS)
-        if self.places and self.config.ckpt:
-            apply_retention(self.places[0].store, self.config.ckpt, self._spare)
+        if (ckpt := self.config.ckpt) and (self.places or ckpt.rated_by):
+            apply_retention(CheckpointStore(self.config.run_directory().checkpoints), ckpt, self._spare)
 
     def finish_stopped(
         self, step: int, seconds: float, update: Callable[[], None], interrupted: Callable[[], bool]

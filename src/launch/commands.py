@@ -19,32 +19,33 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import InferenceClient, ServerStatus
-from cairn.launch.attempt import (
-    Start,
-    StartDamaged,
-    begin,
-    choose_start,
-    damaged_start,
-    is_complete,
-)
+from cairn.launch.attempt import begin
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.model import resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.preemption import asking
+from cairn.launch.rating import with_ratings
 from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.remote import claim, leave_branch, replaced, with_remote
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
+from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, is_complete
 from cairn.launch.supervisor import run_roles
 from cairn.launch.uploading import finish_uploads
 from cairn.orchestrator.advantages import make_advantage
-from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, check_environment
+from cairn.orchestrator.environments import (
+    BadEnvironment,
+    EnvironmentFailed,
+    check_environment,
+    check_environments,
+)
 from cairn.orchestrator.following import AttemptOver
 from cairn.orchestrator.identity import orchestrator_recipe
+from cairn.orchestrator.parsers import check_parsers
 from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -79,9 +80,9 @@ def start(command: str, config: RunConfig) -> int:
         make_loss(own_loss)
     if config.preemption:
         asking(config.preemption)
-    config = with_exports(config)
-    config = with_remote(config)
-    chosen = choose_start(config, needs=kind.parts)
+    config = with_exports(with_ratings(config))
+    config, away = with_remote(config, kind.parts)
+    chosen = choose_start(config, needs=kind.parts, away=away)
     refuse_conflicts(config, chosen)
     if is_complete(config, chosen):
         if missing := finish_exports(config):
@@ -192,17 +193,20 @@ def _see_through(
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
             config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
-            leave_branch(config, 0 if chosen.is_fork else chosen.step)
+            own_step = 0 if chosen.is_fork else chosen.step
+            leave_branch(config, own_step)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             set_exports_aside(config, chosen, f"before_attempt_{attempt.number}")
-            claim(config, attempt)
+            claim(config, attempt, own_step)
             try:
                 return run_roles(run, attempt, roles, config)
             except StartDamaged as damaged:
                 at_start = damaged.folder == chosen.folder
-                if at_start and chosen.named:
+                if at_start and chosen.away:
+                    print(f"reading step {chosen.step} in the object store failed: {damaged}", flush=True)
+                elif at_start and chosen.named:
                     raise damaged_start(damaged) from None
-                if at_start:
+                elif at_start:
                     print(
                         f"the checkpoint of step {chosen.step} is damaged: resuming from an earlier one",
                         flush=True,
@@ -212,9 +216,12 @@ def _see_through(
                 if run.stop_requested():
                     print("stopped; --ckpt.resume auto resumes from the newest good one", flush=True)
                     return EXIT_STOPPED
-                config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
                 try:
                     still = None if replaced(config, damaged.folder) else damaged
+                    if still and at_start and chosen.named:
+                        raise damaged_start(damaged)
+                    if not (at_start and chosen.named):
+                        config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
                     chosen = choose_start(config, needs=kind.parts, damaged=still)
                     recipe = plan_recipe(kind, config, chosen, orchestrator)
                 except UsageError as error:
@@ -269,10 +276,17 @@ def _interrupt() -> None:
 
 
 def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
-    """Check that the environment and the advantage work; returns the orchestrator's part of the recipe."""
-    make_advantage(config.advantage)
+    """Check that environments and the advantage work; returns the orchestrator's part of the recipe."""
+    for one in config.of_environments():
+        make_advantage(one.advantage)
+    check_parsers(config)
+    for evaluation in config.eval:
+        try:
+            check_environment(config.of_evaluation(evaluation))
+        except (BadEnvironment, EnvironmentFailed) as error:
+            raise UsageError(f"evaluation {evaluation.name!r}: {error}") from None
     try:
-        return orchestrator_recipe(config, check_environment(config))
+        return orchestrator_recipe(config, *check_environments(config))
     except (BadEnvironment, EnvironmentFailed) as error:
         raise UsageError(str(error)) from None
 

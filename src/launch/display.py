@@ -71,7 +71,9 @@ class StepDisplay:
                 self.console.print(
                     f"{event['role']} {event['reason']} and {event['how']}", markup=False, soft_wrap=True
                 )
-            elif event["event"] in ("not_exported", "not_uploaded"):
+            elif event["event"] == "saved_in_time":
+                self.console.print(event["reason"], markup=False, soft_wrap=True)
+            elif event["event"] in ("not_saved", "not_exported", "not_uploaded"):
                 what = event["event"].removeprefix("not_")
                 text = f"warning: step {event['step']} is not {what}: {event['reason']}"
                 self.console.print(text, markup=False, soft_wrap=True)

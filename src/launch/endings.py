@@ -23,7 +23,7 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
         print(_saved(step, folder), flush=True)
         return EXIT_STOPPED
     if code == EXIT_LOST:
-        return conclude_early(run, attempt, step, config, RANK_DIED)
+        return conclude_early(run, attempt, step, config, why_unsaved(run))
     missing = None
     if step < config.max_steps:
         missing = f"metrics.jsonl ends with step {step} of {config.max_steps}"
@@ -34,6 +34,16 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
     saved = f", saved in {folder}" if config.ckpt else ""
     print(f"done: step {step}{saved}", flush=True)
     return 0
+
+
+def why_unsaved(run: RunDirectory) -> str:
+    """Why the trainer's ranks have ended in this attempt without a save."""
+    for event in reversed(run.history.rows()):
+        if event["event"] == "not_saved":
+            return event["reason"]
+        if event["event"] == "attempt":
+            break
+    return RANK_DIED
 
 
 def _saved(step: int, folder: Path) -> str:

@@ -34,6 +34,10 @@ class ExporterPlace(BackgroundPlace):
         """The steps that wait to be exported."""
         return self.made.hold(self.store, unkept).kept
 
+    def behind(self) -> bool:
+        """Whether as many steps wait as retention spares."""
+        return len(self.made.waiting(self.store)) >= max(1, self.made.max_waiting)
+
     def conclude(self, code: int) -> int:
         """Say what is exported, what is not, and what never will be."""
         exports = self.made.exports

@@ -12,14 +12,13 @@ from cairn.checkpoint.formats import EXPORTERS
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
-from cairn.launch.attempt import Start
 from cairn.launch.process import stop_on_signals
+from cairn.launch.start import Start
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.imports import importing
-from cairn.run.processes import stay_in_background
 from cairn.run.progress import Stage, lines, progress_bars
 
 logger = logging.getLogger(__name__)
@@ -224,13 +223,9 @@ class Exporter:
 
 
 def run_exporter(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
-    """Export steps while the run trains, until its last one is exported; returns the exit code.
-
-    It takes only what the machine has left over.
-    """
+    """Export steps while the run trains, until its last one is exported; returns the exit code."""
     made = exports_of(config, attempt.id)
     assert made is not None, "the launcher starts no exporter for a run without exports"
-    stay_in_background()
     os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is imported
     store = CheckpointStore(run.checkpoints)
     exporter = Exporter(made, store, verify=_verifies(config), missed=run.history.not_exported)

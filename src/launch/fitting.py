@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cairn.checkpoint.away import away_files
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import TrainerBase
 from cairn.launch.estimate import (
@@ -138,7 +139,9 @@ def refuse_what_can_not_be_served(folder: str, config: InferenceConfig, machine:
 
 def _at_most(folder: str, ranks: int) -> int:
     """More than all ranks on a CPU need of what can be counted, going by the files' sizes."""
-    parameters = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors")) // 2
+    sizes = {path.name: path.stat().st_size for path in Path(folder).glob("*.safetensors")}
+    sizes |= {name: file.size for name, file in away_files(Path(folder)).items() if name in sizes}
+    parameters = sum(sizes.values()) // 2
     return parameters * (16 + 10 * ranks)
 
 

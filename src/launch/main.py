@@ -109,6 +109,22 @@ def inference() -> int:
     return answer(run, stopped=0)
 
 
+def eval() -> int:
+    """`eval @ eval.toml --model.name step_N`: evaluate steps of a run, or any models."""
+    from cairn.config.evaluate import EvaluateConfig
+
+    def run() -> int:
+        config = load(EvaluateConfig, sys.argv[1:])
+        if config.dry_run:
+            return _plan("eval", config)
+        with importing():
+            from cairn.launch.evaluating import evaluate
+
+        return evaluate(config)
+
+    return answer(run, stopped=EXIT_STOPPED)
+
+
 def _plan(command: str, config: CommandConfig) -> int:
     from cairn.launch.plan import show
 
@@ -121,6 +137,17 @@ def ckpt() -> int:
 
     def command() -> int:
         from cairn.tools.ckpt import run
+
+        return run()
+
+    return answer(command)
+
+
+def rollouts() -> int:
+    """`rollouts RUN_DIR`: the answers that a run was trained on, in the terminal."""
+
+    def command() -> int:
+        from cairn.tools.rollouts import run
 
         return run()
 

@@ -8,9 +8,8 @@ import tempfile
 from pathlib import Path
 
 from cairn.checkpoint.formats import FORMATS, format_of
-from cairn.checkpoint.manifest import FILE_NAME, CheckpointError
+from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.store import load_manifest
 from cairn.config.model import ModelConfig
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json

@@ -141,15 +141,20 @@ def placed(
     return cast(Config, taking_turns(rl) if placing.colocate else rl), placing
 
 
-def placed_server(config: InferenceConfig, machine: Machine, vllm: Build) -> InferenceConfig:
+def placed_server(
+    config: InferenceConfig, machine: Machine, vllm: Build, flags: str = "--"
+) -> InferenceConfig:
     """The settings of a server that is no part of a run, with the names of its GPUs in `gpus`.
 
     Without `gpus` it may use all visible ones, as vLLM does.
 
+    Args:
+        flags: what the flags of its settings begin with.
+
     Raises:
         UsageError: there are too few GPUs, or one is not there.
     """
-    gpus = _servers(config, machine, machine.gpus, vllm, "--")
+    gpus = _servers(config, machine, machine.gpus, vllm, flags)
     if config.gpus is None or not machine.has_gpus:
         return config
     return config.model_copy(update={"gpus": _named(gpus)})

@@ -18,6 +18,7 @@ from cairn.launch.exporting import exports_in_words, with_exports
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.model import foreign_format
 from cairn.launch.placing import placed, placed_server
+from cairn.launch.rating import with_ratings
 from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
@@ -40,7 +41,7 @@ def show(command: str, config: CommandConfig) -> None:
     ranks = serving = machine
     if command in KINDS:
         kind = KINDS[command]
-        config, placing = placed(kind, with_exports(cast(RunConfig, config)), machine, vllm)
+        config, placing = placed(kind, with_exports(with_ratings(cast(RunConfig, config))), machine, vllm)
         ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
         if placing.in_cluster and not config.machine:
             ranks = cluster_of(kind.trainer(cast(RunConfig, config)).ray)

@@ -44,15 +44,20 @@ def log_end(log: Path, lines: int = 15) -> str:
 
 
 @contextlib.contextmanager
-def stop_on_signals(run: RunDirectory, at_once: Callable[[], None] | None = None) -> Iterator[None]:
+def stop_on_signals(
+    run: RunDirectory, at_once: Callable[[], None] | None = None, seconds: float | None = None
+) -> Iterator[None]:
     """On SIGINT, SIGTERM or SIGHUP, ask the run to save and stop; on a second signal call `at_once`.
 
-    Roles pass no `at_once`: their launcher stops them.
+    Roles pass nothing but the run: their launcher stops them.
+
+    Args:
+        seconds: time that is left after SIGTERM, the signal of schedulers.
     """
 
     def stop(name: str) -> None:
         hint = f"; the same again, after {REPEAT_SECONDS:g} s, stops at once" if at_once else ""
-        run.request_stop(name)
+        run.request_stop(name, seconds if name == signal.SIGTERM.name else None)
         say(f"{name}: stopping at the next step boundary{hint}")
 
     with on_stop_signals(stop, at_once):

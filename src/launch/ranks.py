@@ -18,7 +18,6 @@ from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskErr
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import TrainerBase
-from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.process import log_end
 from cairn.launch.rank_place import RankPlace
@@ -26,6 +25,7 @@ from cairn.launch.rank_process import RankProcess
 from cairn.launch.ray_cluster import Placement, cluster_ranks, end_ray, start_ray
 from cairn.launch.restarts import RestartRule
 from cairn.launch.spares import Spares
+from cairn.launch.start import StartDamaged
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.directory import RunDirectory

@@ -10,7 +10,7 @@ from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.trainer import SFTDataConfig
-from cairn.launch.attempt import Start
+from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
@@ -185,10 +185,11 @@ def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
 
     Data on the hub is downloaded here, before all ranks need it.
     """
-    from cairn.trainer.records import BadRecord, examine, load_records
+    from cairn.run.data_sets import BadRecord, examine, load_records
+    from cairn.trainer.records import problem_of
 
     try:
-        return examine(records, load_records(records))
+        return examine(records, load_records(records), problem_of)
     except BadRecord as error:
         raise UsageError(f"--data.name {error}") from None
 
@@ -217,7 +218,7 @@ def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str
 
     In the middle of an epoch the user has to accept the change, because the rest of the epoch is skipped.
     """
-    from cairn.trainer.records import same_records
+    from cairn.run.data_sets import same_records
 
     if not saved:
         return []

@@ -1,20 +1,24 @@
 """The object store behind a run's local checkpoints, as the launcher sees it before any role runs.
 
-A run resumes from the nearest good step: the local one if it is whole, else the remote one, which is
+A run resumes from the nearest good step: the local one if it is whole, else the remote one. Of that, the
+ranks read their own ranges in the object store, where that is possible (`_Nearest._streams`); else it is
 downloaded into the local store first. A machine with an empty disk goes on in the same way.
 """
 
 import contextlib
 import secrets
 import shutil
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from pathlib import Path
 
-from cairn.checkpoint.manifest import CheckpointError, check_files
+from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files
+from cairn.checkpoint.ratings import RATINGS
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.beginnings import bring_beginnings
 from cairn.checkpoint.remote.probing import probe
-from cairn.checkpoint.store import CheckpointStore, step_of
-from cairn.config.ckpt import CkptConfig
+from cairn.checkpoint.retention import PINS
+from cairn.checkpoint.steps import step_of
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
@@ -27,11 +31,24 @@ FETCHED = "fetched"
 """Name of the folder in the run directory for a remote step of another run that this run starts from."""
 
 
-def with_remote(config: RunConfig) -> RunConfig:
-    """Download the step that the run should resume from, if it lies in an object store only.
+def small_files(run: RunDirectory) -> list[Path]:
+    """What a machine with an empty disk needs of a run beside its steps, and uploads therefore have.
+
+    Ratings are written from evals.jsonl, so that without it those of earlier steps would be lost.
+    """
+    logs = [run.metrics.path, run.history.path, run.evals.path]
+    return [*logs, run.checkpoints / PINS, run.checkpoints / RATINGS]
+
+
+def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Path | None]:
+    """Bring what is needed here of the step to resume from, if it is in an object store only.
+
+    Args:
+        needs: the parts that the checkpoint must have, as for `choose_start`.
 
     Returns:
-        The configuration; a URL that it resumes from is replaced by a local folder.
+        The configuration, in which a URL to resume from is replaced by a local folder; and the folder of the
+        step whose tensors the ranks read in the object store, if they do.
 
     Raises:
         UsageError: the object store can't be used like this.
@@ -39,24 +56,28 @@ def with_remote(config: RunConfig) -> RunConfig:
     """
     ckpt = config.ckpt
     if ckpt is None or not (ckpt.remote or (ckpt.resume and is_url(ckpt.resume))):
-        return config
-    run = config.run_directory()
+        return config, None
+    run, away = config.run_directory(), None
     make_folders(run.path)
     if not run.lock():
         raise UsageError(f"--output-dir {config.output_dir}: another process is running in it")
     try:
         if ckpt.remote:
             with _looking_for("--ckpt.remote", ckpt.remote):
-                _Nearest(run, ckpt, RemoteStore(Objects(ckpt.remote))).bring()
+                away = _Nearest(config, needs).bring()
         if ckpt.resume and is_url(ckpt.resume):
-            return config.sharing(ckpt=ckpt.model_copy(update={"resume": str(_fetched(run, ckpt.resume))}))
-        return config
+            fetched = {"resume": str(_fetched(run, ckpt.resume))}
+            return config.sharing(ckpt=ckpt.model_copy(update=fetched)), away
+        return config, away
     finally:
         run.unlock()  # `begin` takes the lock again
 
 
 def replaced(config: RunConfig, damaged: Path) -> bool:
-    """Replace a local step that turned out to be damaged by the remote one; False if that is not possible.
+    """Replace a step that turned out to be damaged when ranks read it by the remote one, read in full.
+
+    If that is damaged, too, the newest good one before it is brought here. False if it is not the same step
+    that is now in the local store.
 
     Raises:
         UsageError: the object store refuses or fails.
@@ -65,8 +86,7 @@ def replaced(config: RunConfig, damaged: Path) -> bool:
     if ckpt is None or ckpt.remote is None:
         return False
     with _looking_for("--ckpt.remote", ckpt.remote):
-        nearest = _Nearest(config.run_directory(), ckpt, RemoteStore(Objects(ckpt.remote)))
-        return nearest.replace(damaged)
+        return _Nearest(config).replace(damaged)
 
 
 def leave_branch(config: RunConfig, step: int) -> None:
@@ -75,40 +95,63 @@ def leave_branch(config: RunConfig, step: int) -> None:
     Raises:
         RemoteError: the object store refuses or fails.
     """
-    if config.ckpt is None or config.ckpt.remote is None:
-        return
-    remote = RemoteStore(Objects(config.ckpt.remote))
+    if config.ckpt is not None and config.ckpt.remote is not None:
+        _leave_branch(RemoteStore(Objects(config.ckpt.remote)), step)
+
+
+def _leave_branch(remote: RemoteStore, step: int) -> None:
     name = f"after_step_{step}_{secrets.token_hex(4)}"
     if left := remote.set_aside_after(step, name):
         print(f"the remote checkpoints {', '.join(map(str, left))} are set aside: {remote}/abandoned/{name}")
 
 
-def claim(config: RunConfig, attempt: Attempt) -> None:
+def claim(config: RunConfig, attempt: Attempt, step: int) -> None:
     """Take the remote prefix for this attempt, so that no other run, and no older attempt, writes there.
+
+    Args:
+        step: the run's own step that the attempt starts from. Later ones, which an older attempt has
+            committed elsewhere since `leave_branch`, are uncommitted.
 
     Raises:
         UsageError: it belongs to another run.
         RemoteError: the object store refuses or fails.
     """
     if config.ckpt is not None and config.ckpt.remote is not None:
-        RemoteStore(Objects(config.ckpt.remote)).claim(attempt.run_id, attempt.id)
+        noted = {"number": attempt.number, "branch": attempt.branch, "command": attempt.command}
+        remote = RemoteStore(Objects(config.ckpt.remote))
+        remote.claim(attempt.run_id, attempt.id, noted)
+        _leave_branch(remote, step)
 
 
 class _Nearest:
-    """Looks for the nearest good step, and brings it here if it is a remote one."""
+    """Looks for the nearest good step, and brings it here if it is a remote one.
 
-    def __init__(self, run: RunDirectory, ckpt: CkptConfig, remote: RemoteStore):
-        self.run = run
+    Args:
+        needs: the parts that the checkpoint must have; None: ranks shall not read it in the object store.
+    """
+
+    def __init__(self, config: RunConfig, needs: Sequence[str] | None = None):
+        ckpt = config.ckpt
+        assert ckpt is not None
+        assert ckpt.remote is not None
+        self.config = config
         self.ckpt = ckpt
-        self.remote = remote
-        self.store = CheckpointStore(run.checkpoints)
+        self.needs = needs
+        self.run: RunDirectory = config.run_directory()
+        self.remote = RemoteStore(Objects(ckpt.remote))
+        self.store = CheckpointStore(self.run.checkpoints)
 
-    def bring(self) -> None:
-        """Download the step to resume from into the local store, unless a local one will do."""
+    def bring(self) -> Path | None:
+        """Bring the step to resume from here, unless a local one will do.
+
+        Returns:
+            The folder of the step whose tensors the ranks read in the object store, if they do.
+        """
         probe(self.remote.objects, secrets.token_hex(4))
+        shutil.rmtree(self.store.away, ignore_errors=True)
         owner = self.remote.owner()
         if owner is None:
-            return
+            return None
         if not self.ckpt.resumes:
             raise UsageError(
                 f"--ckpt.remote {self.remote}: belongs to run {owner} already; go on with it with "
@@ -120,18 +163,86 @@ class _Nearest:
                 f"--ckpt.remote {self.remote}: belongs to run {owner}, but {self.run.path} is run {own}; "
                 "give another prefix"
             )
-        remote = self.remote.steps()
+        if own is None:
+            self._take_up(owner)
+        return self._bring_newest()
+
+    def _bring_newest(self, without: Collection[int] = ()) -> Path | None:
+        local, remote = self.store.steps(), self.remote.steps()
+        newest = max([*local, *remote], default=None)
         candidates = [self.ckpt.resume_step]
         if self.ckpt.resume_step is None:
-            candidates = sorted({*self.store.steps(), *remote}, reverse=True)
+            candidates = sorted({*local, *remote}.difference(without), reverse=True)
         for step in candidates:
-            if step is not None and (self._is_good(step) or (step in remote and self._fetch(step))):
-                return
+            if step is None or self._is_good(step):
+                return None
+            if step not in remote:
+                continue
+            try:
+                manifest = self.remote.manifest(step)
+                if step == newest and self._streams(manifest):
+                    return self._stream(manifest)
+                self._fetch(manifest)
+                return None
+            except CheckpointError as error:
+                print(f"passing over a remote checkpoint: {error}", flush=True)
+        return None
+
+    def _take_up(self, run_id: str) -> None:
+        """Note the run's newest attempt here, so that this one goes on with its id, branch and number.
+
+        A machine may be lost before its first step is uploaded; and no two attempts may have the same number.
+        """
+        noted = self.remote.newest_attempt()
+        number, branch, command = (noted.get(name) for name in ("number", "branch", "command"))
+        if isinstance(number, int) and isinstance(branch, str) and isinstance(command, str):
+            self.run.begin(Attempt(run_id, number, command, start_step=0, resume_from=None, branch=branch))
 
     def replace(self, damaged: Path) -> bool:
-        """Download a step in place of the local one in the folder `damaged`; False if there is none."""
-        own = damaged.parent == self.store.root
-        return own and step_of(damaged) in self.remote.steps() and self._fetch(step_of(damaged))
+        """Download a step in place of the one in the folder `damaged`, or else the newest good one before it.
+
+        Returns:
+            Whether it is the same step.
+        """
+        shutil.rmtree(self.store.away, ignore_errors=True)
+        if damaged.parent not in (self.store.root, self.store.away):
+            return False
+        step = step_of(damaged)
+        if step not in self.remote.steps():
+            return False
+        try:
+            self._fetch(self.remote.manifest(step))
+            return True
+        except CheckpointError as error:
+            print(f"passing over a remote checkpoint: {error}", flush=True)
+        if self.ckpt.resume_step is not None:
+            return False
+        later = [number for number in {*self.store.steps(), *self.remote.steps()} if number >= step]
+        self._bring_newest(without=later)
+        return False
+
+    def _streams(self, manifest: Manifest) -> bool:
+        """Whether ranks read their ranges of a step in the object store.
+
+        The step is downloaded whole instead where others read it, too, or where damage must be known before
+        anything is touched, as in `choose_start`. Packed files have no ranges.
+        """
+        if self.needs is None or manifest.contents or self.ckpt.export:
+            return False
+        before_loading = "orchestrator" in self.needs and not self.config.self_check
+        return not before_loading and manifest.step < self.config.max_steps
+
+    def _stream(self, manifest: Manifest) -> Path:
+        """Bring all of a step that is not left to the ranks; returns its folder."""
+        print(f"resuming from step {manifest.step} in {self.remote}", flush=True)
+        self._set_aside(manifest.step)
+
+        def whole(name: str) -> bool:  # servers load the weights
+            return "orchestrator" in (self.needs or ()) and name.startswith("model/")
+
+        folder = bring_beginnings(self.remote, manifest, self.store.away, whole=whole)
+        self._fetch_rows()
+        return folder
 
     def _is_good(self, step: int) -> bool:
         """Whether the local step is whole, as far as that is checked before ranks load it."""
@@ -144,29 +255,33 @@ class _Nearest:
             return False
         return True
 
-    def _fetch(self, step: int) -> bool:
-        """Download a step in place of the local one, if there is one; False if it is damaged there, too."""
-        print(f"downloading step {step} from {self.remote}", flush=True)
-        folder = self.store.folder(step)
+    def _set_aside(self, step: int) -> None:
+        """Move a local step that is damaged to where no reader looks."""
         if self.store.exists(step):
+            folder = self.store.folder(step)
             aside = self.store.abandoned / f"damaged_{secrets.token_hex(4)}"
             make_folders(aside)
             folder.rename(aside / folder.name)
             print(f"the damaged local step {step} is now in {aside}", flush=True)
-        try:
-            manifest = self.remote.manifest(step)
-            with progress_bars() as stage:
-                self.remote.fetch(step, self.store, on_bytes=stage(f"step {step}", manifest.nbytes))
-        except CheckpointError as error:
-            print(f"passing over a remote checkpoint: {error}", flush=True)
-            return False
+
+    def _fetch(self, manifest: Manifest) -> None:
+        """Download a step in place of the local one, if there is one.
+
+        Raises:
+            CheckpointError: it is damaged there, too.
+        """
+        step = manifest.step
+        print(f"downloading step {step} from {self.remote}", flush=True)
+        self._set_aside(step)
+        with progress_bars() as stage:
+            self.remote.fetch(step, self.store, on_bytes=stage(f"step {step}", manifest.nbytes))
         self._fetch_rows()
-        return True
 
     def _fetch_rows(self) -> None:
-        """Download the run's metrics and history, unless they are here."""
-        for path in (self.run.metrics.path, self.run.history.path):
+        """Download the run's small files, unless they are here."""
+        for path in small_files(self.run):
             if not path.exists() and (content := self.remote.objects.get(f"run/{path.name}")) is not None:
+                make_folders(path.parent)
                 write_atomic(path, content, durable=True)
 
     def _own_run(self) -> str | None:

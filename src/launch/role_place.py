@@ -3,7 +3,6 @@
 import time
 
 from cairn.config.kinds import RunConfig
-from cairn.launch.attempt import StartDamaged
 from cairn.launch.exits import (
     END_SERVER,
     EXIT_CRASHED,
@@ -19,6 +18,7 @@ from cairn.launch.place import Place
 from cairn.launch.process import log_end
 from cairn.launch.restarts import RestartRule
 from cairn.launch.role_process import RoleProcess
+from cairn.launch.start import StartDamaged
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 

@@ -20,7 +20,7 @@ from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.imports import importing
-from cairn.run.processes import in_background
+from cairn.run.processes import allow_open_files, in_background
 from cairn.run.signals import on_stop_signals
 
 TURN_SECONDS = 0.05
@@ -138,6 +138,7 @@ def run_orchestrator(
     try:
         with stop_on_signals(run, at_once):
             attempt = newest_start(attempt, CheckpointStore(run.checkpoints), pass_over=True)
+            allow_open_files()
             step = asyncio.run(serve())
         state = "stopped" if step < config.max_steps else "done"
     finally:

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.beside import work_beside
 from cairn.launch.display import StepDisplay
-from cairn.launch.endings import RANK_DIED, conclude, conclude_early
+from cairn.launch.endings import RANK_DIED, conclude, conclude_early, why_unsaved
 from cairn.launch.exits import EXIT_LOST, WORKING
 from cairn.launch.preemption import Notice, watching
 from cairn.launch.process import stop_on_signals
@@ -36,7 +36,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     at_once = threading.Event()
     cut_short: str | None = None
     with (
-        stop_on_signals(run, at_once.set),
+        stop_on_signals(run, at_once.set, config.preemption.seconds if config.preemption else None),
         StepDisplay(run, attempt.start_step, config.max_steps) as display,
         work_beside(run, config, attempt) as beside,
         watching(config.preemption, lambda notice: stop_for(notice, run)),
@@ -50,7 +50,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
                 beside.look_after(display.step, stopping=stopping)
                 if at_once.is_set():
                     raise KeyboardInterrupt
-                if stopping and (cut_short := hopeless(run, watched)):
+                if stopping and (cut_short := hopeless(run, watched) or out_of_time(run)):
                     break
                 display.update()
                 time.sleep(0.05)
@@ -62,7 +62,9 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         if not cut_short and watched["trainer"].exit_code == 0:
             beside.finish(display.update, lambda: run.stop_requested() is not None)
         elif run.stop_requested() and config.ckpt:
-            beside.finish_stopped(display.step, config.ckpt.remote_grace, display.update, at_once.is_set)
+            left = run.seconds_left()
+            seconds = config.ckpt.remote_grace if left is None else left
+            beside.finish_stopped(display.step, seconds, display.update, at_once.is_set)
     if cut_short:
         code = conclude_early(run, attempt, display.step, config, cut_short)
     else:
@@ -75,8 +77,14 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
 def stop_for(notice: Notice, run: RunDirectory) -> None:
     """Ask the run to save and stop, because this machine will be taken away."""
     left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
-    run.request_stop(notice.reason)
+    run.request_stop(notice.reason, notice.seconds)
     say(f"{notice.reason}{left}: stopping at the next step boundary")
+
+
+def out_of_time(run: RunDirectory) -> str | None:
+    """That the run must end now, if so: what is not saved yet does not get there any more."""
+    left = run.seconds_left()
+    return "the time that was left is over" if left is not None and left < 0 else None
 
 
 def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
@@ -88,7 +96,7 @@ def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
     if trainer.lost:
         return trainer.lost
     if trainer.ended:
-        return RANK_DIED if trainer.exit_code == EXIT_LOST else None
+        return why_unsaved(run) if trainer.exit_code == EXIT_LOST else None
     entries = run.current_roles()
     rank = entries.get("trainer_rank0") if entries else None
     if entries is None or (rank and rank.state in ("done", "stopped")):

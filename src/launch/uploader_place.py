@@ -31,6 +31,10 @@ class UploaderPlace(BackgroundPlace):
         """The steps that wait to be uploaded."""
         return self.uploads.hold(unkept).kept
 
+    def behind(self) -> bool:
+        """Whether as many steps wait as retention spares."""
+        return len(self.uploads.waiting()) >= max(1, self.uploads.ckpt.remote_max_waiting)
+
     def still_wanted(self) -> bool:
         """Whether the newest saved step is not uploaded yet: it alone is worth a stopped run's time."""
         newest = self.store.latest()

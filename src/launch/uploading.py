@@ -1,6 +1,8 @@
 """The process that uploads a run's steps while it trains."""
 
+import contextlib
 import logging
+import os
 import time
 
 from cairn.checkpoint.manifest import CheckpointError
@@ -11,18 +13,21 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
 from cairn.launch.process import stop_on_signals
+from cairn.launch.processor_use import ProcessorUse
+from cairn.launch.remote import small_files
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
-from cairn.run.processes import stay_in_background
 from cairn.run.progress import lines, progress_bars
 
 logger = logging.getLogger(__name__)
 
 LOOK_SECONDS = 0.5
 """Between two looks for a step to upload."""
+MIN_SECONDS = 0.001
+"""An upload counts as taking so long at least."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
 """Seconds until a failed upload is tried again: first, and at most."""
 
@@ -32,7 +37,8 @@ def uploads_of(config: RunConfig) -> RunUploads | None:
     ckpt = config.ckpt
     if ckpt is None or ckpt.remote is None:
         return None
-    return RunUploads(CheckpointStore(config.run_directory().checkpoints), ckpt, config.max_steps)
+    run = config.run_directory()
+    return RunUploads(CheckpointStore(run.checkpoints), ckpt, config.max_steps, run.has_stopped)
 
 
 def finish_uploads(config: RunConfig, run_id: str) -> None:
@@ -56,6 +62,7 @@ def finish_uploads(config: RunConfig, run_id: str) -> None:
             while (step := uploader.next_step()) is not None:
                 nbytes = uploads.store.manifest(step).nbytes
                 uploader.upload(step, stage(f"uploading step {step}", nbytes))
+        uploader.end()
     finally:
         run.unlock()
 
@@ -63,12 +70,11 @@ def finish_uploads(config: RunConfig, run_id: str) -> None:
 def run_uploader(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
     """Upload steps while the run trains, until its last one is there; returns the exit code.
 
-    It takes only what the machine has left over. Errors of the object store are logged, and the upload is
-    tried again, longer and longer later; training goes on.
+    Errors of the object store are logged, and the upload is tried again, longer and longer later; training
+    goes on.
     """
     uploads = uploads_of(config)
     assert uploads is not None, "the launcher starts no uploader for a run without a remote store"
-    stay_in_background()
     with stop_on_signals(run):
         return _Loop(_uploader(uploads, run, attempt.id), run).run()
 
@@ -77,8 +83,8 @@ def _uploader(uploads: RunUploads, run: RunDirectory, owner: str) -> Uploader:
     ckpt: CkptConfig = uploads.ckpt
     assert ckpt.remote is not None
     rate = bytes_of(ckpt.remote_bandwidth) if ckpt.remote_bandwidth else None
-    files = [run.metrics.path, run.history.path]
-    return Uploader(uploads, RemoteStore(Objects(ckpt.remote)), owner, run_files=files, limit=Limit(rate))
+    remote, files = RemoteStore(Objects(ckpt.remote)), small_files(run)
+    return Uploader(uploads, remote, owner, run_files=files, limit=Limit(rate))
 
 
 class _Loop:
@@ -105,9 +111,10 @@ class _Loop:
                     heartbeat.doing("comparing with the remote store", lengthy=True)
                     self.uploader.begin()
                     self._begun = True
-                step = self.uploader.next_step(self._skipped)
+                step = self.uploader.next_step(self._skipped, self._ends_in_time)
                 if step is None:
                     if last:
+                        self.uploader.end()
                         return 0
                     heartbeat.doing("waiting for a step to upload", waiting=True)
                     time.sleep(LOOK_SECONDS)
@@ -120,9 +127,18 @@ class _Loop:
                 if not self._goes_on_after(error, last):
                     return 0
 
+    def _ends_in_time(self, step: int) -> bool:
+        """Whether an upload of the step would end before the run must have ended."""
+        left = self.run_directory.seconds_left()
+        with contextlib.suppress(CheckpointError):
+            expected = self.run_directory.rates.expected("upload", self.uploads.store.manifest(step).nbytes)
+            return left is None or expected is None or expected.most <= left
+        return False
+
     def _upload(self, step: int) -> None:
         heartbeat.doing(f"uploading step {step}", lengthy=True)
-        began = time.monotonic()
+        began, fresh = time.monotonic(), not self.uploads.sent_file(step).exists()
+        use = ProcessorUse(os.getpid())
         try:
             nbytes = self.uploads.store.manifest(step).nbytes
             self.uploader.upload(step, self._stage(f"uploading step {step}", nbytes))
@@ -131,7 +147,11 @@ class _Loop:
                 self._skipped.add(step)
                 self._say(step, str(error))
             return
-        logger.info("step %d was uploaded in %.1f s", step, time.monotonic() - began)
+        seconds = time.monotonic() - began
+        logger.info("step %d was uploaded in %.1f s", step, seconds)
+        if fresh:
+            # When the run must end soon, training will not keep this process waiting for processors.
+            self.run_directory.rates.note("upload", nbytes, max(seconds - use.longest_wait(), MIN_SECONDS))
         self._failing_since, self._pause, self._said = None, FIRST_PAUSE, None
 
     def _goes_on_after(self, error: Exception, last: bool) -> bool:

@@ -17,8 +17,13 @@ PREFIXES = (
     *("OMP_", "GOMP_", "CAIRN_"),
 )
 """What the names begin with of the variables that are handed over."""
-NAMES = ("PYTHONPATH", "XDG_CACHE_HOME", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY")
-"""Others that are handed over; those of proxies also in lower case."""
+NAMES = (
+    *("PYTHONPATH", "XDG_CACHE_HOME", "HTTP_PROXY", "HTTPS_PROXY", "NO_PROXY"),
+    *("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "AWS_PROFILE"),
+    *("AZURE_STORAGE_ACCOUNT_NAME", "AZURE_STORAGE_ENDPOINT"),
+)
+"""Others that are handed over; those of proxies also in lower case. Of object stores only where they are:
+credentials stay on their machine."""
 NODES_OWN = ("CUDA_VISIBLE_DEVICES", "CUDA_DEVICE_ORDER", "CUDA_HOME", "CUDA_PATH")
 """What begins like this but belongs to a node: its GPUs are given out by Ray, its folders may differ."""
 PATHS = ("PYTHONPATH", "_HOME", "_CACHE", "_DIR", "_PATH")

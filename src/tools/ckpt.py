@@ -12,6 +12,7 @@ from cairn.checkpoint.diff import compare
 from cairn.checkpoint.exports import run_exports
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
+from cairn.checkpoint.ratings import Ratings, ratings_in
 from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.retention import (
     WAITING,
@@ -23,7 +24,8 @@ from cairn.checkpoint.retention import (
     set_pin,
     spare_none,
 )
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.progress import progress_bars
@@ -39,7 +41,7 @@ from cairn.tools.ckpt_output import (
     say,
 )
 from cairn.tools.ckpt_paths import attempt_id, run_config, store_in
-from cairn.tools.ckpt_remote import place
+from cairn.tools.ckpt_remote import local_run, local_target, place
 from cairn.tools.ckpt_steps import add_average, add_copy, average, copy
 
 
@@ -56,7 +58,9 @@ def run() -> int:
 
     store_help = "an output folder, its checkpoints folder, or a step_N folder"
     store_help += ", or the URL of one in an object store"
-    add("list", "list the steps of a run", _list).add_argument("path", type=place, help=store_help)
+    steps = add("list", "list the steps of a run", _list)
+    steps.add_argument("path", type=place, help=store_help)
+    steps.add_argument("--metric", help="show this metric as well, such as eval/NAME/reward")
     add("show", "print a checkpoint's manifest", _show).add_argument(
         "step", type=place, help="a step_N folder, or its URL"
     )
@@ -70,7 +74,9 @@ def run() -> int:
         "--top", type=int, default=10, help="number of tensors to print (default: 10; with --json: all)"
     )
     trim = add("prune", "delete steps that no retention rule keeps, and unfinished saves", _prune)
-    trim.add_argument("path", type=Path, help="an output folder or its checkpoints folder")
+    trim.add_argument(
+        "path", type=place, help="an output folder, its checkpoints folder, or the URL of a run"
+    )
     trim.add_argument("--dry-run", action="store_true", help="only print what would be deleted")
     trim.add_argument(
         "--pin",
@@ -94,7 +100,9 @@ def run() -> int:
     trim.add_argument("--mode", choices=["min", "max"], help="as in [ckpt]; default: the run's")
     branch = add("fork", "copy a checkpoint into a new run's output folder", _fork)
     branch.add_argument("step", type=place, help="a step_N folder, or its URL")
-    branch.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    branch.add_argument(
+        "output_dir", type=local_target, help="output folder of the new run, without checkpoints"
+    )
     branch.add_argument(
         "--link",
         action="store_true",
@@ -105,7 +113,7 @@ def run() -> int:
     add_import(add("import", "make a new run of another program's checkpoint", import_step))
     add_export(add("export", "write a checkpoint in the format of another program", export_step))
     proof = add("audit", "check that a run trained on everything exactly once; exit code 1 if not", _audit)
-    proof.add_argument("run", type=Path, help="an output folder; the run may be going on")
+    proof.add_argument("run", type=local_run, help="an output folder; the run may be going on")
     arguments = parser.parse_args(sys.argv[1:])
     return arguments.action(arguments)
 
@@ -140,6 +148,25 @@ def _waiting(path: Path, store: CheckpointStore, rules: CkptConfig) -> Spare:
         uploads = RunUploads(store, rules, last)
         spares.append(lambda unkept: uploads.hold(unkept).kept)
     return lambda unkept: {step for spare in spares for step in spare(unkept)}
+
+
+def _ratings(store: CheckpointStore, rules: CkptConfig) -> Ratings:
+    """The results of evaluations of the steps.
+
+    Raises:
+        CheckpointError: they can't be read.
+        UsageError: the rules go by an evaluation's metric of which there are none.
+    """
+    ratings = ratings_in(store.root)
+    if (
+        rules.keep_best
+        and rules.rated_by
+        and rules.metric not in ratings.names
+        and rules.metric_interval is None
+    ):
+        known = ", ".join(name for name in ratings.names if not name.endswith("_ci95")) or "none"
+        raise UsageError(f"--metric {rules.metric}: no step has it; metrics of evaluations here: {known}")
+    return ratings
 
 
 def _rules_and_pins(path: Path, store: CheckpointStore) -> tuple[CkptConfig, set[int]]:
@@ -185,16 +212,17 @@ def _side(path: Path) -> Path:
 def _list(arguments: argparse.Namespace) -> int:
     path = arguments.path
     if isinstance(path, str):
-        rows = ckpt_remote.rows(path)
+        rows = ckpt_remote.rows(path, arguments.metric)
     elif (path / FILE_NAME).exists():
         rows = [_row(path, [])]
     else:
         store = store_in(path)
         rules, pinned = _rules_and_pins(path, store)
-        kept = reasons_to_keep(read_steps(store), rules, pinned)
+        ratings = _ratings(store, rules)
+        kept = reasons_to_keep(read_steps(store, ratings), rules, pinned)
         for step in _waiting(path, store, rules)([step for step, reasons in kept.items() if not reasons]):
             kept[step] = [WAITING]
-        rows = [_row(store.folder(step), reasons) for step, reasons in kept.items()]
+        rows = [_row(store.folder(step), reasons, ratings) for step, reasons in kept.items()]
         rows += [{"folder": str(folder), "state": "partial"} for folder in store.debris()]
         rows += [
             {**_row(folder, []), "state": f"abandoned ({folder.parent.name})"}
@@ -203,14 +231,19 @@ def _list(arguments: argparse.Namespace) -> int:
         rows += [
             {"folder": str(link), "state": f"not a step: link to {link.readlink()}"} for link in store.links()
         ]
+    known = sorted({name for row in rows for name in row.get("metrics", {})})
+    if arguments.metric and arguments.metric not in known:
+        raise UsageError(
+            f"--metric {arguments.metric}: no step has it; there are {', '.join(known) or 'none'}"
+        )
     if arguments.json:
         print_json(rows)
         return 0
-    print_list(rows)
+    print_list(rows, arguments.metric)
     return 0
 
 
-def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
+def _row(folder: Path, reasons: list[str], ratings: Ratings | None = None) -> dict[str, Any]:
     try:
         manifest = load_manifest(folder)
     except CheckpointError as error:
@@ -227,6 +260,7 @@ def _row(folder: Path, reasons: list[str]) -> dict[str, Any]:
         "kept_by": reasons,
         "bytes": manifest.nbytes,
         **manifest.model_dump(include=fields),
+        "metrics": ratings.metrics(manifest) if ratings else manifest.metrics,
     }
 
 
@@ -271,11 +305,7 @@ def _verified(path: Path) -> list[dict[str, Any]]:
 
 
 def _diff(arguments: argparse.Namespace) -> int:
-    with (
-        ckpt_remote.local(arguments.a) as a,
-        ckpt_remote.local(arguments.b) as b,
-        progress_bars() as stage,
-    ):
+    with ckpt_remote.side(arguments.a) as a, ckpt_remote.side(arguments.b) as b, progress_bars() as stage:
         report = compare(_side(a), _side(b), stage)
     for side, text in (("a", arguments.a), ("b", arguments.b)):
         report[side]["folder"] = str(text)
@@ -287,6 +317,57 @@ def _diff(arguments: argparse.Namespace) -> int:
 
 
 def _prune(arguments: argparse.Namespace) -> int:
+    remote = isinstance(arguments.path, str)
+    report = _pruned_remote(arguments) if remote else _pruned(arguments)
+    if arguments.json:
+        print_json(report)
+    else:
+        print_prune(report)
+    return 1 if report["failed"] else 0
+
+
+def _pruned_remote(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prune the steps below a URL, by the rules in the arguments alone; returns the report.
+
+    Raises:
+        UsageError: an argument makes sense for local steps only, or there is no rule.
+    """
+    for name in ("pin", "unpin", "abandoned"):
+        if getattr(arguments, name):
+            raise UsageError(
+                f"--{name}: is for a run directory, and {arguments.path} is a URL; a run's pins go there "
+                "with the next step that it uploads, and steps that it set aside make room for new ones"
+            )
+    rules = _rules_by(arguments, CkptConfig())
+    if rules.keep_last is None and rules.keep_best is None:
+        raise UsageError(
+            f"{arguments.path}: the run's rules are not there, so give --keep-last or --keep-best; without "
+            "either, all steps are kept"
+        )
+    return ckpt_remote.prune(arguments.path, rules, dry_run=arguments.dry_run)
+
+
+def _rules_by(arguments: argparse.Namespace, rules: CkptConfig) -> CkptConfig:
+    """These rules, with what the arguments say in place of theirs.
+
+    Raises:
+        UsageError: they contradict each other.
+    """
+    given = {
+        key: value
+        for key in ("keep_last", "keep_every", "keep_best", "metric", "mode")
+        if (value := getattr(arguments, key)) is not None
+    }
+    if given.get("metric") not in (None, rules.metric):
+        given["metric_interval"] = None
+    try:
+        return CkptConfig(**{**rules.model_dump(), **given})
+    except ValidationError as error:
+        raise UsageError(str(error.errors()[0]["msg"])) from None
+
+
+def _pruned(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Prune local steps; returns the report."""
     store = store_in(arguments.path)
     for step in [*arguments.pin, *arguments.unpin]:
         if step not in store.steps():
@@ -296,18 +377,11 @@ def _prune(arguments: argparse.Namespace) -> int:
             set_pin(store, step, True)
         for step in arguments.unpin:
             set_pin(store, step, False)
-    given = {
-        key: value
-        for key in ("keep_last", "keep_every", "keep_best", "metric", "mode")
-        if (value := getattr(arguments, key)) is not None
-    }
-    try:
-        rules = CkptConfig(**{**_rules(arguments.path).model_dump(), **given})
-    except ValidationError as error:
-        raise UsageError(str(error.errors()[0]["msg"])) from None
+    rules = _rules_by(arguments, _rules(arguments.path))
+    _ratings(store, rules)
     pinned = (pins(store) | set(arguments.pin)) - set(arguments.unpin)
     with store.alone():
-        report = prune(
+        return prune(
             store,
             rules,
             pinned,
@@ -315,17 +389,12 @@ def _prune(arguments: argparse.Namespace) -> int:
             abandoned=arguments.abandoned,
             dry_run=arguments.dry_run,
         )
-    if arguments.json:
-        print_json(report)
-    else:
-        print_prune(report)
-    return 1 if report["failed"] else 0
 
 
 def _fork(arguments: argparse.Namespace) -> int:
     from cairn.checkpoint.fork import fork  # imports numpy, which would slow down --help
 
-    with ckpt_remote.local(arguments.step) as step:
+    with ckpt_remote.local(arguments.step, near=arguments.output_dir) as step:
         folder, forked = fork(_step(step), arguments.output_dir, link=arguments.link)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None

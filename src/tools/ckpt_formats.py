@@ -1,6 +1,7 @@
 """The commands `ckpt export` and `ckpt import`: checkpoints in the formats of other programs."""
 
 import argparse
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,14 +17,19 @@ from cairn.run.machine import bytes_of
 from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_output import print_json, say
 from cairn.tools.ckpt_paths import store_in
+from cairn.tools.ckpt_remote import foreign, local, local_target, name_of, place
 
 
 def add_export(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `ckpt export`."""
     command.add_argument(
-        "step", type=Path, help="a step_N folder, or an output folder (its newest good step)"
+        "step",
+        type=place,
+        help="a step_N folder, or an output folder (its newest good step), or the URL of one",
     )
-    command.add_argument("out", type=Path, help="the folder to make; it appears when all of it is written")
+    command.add_argument(
+        "out", type=local_target, help="the folder to make; it appears when all of it is written"
+    )
     command.add_argument(
         "--all",
         action="store_true",
@@ -65,13 +71,15 @@ def export_step(arguments: argparse.Namespace) -> int:
     options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
     if arguments.all:
         return _export_all(arguments, Exports(arguments.out, arguments.format, options))
-    step, out = step_in(arguments.step), arguments.out
-    with progress_bars() as stage:
+    out = arguments.out
+    with local(arguments.step, newest=True, near=out) as place, progress_bars() as stage:
+        step = step_in(place)
         found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
+    name = name_of(arguments.step, step)
     if arguments.json:
-        print_json({"step": str(step), "folder": str(out), "format": arguments.format, "check": found})
+        print_json({"step": name, "folder": str(out), "format": arguments.format, "check": found})
     else:
-        say(f"{out} holds {step} as {arguments.format} ({found})")
+        say(f"{out} holds {name} as {arguments.format} ({found})")
     return 0
 
 
@@ -83,6 +91,8 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
     """
     from cairn.checkpoint.exporting import export_into  # imports torch, which --help has no time for
 
+    if isinstance(arguments.step, str):
+        raise UsageError(f"{arguments.step}: --all takes a local folder; export steps of a URL one by one")
     if (arguments.step / FILE_NAME).exists():
         raise UsageError(f"{arguments.step}: is a single step; --all takes an output folder, or checkpoints")
     refuse_options(exports.name, exports.options)
@@ -125,13 +135,17 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
 
 def add_import(command: argparse.ArgumentParser) -> None:
     """Add the arguments of `ckpt import`."""
-    command.add_argument("source", type=Path, help="a checkpoint of another program: a folder or a file")
-    command.add_argument("output_dir", type=Path, help="output folder of the new run, without checkpoints")
+    command.add_argument(
+        "source", type=place, help="a checkpoint of another program: a folder or a file, or its URL"
+    )
+    command.add_argument(
+        "output_dir", type=local_target, help="output folder of the new run, without checkpoints"
+    )
     command.add_argument(
         "--format", choices=sorted(FORMATS), help="the source's format (default: by the names of its files)"
     )
     command.add_argument(
-        "--model", type=Path, help="folder with config.json and tokenizer (default: those beside the source)"
+        "--model", type=place, help="folder with config.json and tokenizer (default: those beside the source)"
     )
     command.add_argument(
         "--no-verify", action="store_true", help="don't read the step back to compare it with the source"
@@ -143,9 +157,17 @@ def add_import(command: argparse.ArgumentParser) -> None:
 
 def import_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt import`."""
+    output_dir = arguments.output_dir
+    with contextlib.ExitStack() as downloaded:
+        source = downloaded.enter_context(foreign(arguments.source, output_dir))
+        model = arguments.model and downloaded.enter_context(foreign(arguments.model, output_dir))
+        return _import_from(source, model, arguments)
+
+
+def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace) -> int:
     from cairn.checkpoint.importing import import_checkpoint  # imports torch, which --help has no time for
 
-    source, output_dir = arguments.source, arguments.output_dir
+    output_dir = arguments.output_dir
     if not source.exists():
         raise UsageError(f"{source}: there is no such file or folder")
     if (source / FILE_NAME).exists():
@@ -161,7 +183,7 @@ def import_step(arguments: argparse.Namespace) -> int:
                 source,
                 output_dir,
                 name,
-                model=arguments.model,
+                model=model,
                 weights_only=arguments.weights_only,
                 check=not arguments.no_verify,
                 stage=stage,

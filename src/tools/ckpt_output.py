@@ -38,7 +38,7 @@ def print_json(value: Any) -> None:
     print(json.dumps(value, indent=2))
 
 
-def _print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, header: bool = True) -> None:
+def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, header: bool = True) -> None:
     """Print aligned columns; a cell that is too wide for the terminal continues on the next line."""
     table = Table(box=None, pad_edge=False, show_header=header, header_style="bold")
     for column in columns:
@@ -51,9 +51,9 @@ def _print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, he
     console.print(table)
 
 
-def print_list(rows: list[dict[str, Any]]) -> None:
-    """Print the result of `ckpt list`."""
-    values = {"loss": "loss", "reward": "reward/mean"}
+def print_list(rows: list[dict[str, Any]], metric: str | None = None) -> None:
+    """Print the result of `ckpt list`, with this metric among others."""
+    values = {"loss": "loss", "reward": "reward/mean"} | ({metric: metric} if metric else {})
     shown = [label for label, key in values.items() if any(key in row.get("metrics", {}) for row in rows)]
     cells, problems = [], []
     for row in rows:
@@ -68,7 +68,7 @@ def print_list(rows: list[dict[str, Any]]) -> None:
         metrics = ["" if value is None else f"{value:.4g}" for value in metrics]
         size, kept_by = f"{row['bytes'] / 1e6:,.1f} MB", ", ".join(row["kept_by"])
         cells.append([row["step"], row["branch"], _age(row["created"]), size, *metrics, kept_by, state])
-    _print_table(["step", "branch", "age", "size", *shown, "kept by", "state"], cells)
+    print_table(["step", "branch", "age", "size", *shown, "kept by", "state"], cells)
     for problem in problems:
         say(problem)
 
@@ -91,13 +91,13 @@ def print_manifest(manifest: Manifest) -> None:
     fields = manifest.model_dump(exclude={"files", "contents"})
     if manifest.parent:
         fields["parent"] = f"step {manifest.parent.step} of run {manifest.parent.run_id}"
-    _print_table(["", ""], ((key, _value(value)) for key, value in fields.items()), header=False)
+    print_table(["", ""], ((key, _value(value)) for key, value in fields.items()), header=False)
     say("")
-    _print_table(["file", "bytes"], ((name, f"{entry.size:,}") for name, entry in manifest.files.items()))
+    print_table(["file", "bytes"], ((name, f"{entry.size:,}") for name, entry in manifest.files.items()))
     if manifest.contents:
         say("")
         unpacked = ((name, f"{entry.size:,}") for name, entry in manifest.contents.items())
-        _print_table(["packed file", "bytes unpacked"], unpacked)
+        print_table(["packed file", "bytes unpacked"], unpacked)
 
 
 def _value(value: Any) -> str:
@@ -122,7 +122,7 @@ def print_diff(report: dict[str, Any], *, top: int) -> None:
         say("")
         if report[section]:
             rows = ((key, _value(a), _value(b)) for key, (a, b) in report[section].items())
-            _print_table([section, "a", "b"], rows)
+            print_table([section, "a", "b"], rows)
         else:
             say(f"{section}: the same")
     say("")
@@ -154,7 +154,7 @@ def _print_changes(what: str, report: dict[str, Any], top: int) -> None:
             )
             for row in changed
         )
-        _print_table(["tensor", "largest change", "relative change", "values that differ"], rows)
+        print_table(["tensor", "largest change", "relative change", "values that differ"], rows)
 
 
 def print_prune(report: dict[str, Any]) -> None:
@@ -176,23 +176,29 @@ def print_audit(report: "Report") -> None:
     if report.checkpoints:
         say(f"checkpoints: {', '.join(map(str, report.checkpoints))}")
     rows = []
+    several = any(epoch.environment is not None for epoch in report.epochs)
+    pools = any(epoch.resting for epoch in report.epochs)
     for epoch in report.epochs:
         dropped = ", ".join(f"{count} {reason}" for reason, count in sorted(epoch.dropped.items())) or "0"
         size = "" if epoch.problems is None else epoch.problems
-        numbers = (epoch.issued, epoch.trained, epoch.waiting, dropped, epoch.repeated, epoch.missing)
-        rows.append((epoch.epoch, size, *numbers))
+        numbers = (epoch.issued, epoch.trained, epoch.waiting, dropped, epoch.failed)
+        numbers = (*numbers, *([epoch.resting] if pools else []), epoch.repeated, epoch.missing)
+        rows.append((*([epoch.environment or ""] if several else []), epoch.epoch, size, *numbers))
     if rows:
         columns = [
+            *(["environment"] if several else []),
             "epoch",
             report.epochs_of,
             "issued",
             "trained",
             "waiting",
             "dropped tries",
+            "given up",
+            *(["resting"] if pools else []),
             "repeated",
             "missing",
         ]
-        _print_table(columns, rows)
+        print_table(columns, rows)
     for segment in report.trained_on:
         inputs = ", ".join(f"{key} {short_identity(value)}" for key, value in segment.inputs.items())
         if inputs:
@@ -205,5 +211,5 @@ def print_audit(report: "Report") -> None:
         say("no violation")
         return
     found = ((v.kind, v.what, "\n".join(json.dumps(row) for row in v.rows)) for v in report.violations)
-    _print_table(["violation", "what", "rows"], found)
+    print_table(["violation", "what", "rows"], found)
     say(f"{len(report.violations)} violations")

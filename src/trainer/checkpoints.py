@@ -23,6 +23,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.machine import available_memory, bytes_of
 from cairn.trainer.model import companions
+from cairn.trainer.save_times import SaveTimes
 from cairn.trainer.task import Context
 from cairn.trainer.waiting import AllWaiting
 
@@ -48,6 +49,10 @@ class Checkpoints(Protocol):
 
     def others_saved(self, step: int) -> bool:
         """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
+        ...
+
+    def in_time(self, step: int) -> bool:
+        """Whether a run that is asked to stop has the time to save `step`; the same on all ranks."""
         ...
 
     def prepare(self) -> None:
@@ -97,6 +102,10 @@ class NoCheckpoints:
     def others_saved(self, step: int) -> bool:
         """There is no checkpoint of which they could be parts."""
         return False
+
+    def in_time(self, step: int) -> bool:
+        """Nothing takes time."""
+        return True
 
     def prepare(self) -> None:
         """Nothing is needed."""
@@ -173,6 +182,7 @@ class TrainerCheckpoints:
             context.run.forget_batches(step)
             apply_retention(self.store, ckpt, waiting.spare)
 
+        self._times = SaveTimes(context.run, self.store, ckpt, state.config.max_steps)
         self._saver = Saver(
             self.store,
             SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
@@ -189,7 +199,6 @@ class TrainerCheckpoints:
             after_commit=committed,
         )
         self.before_update = self._saver.before_update
-        self.check = self._saver.check
 
     def due(self, step: int, *, last: bool) -> bool:
         """Whether to save after `step`; `last` if it must be saved in any case."""
@@ -205,6 +214,12 @@ class TrainerCheckpoints:
         """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
         here = all(self.store.has_part(step, part, self.attempt.id) for part in self._others)
         return not self.state.group.any_of(not here)[0]
+
+    def in_time(self, step: int) -> bool:
+        """Whether a run that is asked to stop has the time to save `step`; the same on all ranks."""
+        group = self.state.group
+        late = group.rank == 0 and not self._times.allow(step, saving=self._saver.saving)
+        return not group.any_of(late)[0]
 
     def prepare(self) -> None:
         """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
@@ -233,10 +248,17 @@ class TrainerCheckpoints:
             self._saver.finish()
         self._saved_at = time.monotonic()
 
+    def check(self) -> list[Saved]:
+        """The saves completed since the last call; see `Saver.check`."""
+        saved = self._saver.check()
+        if self.state.group.rank == 0:
+            self._times.note(saved)
+        return saved
+
     def finish(self) -> list[Saved]:
         """Wait for the last save, and end; the saves completed since the last `check`."""
         self._saver.finish()
-        saved = self._saver.check()
+        saved = self.check()
         self._saver.close()
         return saved
 

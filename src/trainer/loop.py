@@ -89,6 +89,8 @@ class Training:
         context = replace(context, recipe={**recipe, **self.task.recipe})
         self._checkpoints = make_checkpoints(context, parent, self.task.parts)
         closing.callback(self._checkpoints.abandon)
+        self._too_late = False
+        """Whether the newest step is not saved because the run must have ended before."""
         self._tracker = make_tracker(config, run, attempt, group.rank)
         closing.callback(self._tracker.close)
 
@@ -137,7 +139,7 @@ class Training:
         heartbeat.doing(f"finishing after step {progress.step}")
         _report(self._checkpoints.finish())
         self.group.barrier()
-        early = asked_to_stop and progress.step < config.max_steps
+        early = self._too_late or (asked_to_stop and progress.step < config.max_steps)
         return Outcome(progress.step, f"asked to stop at step {progress.step}" if early else None, save)
 
     def _end_here(self, row: dict[str, float], *, saved: bool) -> bool:
@@ -149,6 +151,8 @@ class Training:
         """
         step = self.state.progress.step
         save = step > self.attempt.start_step and self._checkpoints.due(step, last=True)
+        if save and not saved:
+            save = self._in_time(step)
         self.task.end(step, save=save)
         if save and not saved:
             self._checkpoints.save(row)
@@ -178,7 +182,14 @@ class Training:
         save = self._checkpoints.due(step, last=last or overdue)
         if save and earlier.done and not earlier.save:  # then other roles save nothing, or have done so
             save = self._checkpoints.others_saved(step)
+        if save and asked_to_stop:
+            save = self._in_time(step)
         return Decision(save=save, last=last, again=earlier.done), asked_to_stop
+
+    def _in_time(self, step: int) -> bool:
+        """Whether the run, which is asked to stop, has the time to save `step`."""
+        self._too_late = not self._checkpoints.in_time(step)
+        return not self._too_late
 
 
 def _report(saves: list[Saved]) -> None:

@@ -1,132 +1,9 @@
-"""The records of a data set: read, checked, and identified by their content.
+"""What a record must hold to be trained on."""
 
-This needs neither torch nor a tokenizer, so that the launcher can do it before anything is started.
-"""
-
-import bz2
-import gzip
-import hashlib
-import json
-import lzma
-import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
-from cairn.config.trainer import SFTDataConfig
-from cairn.run.errors import CairnError
-from cairn.run.files import write_json
-
-BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""The kinds of data files, and the builder of `datasets` that reads each."""
-COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
-ROWS_AT_ONCE = 1000
-"""Records that are checked together; more would only take more memory."""
-
-
-class BadRecord(CairnError):
-    """A record, or a whole data set, can't be trained on; the message says which and why."""
-
-
-def load_records(config: SFTDataConfig) -> Any:
-    """The data set: a file, a folder, one that `save_to_disk` wrote, or a name on the hub.
-
-    Raises:
-        BadRecord: it can't be read, naming file and line where one is to blame, or it holds no records.
-    """
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is in our message
-    path, builder = Path(config.name), _builder(config.name)
-    try:
-        if builder:
-            if not path.is_file():
-                raise BadRecord(f"{path}: there is no such file")
-            if not path.stat().st_size:
-                raise BadRecord(f"{path}: the file is empty")
-            records = datasets.load_dataset(builder, data_files=str(path), split=config.split)
-        elif path.is_file():
-            kinds = ", ".join(BUILDERS)
-            raise BadRecord(
-                f"{path}: a {path.suffix or 'nameless kind of'} file has no records that Cairn could tell; "
-                f"it reads {kinds}, also compressed ({', '.join(COMPRESSIONS)})"
-            )
-        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            records = datasets.load_from_disk(str(path))
-            if isinstance(records, datasets.DatasetDict):
-                if config.split not in records:
-                    splits = ", ".join(map(str, records))
-                    raise BadRecord(f"{path} has the splits {splits}; --data.split is {config.split}")
-                records = records[config.split]
-            elif config.split != "train":
-                raise BadRecord(f"{path} is a single split; --data.split {config.split} is not in it")
-        else:
-            records = datasets.load_dataset(config.name, split=config.split)
-    except (*UNREADABLE, ValueError, DatasetsError, ImportError) as error:
-        raise BadRecord(_explain(config, builder, error)) from None
-    if not len(records):
-        raise BadRecord(f"{config.name} holds no records")
-    return records
-
-
-def examine(config: SFTDataConfig, records: Any) -> dict[str, Any]:
-    """Check every record, and return what identifies the data set.
-
-    It takes a second for 100,000 records, once: the result is kept in the user's cache folder, keyed by the
-    size, time and inode of the files that the records were read from.
-
-    Returns:
-        `records`, their number; `digest` of all of them in their order; `first_and_last`, which older
-        checkpoints have in its place.
-
-    Raises:
-        BadRecord: naming the first record that can't be trained on.
-    """
-    kept = _kept_identity(config, records)
-    if kept and kept.exists():
-        try:
-            return json.loads(kept.read_text())
-        except ValueError:
-            pass
-    try:
-        digest = _digest_of_checked(config, records)
-    except UnicodeDecodeError as error:  # the loader lets other bytes than UTF-8 through
-        raise BadRecord(_explain(config, _builder(config.name), error)) from None
-    ends = b"\n".join(_to_bytes(records[i]) for i in (0, -1))
-    identity = {
-        "records": len(records),
-        "digest": digest,
-        "first_and_last": hashlib.blake2b(ends, digest_size=8).hexdigest(),
-    }
-    if kept:
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, identity)
-        except OSError:
-            pass  # it is only slower the next time
-    return identity
-
-
-def _digest_of_checked(config: SFTDataConfig, records: Any) -> str:
-    digest, index = hashlib.blake2b(digest_size=16), 0
-    for columns in records.iter(ROWS_AT_ONCE):
-        for row in zip(*columns.values(), strict=True):
-            record = dict(zip(columns, row, strict=True))
-            if problem := problem_of(record):
-                raise BadRecord(f"{locate(config, index)}: {problem}")
-            digest.update(_to_bytes(record))
-            index += 1
-    return digest.hexdigest()
-
-
-def same_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are of the same records, as far as both say."""
-    known = (one.keys() & other.keys()) & {"records", "digest", "first_and_last"}
-    return all(one[key] == other[key] for key in known)
+from cairn.run.data_sets import kind_of
 
 
 def problem_of(record: Mapping[str, Any]) -> str | None:
@@ -150,10 +27,10 @@ def problem_of(record: Mapping[str, Any]) -> str | None:
 def _problem_of_messages(field: str, messages: Any) -> str | None:
     if not isinstance(messages, list):
         wanted = '[{"role": "user", "content": "..."}, ...]'
-        return f"{field} is {_kind(messages)}; it must be a list of messages: {wanted}"
+        return f"{field} is {kind_of(messages)}; it must be a list of messages: {wanted}"
     for i, message in enumerate(messages):
         if not isinstance(message, Mapping):
-            return f"message {i} of {field} is {_kind(message)}, with neither role nor content"
+            return f"message {i} of {field} is {kind_of(message)}, with neither role nor content"
         role, content = message.get("role"), message.get("content")
         if not isinstance(role, str) or not role:
             return f"message {i} of {field} has no role; its fields are {sorted(message)}"
@@ -161,110 +38,5 @@ def _problem_of_messages(field: str, messages: Any) -> str | None:
             continue
         if content is None:
             return f"message {i} of {field} ({role}) has no content"
-        return f"the content of message {i} of {field} ({role}) is {_kind(content)}; it must be text"
+        return f"the content of message {i} of {field} ({role}) is {kind_of(content)}; it must be text"
     return None
-
-
-def _kind(value: Any) -> str:
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, int | float):
-        return f"the number {value}"
-    return "missing" if value is None else f"a {type(value).__name__}"
-
-
-def locate(config: SFTDataConfig, index: int) -> str:
-    """Where a record stands: file and line, or its number, which is 0 for the first."""
-    if config.split == "train" and Path(_uncompressed(config.name)).suffix in (".jsonl", ".ndjson"):
-        filled = -1
-        for number, line in _lines(Path(config.name)):
-            filled += bool(line.strip())
-            if filled == index:
-                return f"{config.name}, line {number}"
-    return f"{config.name}, record {index} (counted from 0)"
-
-
-def _to_bytes(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, sort_keys=True, default=str).encode()
-
-
-def _kept_identity(config: SFTDataConfig, records: Any) -> Path | None:
-    """Where the identity of records that were read from these very files is kept."""
-    files = [Path(file["filename"]) for file in records.cache_files]
-    if not files:
-        return None
-    about = [[str(f), s.st_size, s.st_mtime_ns, s.st_ino] for f in files for s in (f.stat(),)]
-    key = json.dumps([1, config.split, len(records), records.column_names, about])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "records"
-    return cache / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
-
-
-# Files
-
-
-def _uncompressed(name: str) -> str:
-    """The name in lower case, without the ending of a compression."""
-    path = Path(name.lower())
-    return str(path.with_suffix("")) if path.suffix in COMPRESSIONS else str(path)
-
-
-def _builder(name: str) -> str | None:
-    return BUILDERS.get(Path(_uncompressed(name)).suffix)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, which may be compressed, counted from 1."""
-    with COMPRESSIONS.get(path.suffix.lower(), open)(path, "rb") as file:
-        yield from enumerate(file, start=1)
-
-
-def _explain(config: SFTDataConfig, builder: str | None, error: Exception) -> str:
-    """What is wrong with a data set that can't be read, as a user would see it."""
-    path = Path(config.name)
-    what = " ".join(str(error.__cause__ or error).split())
-    if builder and "nknown split" in what:
-        return f"{path}: a file has one split, train (or a part of it, such as train[:1000]); {what}"
-    if builder == "json":
-        try:
-            return f"{path}{_first_bad_line(path) or f': {what}'}"
-        except UNREADABLE as unreadable:
-            return f"{path}: can't be read: {unreadable}"
-    if builder:
-        return f"{path}: {what}"
-    kinds = ", ".join(BUILDERS)
-    return (
-        f"{config.name}: {what}; give a file ({kinds}), a folder, or a data set on the hub with "
-        f"--data.split (now {config.split}), which is cached if there is no network"
-    )
-
-
-def _first_bad_line(path: Path) -> str | None:
-    """What is wrong with a JSON file, or None; it may be one list, or one object a line."""
-    whole = b"".join(line for _, line in _lines(path))
-    if Path(_uncompressed(str(path))).suffix == ".json" and whole.lstrip()[:1] == b"[":
-        try:
-            json.loads(whole)
-            return None
-        except ValueError as error:
-            return f": {_of_json(error)}"
-    filled = 0
-    for number, line in enumerate(whole.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        filled += 1
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            return f", line {number}: {_of_json(error)}"
-        if not isinstance(value, dict):
-            return f", line {number}: it is {_kind(value)} and no record, which is an object in braces"
-    return None if filled else ": it holds no records"
-
-
-def _of_json(error: ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        byte = error.object[error.start]
-        return f"byte {byte:#04x} at {error.start} is not UTF-8; save the file as UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON: {error.msg} (column {error.colno})"
-    return str(error)

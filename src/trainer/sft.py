@@ -6,9 +6,10 @@ from transformers import AutoTokenizer
 
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Batch
+from cairn.run.data_sets import BadRecord, examine, same_records
 from cairn.run.recipe import template_arguments
 from cairn.trainer.losses import make_loss
-from cairn.trainer.records import BadRecord, examine, same_records
+from cairn.trainer.records import problem_of
 from cairn.trainer.sft_data import SFTData
 from cairn.trainer.task import Context, Task
 
@@ -35,7 +36,7 @@ class SFT(Task):
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
         )
-        identity = examine(config.data, self._data.records)
+        identity = examine(config.data, self._data.records, problem_of)
         kept = recipe.get("data", identity)
         if not same_records(identity, kept):
             raise BadRecord(f"{config.data.name} holds other records than when the run was started")

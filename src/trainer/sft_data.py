@@ -10,9 +10,10 @@ from transformers import PreTrainedTokenizerBase
 
 from cairn.config.trainer import SFTDataConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.data_sets import BadRecord, load_records, locate
 from cairn.run.errors import UsageError
 from cairn.run.seeds import permutation
-from cairn.trainer.records import BadRecord, load_records, locate, problem_of
+from cairn.trainer.records import problem_of
 
 logger = logging.getLogger(__name__)
 

@@ -1,9 +1,11 @@
 """A few seeds of the chaos harness, through the script that users run."""
 
 import json
+from pathlib import Path
 
 import pytest
 from runs import CONFIGS, Server, Shell
+from stores import s3_server
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -27,6 +29,22 @@ def test_runs_keep_their_promises_through_disasters(shell: Shell, server: Server
     assert summary["runs"] == finished.output.count("kept its promises") == RUNS
     assert sum(summary["kills"].values()) >= RUNS
     assert 0 < summary["goodput"] < 1, "disasters cost time"
+
+
+def test_a_lost_machine(shell: Shell, tmp_path: Path):
+    """Its run directory is deleted under it, and the uploader dies before it commits a step; seed 2286."""
+    command = ("sft", "@", f"{CONFIGS}/sft.toml", "--data.batch-size", 192, "--max-steps", 12)
+    remote = ("--ckpt.interval", 3, "--ckpt.remote", "s3://bucket/chaos")
+    arguments = ("scripts/chaos.py", "--seed", 2286, "--runs", 1, "--json", "--", *command, *remote)
+    with s3_server(tmp_path) as environment:
+        with shell.start("python", *arguments, environment=environment) as harness:
+            finished = harness.finish(300)
+        assert finished.code == 0, finished.output
+        summary = json.loads(finished.output.splitlines()[-1])
+        assert summary["violations"] == []
+        assert summary["kills"] == {"fault remote.before_manifest": 1, "machine_lost disk": 1}
+        left = [path for path in (tmp_path / "bucket").rglob("*") if path.is_file()]
+        assert left == [], "the harness has deleted what it had uploaded"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,7 @@ import toy
 from toy import INTERVAL, KILLED, LAST, SAVE_FAILED, Toy
 
 from cairn.checkpoint.packed import packed_files
-from cairn.checkpoint.store import verify
+from cairn.checkpoint.steps import verify
 from cairn.run import faults
 from cairn.run.faults import POINTS, fault_point
 

@@ -20,7 +20,8 @@ from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.exporting import UNFINISHED
 from cairn.checkpoint.formats import EXPORTERS
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.launch import main
 
 KILLED = -signal.SIGKILL

@@ -20,7 +20,8 @@ from runs import ensure_forkserver, forkable
 from cairn.checkpoint.arena import SaveFailed, Tensors
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step
 from cairn.config.ckpt import CkptConfig
 from cairn.run.faults import fault_point

@@ -13,13 +13,15 @@ from typing import Any
 import pytest
 from runs import REPOSITORY
 
+pytestmark = pytest.mark.timeout(600)
+
 HAS_TRL = importlib.util.find_spec("trl") is not None
 
 
 def report(name: str, *arguments: object) -> dict[str, Any]:
     """The object on the last line of a quick run."""
     command = [sys.executable, f"benchmarks/{name}.py", "--quick", "--json", *map(str, arguments)]
-    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=280)
+    done = subprocess.run(command, cwd=REPOSITORY, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0, done.stderr
     (line,) = done.stdout.splitlines()
     return json.loads(line)

@@ -30,7 +30,8 @@ from cairn.checkpoint.formats.hub import Place, tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.shares import Section, Stored, at_places, local_values
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step
 from cairn.run import faults
 

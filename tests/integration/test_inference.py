@@ -19,6 +19,7 @@ import families
 import httpx
 import pytest
 import torch
+from runs import Shell
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -36,6 +37,8 @@ from cairn.run import heartbeat
 from cairn.run.heartbeat import Watch
 
 PROMPT = list(range(40, 60))
+GREEDY = 48
+"""Tokens of a greedy answer."""
 Model = Callable[..., Path]
 
 
@@ -45,6 +48,14 @@ class Address:
 
     url: str
     token: str
+
+
+@dataclass(frozen=True)
+class Opened(Address):
+    """A server that started with a model's folder; `answer` is greedy, of these first weights."""
+
+    model: Path
+    answer: Generation
 
 
 @functools.cache
@@ -107,6 +118,21 @@ def test_pushed_weights_are_those_that_generate_tied(inference_server: Server, t
 
 def test_pushed_weights_are_those_that_generate_untied(untied_server: Address, tiny_model: Model):
     with_client(untied_server, lambda client: push_and_compare(client, tiny_model, tied=False))
+
+
+def test_an_exported_folder_in_shards_opens(untied_server: Opened):
+    """`ckpt export --format hf` in another data type: the greedy tokens are those of transformers."""
+    files = list(untied_server.model.glob("*.safetensors"))
+    assert len(files) > 1
+    assert {tensor.dtype for file in files for tensor in load_file(file).values()} == {torch.bfloat16}
+    expected = reference_model(untied_server.model).generate(
+        torch.tensor([PROMPT]),
+        attention_mask=torch.ones(1, len(PROMPT)),
+        max_new_tokens=GREEDY,
+        do_sample=False,
+    )
+    assert untied_server.answer.token_ids == expected[0, len(PROMPT) :].tolist()
+    assert_matches(untied_server.model, untied_server.answer)
 
 
 def test_shards_other_types_and_a_copy_of_the_tied_head_load(
@@ -739,7 +765,8 @@ class Foreground:
         code = (
             "import sys; from cairn.config.inference import InferenceConfig;"
             "from cairn.inference.server import run;"
-            f"config = InferenceConfig(port={port}, kv_cache_memory='64M', compile={compiled});"
+            f"config = InferenceConfig(port={port}, kv_cache_memory='64M', dtype='float32',"
+            f" compile={compiled});"
             f"sys.exit(run(config, {str(model)!r}))"
         )
         self.process = subprocess.Popen(
@@ -828,27 +855,41 @@ def foreground(
 
 
 @pytest.fixture(scope="module")
+def exported(shell: Shell, tiny_model: Model, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A step with the untied model that `ckpt export` wrote in bfloat16 and in shards."""
+    folder = tmp_path_factory.mktemp("exported")
+    shell.succeed("ckpt", "import", tiny_model(tied=False), folder / "run")
+    (step,) = (folder / "run" / "checkpoints").glob("step_*")
+    how = ("--format", "hf", "--dtype", "bfloat16", "--shard-size", "500K")
+    shell.succeed("ckpt", "export", step, folder / "model", *how)
+    return folder / "model"
+
+
+@pytest.fixture(scope="module")
 def untied_run(
-    tiny_model: Model, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
+    exported: Path, free_port: Callable[[], int], tmp_path_factory: pytest.TempPathFactory
 ) -> Iterator[Foreground]:
-    run = Foreground(tiny_model(tied=False), free_port(), tmp_path_factory.mktemp("cache"), compiled=True)
+    run = Foreground(exported, free_port(), tmp_path_factory.mktemp("cache"), compiled=True)
     yield run
     run.clean_up()
 
 
 @pytest.fixture(scope="module")
-def untied_server(untied_run: Foreground, tiny_model: Model) -> Address:
+def untied_server(untied_run: Foreground, exported: Path) -> Opened:
     """A compiled server with an untied model; the test of stopping stops it."""
     printed = untied_run.read_until_ready()
     assert f"inference ready at {untied_run.url}" in printed
-    assert str(tiny_model(tied=False)) in printed
+    assert str(exported) in printed
     left = untied_run.token_file
     assert (left.stat().st_mode & 0o777, left.parent.stat().st_mode & 0o777) == (0o600, 0o700)
     written = json.loads(left.read_text())
     assert (written["url"], written["pid"]) == (untied_run.url, untied_run.process.pid)
     for pid, command_line in untied_run.members():
         assert written["token"] not in command_line, pid
-    return Address(untied_run.url, written["token"])
+    greedy = SamplingParams(max_tokens=GREEDY, temperature=0.0)
+    address = Address(untied_run.url, written["token"])
+    (answer,) = with_client(address, lambda client: client.generate(PROMPT, greedy))
+    return Opened(address.url, address.token, exported, answer)
 
 
 async def in_flight(url: str, then: Callable[[], Any]) -> None:

@@ -10,7 +10,8 @@ from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from cairn.checkpoint.saver import Saver, SavingRank
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.trainer.model import build_model, weights, weights_in

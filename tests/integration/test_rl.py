@@ -1,9 +1,11 @@
 """Reinforcement learning from the outside, against one server that stays up while runs come and go."""
 
+import contextlib
 import json
 import os
 import re
 import signal
+import sqlite3
 import statistics
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -216,6 +218,51 @@ def test_a_checkpoint_opens_in_transformers_and_in_the_server(halves: Halves, se
         logits = network(torch.tensor([prompt + answer.token_ids])).logits[0, len(prompt) - 1 : -1]
     expected = logits.log_softmax(-1).gather(-1, torch.tensor(answer.token_ids)[:, None])[:, 0]
     torch.testing.assert_close(torch.tensor(answer.logprobs), expected, atol=1e-4, rtol=0)
+
+
+def test_its_steps_are_evaluated_afterwards_also_by_a_command_that_is_killed(
+    shell: Shell, server: Server, halves: Halves, tmp_path: Path
+):
+    """With the same numbers, and nothing that was answered is asked for again."""
+    environment = json.dumps({"problems": 200, "min_length": 3, "max_length": 8, "seed": 9})
+    arguments = ("eval", "--all", halves.run, "--inference-url", server.url, "--samples", 4)
+    arguments += ("--env.name", "reverse_text", "--env.args", environment, "--max-in-flight", 8)
+    shell.succeed(*arguments, "--out", tmp_path / "whole")
+    killed = tmp_path / "killed"
+    with shell.start(*arguments, "--out", killed) as command:
+        command.wait_until(lambda: answers_in(killed) > 40)
+        command.process.send_signal(signal.SIGKILL)
+        command.process.wait()
+    before = answers_in(killed)
+    shell.succeed(*arguments, "--out", killed)
+    whole, again = ([untimed_result(row) for row in results(out)] for out in (tmp_path / "whole", killed))
+    assert [row["step"] for row in whole] == [10, 20]
+    assert whole == again
+    assert before > 40
+    assert whole[0]["reward"] < whole[1]["reward"]
+    found = shell.succeed("rollouts", next((tmp_path / "whole").glob("run-*")) / "reverse_text", "--json")
+    assert len(json.loads(found)) == 2 * 200 * 4
+
+
+def answers_in(out: Path) -> int:
+    """Answers with a reward in the ledgers of an evaluation."""
+    count = 0
+    for ledger in (out / "ledgers").glob("*.sqlite"):
+        opened = contextlib.closing(sqlite3.connect(f"file:{ledger}?mode=ro", uri=True))
+        with opened as database, contextlib.suppress(sqlite3.OperationalError):  # it is being made
+            query = "SELECT count(*) FROM samples WHERE reward IS NOT NULL"
+            count += database.execute(query).fetchone()[0]
+    return count
+
+
+def results(out: Path) -> list[dict]:
+    """The rows of evals.jsonl."""
+    return [json.loads(line) for line in (out / "evals.jsonl").read_text().splitlines()]
+
+
+def untimed_result(row: dict) -> dict:
+    """A result without the time that it took."""
+    return {key: value for key, value in row.items() if key != "seconds"}
 
 
 def test_reward_rises_over_two_halves(halves: Halves):
@@ -431,11 +478,15 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
 
 
 def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, trained: Path, tmp_path: Path):
-    """It computes what they do at every step, as `mismatch` says; only the last policy is written down."""
+    """It computes what they do at every step, as `mismatch` says; only the last policy is written down.
+
+    The saved step is exported meanwhile, and the server takes it, too.
+    """
     run = tmp_path / "run"
     shell.succeed(
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 5),
         *("--trainer.workers", 2, "--trainer.weight-transport", "network", "--ckpt"),
+        *("--ckpt.export.dtype", "bfloat16", "--ckpt.export.shard-size", "500K"),
         *("--orchestrator.inference-url", server.url),
     )
     found = whole_rows(run, 5)
@@ -450,6 +501,22 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
     attempt = RunDirectory(run).attempt()
     assert list((run / "weights").glob("v*/*.safetensors")) == [run / "weights/v5/model.safetensors"]
     assert push(server, run / "weights" / "v5", attempt.version(5)) == expected
+    assert_exported(run, 5)
+    push(server, run / "exports" / "step_5", "test:exported")
+
+
+def assert_exported(run: Path, step: int) -> None:
+    """The run's export has the step's weights in bfloat16 in several files, and the exporter ended well."""
+    assert states(read(run / "roles.json"))["exporter"] == "done"
+    assert [folder.name for folder in (run / "exports").glob("step_*")] == [f"step_{step}"]
+    exported = run / "exports" / f"step_{step}"
+    assert len(list(exported.glob("*.safetensors"))) > 1
+    found = AutoModelForCausalLM.from_pretrained(exported)
+    assert found.dtype == torch.bfloat16
+    saved = AutoModelForCausalLM.from_pretrained(step_folder(run, step) / "model", dtype=torch.bfloat16)
+    assert found.state_dict().keys() == saved.state_dict().keys()
+    for name, tensor in saved.state_dict().items():
+        assert torch.equal(found.state_dict()[name], tensor), name
 
 
 def test_policies_in_bfloat16_are_the_same_to_servers_after_a_resume(

@@ -42,6 +42,7 @@ def _is_as_in_the_table(line: dict) -> bool:
     return len(differences) == 4 and max(differences) < ROUNDING[SERVED[family]]
 
 
+@pytest.mark.timeout(900)
 def test_typical_families_are_served_as_they_are_trained(tmp_path: Path):
     assert_as_in_the_table(TYPICAL, tmp_path)
 

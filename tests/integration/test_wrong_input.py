@@ -343,7 +343,7 @@ def test_a_folder_that_can_not_be_written_to(call: Callable[..., Finished], tmp_
 @pytest.mark.parametrize(
     ("flags", "what"),
     [
-        (("name", "reverse_txt"), "'reverse_txt': not one of reverse_text"),
+        (("name", "reverse_txt"), "'reverse_txt': not one of calculator, reverse_text"),
         (("name", "no_such_module:Class"), "No module named 'no_such_module'"),
         (("name", "cairn.orchestrator.environments:Nothing"), "Nothing"),
         (("name", "builtins:list"), "it has no method messages(problem)"),
@@ -364,7 +364,7 @@ def test_an_environment_that_can_not_be_made(refused: Refused, tmp_path: Path, f
 def test_an_environment_that_can_not_be_made_for_the_orchestrator_alone(refused: Refused, tmp_path: Path):
     arguments = ("--environment.name", "reverse_txt", "--output-dir", tmp_path / "run")
     message = refused("orchestrator", "@", f"{CONFIGS}/orch.toml", *arguments)
-    assert "'reverse_txt': not one of reverse_text" in message
+    assert "'reverse_txt': not one of calculator, reverse_text" in message
 
 
 @pytest.mark.parametrize("url", ["127.0.0.1:8000", "localhost", "ftp://127.0.0.1:8000"])

@@ -6,11 +6,13 @@ import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.launch import main
 from cairn.orchestrator.ledger import FORMAT, SCHEMA
+from cairn.orchestrator.order import Order, Portion
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
 from cairn.run.messages import BatchHeader, ShippedBatch
@@ -20,6 +22,8 @@ from cairn.tools.audit import Report, audit
 RUN, BRANCH, SEED = "0badcafe", "branch_1", 7
 PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batch; answers; tokens in a batch
 LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on staleness
+
+COLUMNS = "place, sample, seed, token_ids, logprobs, versions, finish_reason, text, reward"
 
 
 class Run:
@@ -74,6 +78,7 @@ class Run:
         self.sql(SCHEMA)
         sizes = f"{FORMAT}, {SEED}, {PROBLEMS}, {EACH}, {SAMPLES}, {LAG}"
         self.sql(f"INSERT INTO run VALUES ('{RUN}', '{BRANCH}', {sizes})")
+        self.sql("INSERT INTO environments SELECT 0, 'only', problems, 1.0, samples_per_prompt FROM run")
         for step in range(1, LAST + 2):
             places = json.dumps([[(step - 1) * EACH, step * EACH - 1]])
             oldest = max(step - 1 - LAG, 0)
@@ -87,13 +92,13 @@ class Run:
         """A prompt with its answers; without a batch, the second answer is not finished."""
         epoch, index = divmod(place, PROBLEMS)
         problem = permutation(PROBLEMS, SEED, "prompt order", epoch)[index]
-        self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 1, 0, {batch or 'NULL'}, '[1]')")
+        self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 1, 0, {batch or 'NULL'}, '[1]', 0)")
         version = f"{RUN}:{BRANCH}:{place // EACH}"
         for sample in range(SAMPLES):
             end = "'stop', 'ab', 0.5" if batch is not None or sample == 0 else "NULL, '', NULL"
             spans = json.dumps([[version, 0, 2]])
             values = f"{place}, {sample}, 1, '[5, 6]', '[-1.0, -2.0]', '{spans}', {end}"
-            self.sql(f"INSERT INTO samples VALUES ({values})")
+            self.sql(f"INSERT INTO samples ({COLUMNS}) VALUES ({values})")
 
     def sql(self, statement: str) -> None:
         """Change the ledger."""
@@ -402,6 +407,96 @@ def test_a_complete_run_is_proved_by_the_newest_copy_of_a_ledger_that_a_power_cu
     assert {"batch", "snapshot"} <= kinds(run.audit())
 
 
+# Programs and failures
+
+
+def program(run: Run, place: int = 20) -> None:
+    """Make the answers to a shipped prompt those of programs of two turns and a call."""
+    version = json.dumps([[f"{RUN}:{BRANCH}:{place // EACH}", 0, 2]])
+    empty = "token_ids = '[]', logprobs = '[]', versions = '[]', calls = 3"
+    run.sql(f"UPDATE samples SET {empty} WHERE place = {place}")
+    for sample in range(SAMPLES):
+        for number, kept in ((0, 0), (2, 3)):
+            tokens = f"X'0500000006000000', X'000080BF000080BF', '{version}', 'stop'"
+            values = f"{place}, {sample}, {number}, 'digest', 0, {kept}, X'01000000', {tokens}"
+            run.sql(f"INSERT INTO turns VALUES ({values})")
+        run.sql(f"INSERT INTO calls VALUES ({place}, {sample}, 1, 'tool', '1')")
+
+
+def test_programs_in_good_order(run: Run):
+    program(run)
+    assert run.audit().violations == []
+
+
+@pytest.mark.parametrize(
+    "damage",
+    [
+        "UPDATE turns SET kept = 2 WHERE number = 2 AND sample = 1",
+        "UPDATE turns SET branch = 1 WHERE number = 2 AND sample = 1",
+        "DELETE FROM turns WHERE number = 0 AND sample = 1",
+        "DELETE FROM calls WHERE sample = 0",
+        "UPDATE turns SET token_ids = X'05000000' WHERE number = 2",
+        "UPDATE turns SET finish_reason = NULL WHERE number = 2",
+        "UPDATE turns SET sample = 7 WHERE sample = 1",
+    ],
+)
+def test_a_turn_that_is_lost_or_altered_is_found(run: Run, damage: str):
+    program(run)
+    run.sql(damage)
+    assert "turn" in kinds(run.audit())
+
+
+def test_what_a_batch_teaches_is_what_was_sampled(run: Run):
+    """Token by token, as long as both are there; samples are prompts, programs one for each branch."""
+    program(run)
+
+    def write(tokens: list[int], *masked: list[int]) -> None:
+        samples = []
+        for place in range(5 * EACH, 6 * EACH):
+            for number in range(SAMPLES):
+                answers = [1, 5, 6, 1, 5, 6] if place == 20 else [1, *tokens]
+                mask = np.array([token != 1 for token in answers])
+                columns = {name: np.zeros(len(answers), np.float32) for name in ("logprobs", "advantages")}
+                sample = Sample(np.array(answers, np.int32), mask, columns)
+                samples.append(sample.unlearned() if [place, number] in masked else sample)
+        row = ShippedBatch(6, [[5 * EACH, 6 * EACH - 1]], EACH * SAMPLES, TOKENS, "digest 6", 4)
+        header = BatchHeader(RUN, BRANCH, "", 6, "", [0] * EACH, row)
+        write_batch(batch_path(run.path / "batches", 6), RLBatch(samples, sampling=FROM_TEXT, header=header))
+
+    write([5, 6])
+    assert run.audit().violations == []
+    write([5, 6], [21, 1])
+    run.sql("UPDATE samples SET finish_reason = 'length' WHERE place = 21 AND sample = 1")
+    (broken,) = run.audit().violations
+    assert broken.what.startswith("batch 6, prompt 21, answer 1: teaches 0 tokens, which are not the 2")
+    run.write("recipe.json", {"orchestrator": {"settings": {"overlong.type": "mask"}}})
+    assert run.audit().violations == []
+    write([5, 6], [21, 0])
+    assert kinds(run.audit()) == {"turn"}  # it was not cut off
+    write([5, 7])
+    assert kinds(run.audit()) == {"turn"}
+    run.sql("UPDATE groups SET prompt_ids = NULL WHERE place = 21; DELETE FROM samples WHERE place = 21")
+    assert run.audit().ok  # too little is left to tell
+
+
+def test_answers_that_failed_are_left_out_and_prompts_are_given_up(run: Run):
+    """A batch needs two answers to a prompt; what was given up is neither missing nor waiting."""
+    run.sql("UPDATE run SET samples_per_prompt = 3")
+    for place in range(4 * EACH, 7 * EACH):
+        values = f"{place}, 2, 1, '[]', '[]', '[]', NULL, '', NULL, 'the judge is ill'"
+        run.sql(f"INSERT INTO samples ({COLUMNS}, failed) VALUES ({values})")
+    last = 7 * EACH + 1
+    run.sql(f"DELETE FROM groups WHERE place = {last}; DELETE FROM samples WHERE place = {last}")
+    run.sql(f"INSERT INTO failed VALUES ({last}, 0, 7, 'the judge is ill', 0)")
+    report = run.audit()
+    assert report.violations == []
+    assert (report.failed_answers, report.epochs[-1].failed, report.epochs[-1].waiting) == (12, 1, 5)
+    run.sql("UPDATE samples SET failed = 'so is the other', reward = NULL WHERE place = 20 AND sample = 1")
+    assert kinds(run.audit()) == {"sample"}
+    run.sql("INSERT INTO failed VALUES (20, 0, 7, 'and shipped', 0)")
+    assert "repeated" in kinds(run.audit())
+
+
 # SFT
 
 
@@ -478,7 +573,7 @@ def test_without_a_ledger_nothing_is_proved(run: Run):
     """Nor with a damaged one, or one of another format."""
     path = run.path / "ledger.sqlite"
     run.sql("UPDATE run SET format = 1")
-    with pytest.raises(CheckpointError, match=f"format 1; this version of Cairn reads format {FORMAT}"):
+    with pytest.raises(CheckpointError, match=f"format 1; this version of Cairn reads formats 2 to {FORMAT}"):
         run.audit()
     run.sql(f"UPDATE run SET format = {FORMAT}; DROP TABLE batches")
     with pytest.raises(CheckpointError, match=r"ledger.sqlite: .* of another format: no such table: batches"):
@@ -529,3 +624,31 @@ def test_the_command_prints_what_it_found(
     assert code == 1
     (violation,) = json.loads(text)["violations"]
     assert (violation["kind"], violation["rows"]) == ("missing", [[28, 28]])
+
+
+def test_the_epochs_of_several_environments_are_told_apart(run: Run):
+    """Each has problems and epochs of its own, and a prompt of the wrong one is found."""
+    portions = [Portion("a", 6, 1.0, SAMPLES), Portion("b", 9, 2.0, SAMPLES)]
+    run.sql("DELETE FROM environments")
+    for number, one in enumerate(portions):
+        values = f"{number}, '{one.label}', {one.problems}, {one.weight}, {one.samples_per_prompt}"
+        run.sql(f"INSERT INTO environments VALUES ({values})")
+    order = Order(SEED, portions)
+    for place in range(30):
+        at = order.at(place)
+        values = f"environment = {at.environment}, problem = {at.problem}"
+        run.sql(f"UPDATE groups SET {values} WHERE place = {place}")
+    report = run.audit()
+    assert report.violations == []
+    of_a, of_b = ([e for e in report.epochs if e.environment == label] for label in "ab")
+    assert [epoch.epoch for epoch in of_a] == list(range(len(of_a)))
+    assert {epoch.problems for epoch in of_a} == {6}
+    assert {epoch.problems for epoch in of_b} == {9}
+    counted = [sum(epoch.issued for epoch in one) for one in (of_a, of_b)]
+    wanted = [[order.environment(place) for place in range(30)].count(number) for number in (0, 1)]
+    assert counted == wanted
+    place = next(place for place in range(16, 30) if order.environment(place) == 0)
+    run.sql(f"UPDATE groups SET environment = 1 WHERE place = {place}")
+    (broken,) = run.audit().violations
+    assert (broken.kind, f"prompt {place} is problem" in broken.what) == ("order", True)
+    assert broken.what.endswith("of environment 0, not 1")

@@ -11,11 +11,13 @@ from pathlib import Path
 
 import httpx
 import pytest
+from stores import make_step
 
+from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import POINTS
 from cairn.tools.chaos.disasters import Disasters, mount_small_disk, tear, unmount
-from cairn.tools.chaos.plan import SMALL_FILES, Disaster, Setting, draw
+from cairn.tools.chaos.plan import OF_LARGE_FILES, SMALL_FILES, Disaster, Setting, draw
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.proxy import GENERATE, Proxy
 from cairn.tools.chaos.run import ChaosRun
@@ -24,6 +26,7 @@ from cairn.tools.chaos.task import Result, Task
 SFT = Setting(last_step=10, interval=3, rl=False, own_disk=True)
 PAIR = replace(SFT, ranks=2, own_disk=False)
 RL = replace(SFT, rl=True, groups=16, proxied=True, server="server")
+REMOTE = replace(RL, remote=True)
 
 
 def plans(setting: Setting) -> list[list[Disaster]]:
@@ -43,8 +46,9 @@ def test_every_fault_point_and_every_role_has_its_turn():
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
-    elsewhere = ("export.", "import.", "adopt.", "remote.")
-    assert points == {point for point in POINTS if not point.startswith(elsewhere)}
+    elsewhere = ("export.", "import.", "adopt.")
+    of_runs = {point for point in POINTS if not point.startswith(elsewhere)} - {*OF_LARGE_FILES}
+    assert points == {point for point in of_runs if not point.startswith("remote.")}
     assert {d.target.partition(".")[0] for d in of_sft if d.kind == "fault"} == {
         "save",
         "commit",
@@ -63,7 +67,13 @@ def test_every_fault_point_and_every_role_has_its_turn():
     asked = {(d.target, d.signal) for d in of_pair if d.kind == "stop"}
     everybody = {"launcher", "group", "everyone", "trainer", "worker", "worker1"}
     assert asked == {(target, signal) for target in everybody for signal in ("TERM", "INT", "HUP")}
-    assert {d.target for d in of_rl if d.kind == "torn"} == SMALL_FILES.keys()
+    assert {d.target for d in of_rl if d.kind == "torn"} == SMALL_FILES.keys() - {"uploads"}
+    of_remote = {disaster for plan in plans(REMOTE) for disaster in plan}
+    assert {d.target.partition(":")[0] for d in of_remote if d.kind == "fault"} == of_runs
+    assert {d.kind for d in of_remote} == {d.kind for d in of_rl} | {"machine_lost"}
+    assert {d.target for d in of_remote if d.kind == "machine_lost"} == {"power", "disk"}
+    assert {d.target for d in of_remote if d.kind == "torn"} == SMALL_FILES.keys()
+    assert "uploader" in {d.target for d in of_remote if d.kind == "kill"}
 
 
 def test_torn_lines_come_after_the_whole_ones(tmp_path: Path):
@@ -135,6 +145,60 @@ def test_a_full_disk_takes_no_byte_until_it_is_repaired(run: "ChaosRun"):
         (run.path / "new").write_bytes(b"1")
     finally:
         unmount(run.path)
+
+
+@pytest.mark.parametrize("first", ["power", "disk"])
+def test_a_lost_machine_leaves_the_remote_steps_only(tmp_path: Path, first: str):
+    """No process, no file; the run goes on in another folder, from the newest remote step or a later one."""
+    (tmp_path / "here").mkdir()
+    run = ChaosRun(Task(["sft"], replace(SFT, remote=True)), [], tmp_path / "it is", random.Random(0))
+    assert run.remote
+    remote, before = run.remote, run.path
+    checkpoints = run.run.checkpoints
+    folder, manifest = make_step(checkpoints, 3, {"a": b"1"})
+    remote.put(folder, manifest, Sent(tmp_path / "sent", manifest))
+    for step in (1, 2, 3, 4, 5):
+        run.run.metrics.append({"step": step})
+    run.watch.look()
+    again = f"pathlib.Path({str(before)!r}).mkdir(exist_ok=True)"
+    writes = f"import pathlib, time\nwhile time.sleep(0.01) is None: {again}"
+    run.start_command(["python", "-c", writes])
+    while not run.family.named("pathlib"):
+        time.sleep(0.02)
+    assert Disasters(run).strike(Disaster("machine_lost", first, seconds=0.1))
+    assert run.family.processes() == []
+    run.process.wait()
+    assert not before.exists()
+    assert not run.path.exists()
+    assert run.path != before
+    assert run.watch.store.root == run.path / "checkpoints"
+    assert run.result.lost == [2], "step 3 was remote"
+    assert not run._is_over(), "it has to be started again, whatever its exit code was"
+    run.run.metrics.path.parent.mkdir(parents=True)
+    run.run.metrics.append({"step": 1})
+    run.watch.look()
+    (violation,) = run.result.violations
+    assert violation == "went on after step 1 elsewhere, although the remote store had step 3"
+    assert run.result.recomputed == []
+
+
+@pytest.mark.parametrize("damage", ["flipped", "absent"])
+def test_remote_steps_are_checked(tmp_path: Path, damage: str):
+    """Each byte of all; and the last step must be there at the end."""
+    run = ChaosRun(Task(["sft"], replace(SFT, remote=True)), [], tmp_path / "here", random.Random(0))
+    assert run.remote
+    last = SFT.last_step if damage == "flipped" else SFT.last_step - 1
+    folder, manifest = make_step(run.run.checkpoints, last, {"a": b"1"})
+    run.remote.put(folder, manifest, Sent(tmp_path / "sent", manifest))
+    if damage == "flipped":
+        run._check_remote()
+        assert run.result.violations == []
+        run.remote.objects.put(f"step_{last}/a", b"2")
+    run._check_remote()
+    (violation,) = run.result.violations
+    assert (
+        "changed between" if damage == "flipped" else "the newest remote checkpoint is step 9"
+    ) in violation
 
 
 # The proxy

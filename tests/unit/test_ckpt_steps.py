@@ -18,7 +18,9 @@ from transformers import AutoModelForCausalLM
 from cairn.checkpoint.average import ema_weights
 from cairn.checkpoint.checksums import chunk_crc
 from cairn.checkpoint.layout import find_tensors
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.noted import noted
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.streaming import write_sources
 from cairn.checkpoint.tensors import read_tensor
 from cairn.launch import main
@@ -305,7 +307,7 @@ def test_blocks_cut_tensors_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyP
     sources = find_tensors(tmp_path, "in")
     dtypes = {"converted": torch.bfloat16, "behind": torch.float64}
     counted: list[int] = []
-    sums = write_sources(tmp_path, sources, "out", dtypes=dtypes, on_bytes=counted.append)
+    sums = write_sources(tmp_path, noted(sources, dtypes), "out", on_bytes=counted.append)
     path = tmp_path / "out.safetensors"
     back = load_file(path)
     assert back.keys() == tensors.keys()

@@ -16,7 +16,8 @@ from cairn.checkpoint.fork import fork
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults

@@ -17,17 +17,19 @@ from pathlib import Path
 import pytest
 from runs import ABOUT, CONFIGS, REPOSITORY
 
+from cairn.checkpoint.ratings import note, ratings_in, ratings_of
 from cairn.checkpoint.retention import apply_retention, set_pin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.config.trainer import TrainerConfig
+from cairn.config.trainer import OptimizerConfig, TrainerConfig
 from cairn.inference.pool.server_list import ServerList
-from cairn.launch.attempt import begin, choose_start
+from cairn.launch.attempt import begin
 from cairn.launch.display import StepDisplay
 from cairn.launch.exits import answer
 from cairn.launch.recipe import plan_recipe
+from cairn.launch.start import choose_start
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.attempt import Attempt
@@ -309,6 +311,31 @@ def test_going_back_again_and_again_without_roles(made: Path, tmp_path: Path):
         "before_attempt_4",
     ]
     assert [event["number"] for event in run.history.rows() if event["event"] == "attempt"] == [1, 2, 3, 4]
+
+
+def test_evaluations_of_policies_that_become_others_are_forgotten(made: Path, tmp_path: Path):
+    """Batches 5 and 6 are there, so policies up to 6 are made again; with other settings, none after 4."""
+    run = RunDirectory(shutil.copytree(made, tmp_path / "run"))
+    store = CheckpointStore(run.checkpoints)
+
+    def begin_again(**changed: object) -> tuple[list[int], list[str]]:
+        config = make_config(run.path).model_copy(update=changed)
+        start = choose_start(config, needs=PARTS)
+        begin(run, config, start, plan_recipe(KINDS["trainer"], config, start), command="trainer")
+        ledgers = sorted(path.name for path in run.evaluations.iterdir())
+        assert ratings_in(store.root) == ratings_of(run.evals.rows())
+        return [row["step"] for row in run.evals.rows()], ledgers
+
+    run.evaluations.mkdir()
+    note(store.root, ratings_of([]))
+    begin_again()
+    for step, branch in ((4, BRANCH), (5, BRANCH), (6, BRANCH), (7, BRANCH), (8, "branch_0")):
+        run.evals.append({"step": step, "name": "a", "run_id": RUN, "branch": branch, "reward": 0.5})
+    for name in ("a_step_6.sqlite", "a_step_7.sqlite", "a_step_7.sqlite-wal"):
+        (run.evaluations / name).touch()
+    note(store.root, ratings_of(run.evals.rows()))
+    assert begin_again() == ([4, 5, 6, 8], ["a_step_6.sqlite"])
+    assert begin_again(optimizer=OptimizerConfig(lr=0.5)) == ([4, 8], [])
 
 
 @contextlib.contextmanager

@@ -21,7 +21,8 @@ from cairn.checkpoint.formats import FORMATS, WriteOptions, format_of
 from cairn.checkpoint.formats.deepspeed_state import MAX_VALUES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step
 from cairn.config.trainer import OptimizerConfig
 from cairn.trainer.optimizer import make_optimizer

@@ -51,8 +51,15 @@ def ask(environment: Given, job: Callable[[SingleTurn], Coroutine], **settings: 
     return asyncio.run(run())
 
 
+async def total(calls: SingleTurn, problem: int, answer: str) -> float:
+    """The reward, of which these environments tell no parts."""
+    reward, parts = await calls.reward(problem, answer)
+    assert not parts
+    return reward
+
+
 def rewarded(returned: Any, **settings: Any) -> float:
-    return ask(Given(lambda *_: returned), lambda calls: calls.reward(2, "an answer"), **settings)
+    return ask(Given(lambda *_: returned), lambda calls: total(calls, 2, "an answer"), **settings)
 
 
 async def later(value: Any) -> Any:
@@ -104,7 +111,10 @@ def test_numbers_of_all_kinds_are_rewards(returned: Any, reward: float, threads:
         (np.array([]), "of type ndarray"),
         ("0.5", "'0.5', of type str"),
         ((0.5, "good"), "(0.5, 'good'), of type tuple"),
-        ({"score": 1}, "{'score': 1}, of type dict"),
+        (
+            {"score": "1"},
+            "{'score': '1'}, of type dict: its part 'score' or the weight of that part is not one",
+        ),
         ([1.0], "[1.0], of type list"),
         (1 + 2j, "of type complex"),
         (Decimal("0.5"), "of type Decimal"),
@@ -118,7 +128,8 @@ def test_what_is_no_finite_number_is_refused(returned: Any, shown: str):
             rewarded(one)
         message = str(raised.value)
         assert message.startswith(
-            "environment 'hills:Given': reward of problem 2 must be one finite number, and is "
+            "environment 'hills:Given': reward of problem 2 must be one finite number, or named parts, "
+            "and is "
         )
         assert message.endswith("; the answer was 'an answer'")
 
@@ -157,7 +168,7 @@ def test_a_method_that_raises(how: Callable, error: BaseException, caplog: pytes
     environment = Given(how(error), how(error))
     what = f"raised {type(error).__name__}: {error}"
     with pytest.raises(EnvironmentFailed, match=rf"hills:Given.* problem 1 {what}; .* '(ab)+a \.\.\. "):
-        ask(environment, lambda calls: calls.reward(1, "ab" * 10_000))
+        ask(environment, lambda calls: total(calls, 1, "ab" * 10_000))
     with pytest.raises(EnvironmentFailed, match=rf"messages\(1\) {what}$"):
         ask(environment, lambda calls: calls.messages(1))
     assert "in method" in caplog.text
@@ -179,7 +190,7 @@ def test_a_slow_reward_holds_up_nothing_else(threads: int):
 
     async def job(calls: SingleTurn) -> tuple[list[float], int]:
         turns = 0
-        rewards = asyncio.gather(*(calls.reward(problem, "") for problem in range(6)))
+        rewards = asyncio.gather(*(total(calls, problem, "") for problem in range(6)))
         while not rewards.done():
             await asyncio.sleep(0.002)
             turns += 1
@@ -204,7 +215,7 @@ def test_coroutines_run_together_on_one_loop_that_is_not_the_orchestrators():
         return 1.0
 
     async def job(calls: SingleTurn) -> set:
-        await asyncio.gather(*(calls.reward(problem, "") for problem in range(8)))
+        await asyncio.gather(*(total(calls, problem, "") for problem in range(8)))
         return loops - {asyncio.get_running_loop()}
 
     assert len(ask(Given(reward), job)) == len(loops) == 1
@@ -213,8 +224,8 @@ def test_coroutines_run_together_on_one_loop_that_is_not_the_orchestrators():
 def test_no_threads_means_the_callers():
     """Where signal.alarm works."""
     environment = Given(lambda *_: float(threading.current_thread() is threading.main_thread()))
-    assert ask(environment, lambda calls: calls.reward(0, ""), reward_threads=0) == 1.0
-    assert ask(environment, lambda calls: calls.reward(0, "")) == 0.0
+    assert ask(environment, lambda calls: total(calls, 0, ""), reward_threads=0) == 1.0
+    assert ask(environment, lambda calls: total(calls, 0, "")) == 0.0
 
 
 @pytest.mark.parametrize("method", ["reward", "messages"])
@@ -236,7 +247,7 @@ def test_a_deadline_names_the_problem(method: str, asynchronous: bool):
         done.set()
 
     async def waits_its_turn(calls: SingleTurn) -> list[float]:
-        return await asyncio.gather(*(calls.reward(problem, "") for problem in range(5)))
+        return await asyncio.gather(*(total(calls, problem, "") for problem in range(5)))
 
     slow = Given(lambda *_: time.sleep(0.1) or 1.0)
     assert ask(slow, waits_its_turn, reward_timeout=0.35) == [1.0] * 5

@@ -26,7 +26,7 @@ from cairn.checkpoint.exports import (
     RunExports,
     run_exports,
 )
-from cairn.checkpoint.formats import EXPORTERS, WriteOptions
+from cairn.checkpoint.formats import EXPORTERS, Content, Verification, WriteOptions
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -35,8 +35,8 @@ from cairn.config.export import ExportConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import exporting, main
-from cairn.launch.attempt import Start
 from cairn.launch.exporting import Exporter, exports_in_words, refuse_conflicts, with_exports
+from cairn.launch.start import Start
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -289,10 +289,10 @@ def test_a_step_deleted_while_it_is_exported_is_no_failure(
     """Nothing half is left of it, and the next one's turn comes."""
     write = EXPORTERS["hf"].write
 
-    def deleting(content, folder: Path, options: WriteOptions) -> None:
+    def deleting(content: Content, folder: Path, options: WriteOptions) -> Verification:
         if folder.name == f"step_2{UNFINISHED}":
             store.delete(2)
-        write(content, folder, options)
+        return write(content, folder, options)
 
     monkeypatch.setattr(EXPORTERS["hf"], "write", deleting)
     made = made_in(tmp_path / "out")

@@ -3,16 +3,19 @@
 import errno
 import fcntl
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cairn.checkpoint.direct import direct_file
+from cairn.checkpoint.remote import Objects
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
@@ -72,10 +75,56 @@ def test_only_network_file_systems_are_remarked_on(tmp_path: Path, mount: Mount)
     mount("xfs")
     assert remarks([tmp_path]) == []
     mount("nfs4")
-    (remark,) = remarks([tmp_path, tmp_path])
+    (remark, again) = remarks([tmp_path, tmp_path / "not" / "there yet"])
     assert f"{tmp_path} is on a network file system (nfs4, mounted at {tmp_path})" in remark
+    assert re.search(r"SQLite keeps a rollback journal .*\. A small file took \d+ ms there$", remark)
+    assert "there yet is on a network file system" in again
+    assert list(tmp_path.iterdir()) == []
     mount("nfs", "rw,local_lock=all")
     assert "local_lock=all: locks hold on this machine only" in remarks([tmp_path])[1]
+
+
+def test_a_slow_server_is_warned_of(tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch):
+    """Batches, weights and heartbeats are files there."""
+    mount("nfs4")
+    monkeypatch.setattr(file_system, "SLOW_SECONDS", 0.05)
+    real = os.fsync
+    monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.1) or real(fd))
+    assert re.match(r"warning: roles .* and wait about 0\.[1-9] s each time", remarks([tmp_path])[1])
+
+
+def test_locks_that_keep_nobody_out_are_refused(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+):
+    mount("nfs4")
+    monkeypatch.setattr(fcntl, "flock", lambda fd, operation: None)
+    with pytest.raises(UsageError, match="grants one lock twice"):
+        remarks([tmp_path])
+
+
+@pytest.mark.parametrize(
+    ("line", "refused"),
+    [
+        ("fuse.gcsfuse bucket", True),
+        ("fuse mountpoint-s3", True),
+        ("fuse.s3fs s3fs", True),
+        ("fuse.juicefs JuiceFS:runs", False),
+        ("fuse /dev/fuse", False),
+    ],
+)
+def test_a_bucket_as_a_folder_is_refused(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch, line: str, refused: bool
+):
+    """Its address is what Cairn wants."""
+    table = tmp_path / "mountinfo"
+    table.write_text(f"22 1 8:1 / / rw - ext4 /dev/sda1 rw\n23 22 0:5 / {tmp_path}/b rw - {line} rw\n")
+    mount("ext4")
+    monkeypatch.setattr(file_system, "MOUNTS", table)
+    if not refused:
+        remarks([tmp_path / "b" / "run"])
+        return
+    with pytest.raises(UsageError, match="give the bucket's address"):
+        remarks([tmp_path / "b" / "run"])
 
 
 # New files of other machines
@@ -103,6 +152,14 @@ LOOKS: dict[str, tuple[str, Callable[[Path], object]]] = {
     "json": ("note.json", read_json),
     "batch": ("step_1.safetensors", lambda path: appears(path) and path.read_bytes()),
     "manifest": ("step_3/manifest.json", lambda path: CheckpointStore(path.parents[1]).exists(3)),
+    "object": (
+        "committed/step_3.json",
+        lambda path: Objects(path.parents[1].as_uri()).get("committed/step_3.json"),
+    ),
+    "objects": (
+        "committed/step_3.json",
+        lambda path: Objects(path.parents[1].as_uri()).list("committed"),
+    ),
     "listing": ("1.json", lambda path: entries(path.parent, ".json")),
 }
 
@@ -223,7 +280,7 @@ def test_the_ledger_needs_no_shared_memory(tmp_path: Path, mount: Mount):
     assert journal_mode(path) == "wal"
     mount("nfs4")
     ledger = Ledger(path, RUN, None, 0)
-    assert not ledger.begun
+    assert not list(path.parent.glob("*_aside_*"))
     assert journal_mode(path) == "rollback"
     assert not Path(f"{path}-shm").exists()
     ledger.close()
@@ -255,7 +312,7 @@ def test_a_ledger_is_read_whose_writer_was_killed_in_a_transaction(tmp_path: Pat
         assert database.execute("SELECT count(*) FROM filler").fetchone()[0] == 0
     assert {file.name: file.read_bytes() for file in tmp_path.iterdir()} == before
     ledger = Ledger(path, RUN, None, 0)
-    assert not ledger.begun
+    assert not list(path.parent.glob("*_aside_*"))
     ledger.close()
 
 

@@ -15,9 +15,11 @@ from runs import ABOUT, Finished
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cairn.checkpoint.exporting import UNFINISHED
+from cairn.checkpoint.exporting import UNFINISHED, export
+from cairn.checkpoint.formats import WriteOptions
 from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.config.trainer import OptimizerConfig
 from cairn.launch import main
@@ -134,6 +136,22 @@ def test_a_hugging_face_folder_of_another_data_type(ckpt, step: Path, tmp_path: 
     beside = {n for n in names_in(step / "model") if ".safetensors" not in n}
     assert beside <= set(names_in(out))
     assert "generation_config.json" in beside
+
+
+@pytest.mark.parametrize("family", ["qwen3_tied"], indirect=True)
+@pytest.mark.parametrize("name", ["hf", "dcp", "pt", "tf"])
+def test_progress_counts_what_is_written(step: Path, tmp_path: Path, name: str):
+    """Of formats with weights only, no more than these; so the bar is full when the last one is written."""
+    stages: dict[str, list[int]] = {}
+
+    def stage(title: str, total: int) -> Callable[[int], None]:
+        told = stages[title] = [total]
+        return told.append
+
+    export(step, tmp_path / "out", name, WriteOptions(), stage=stage)
+    total, *told, rest = stages[f"writing {name}"]
+    assert total > 0
+    assert (sum(told), rest) == (total, 0)
 
 
 def test_without_options_the_values_are_those_of_the_step(ckpt, step: Path, tmp_path: Path):

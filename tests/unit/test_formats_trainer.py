@@ -19,7 +19,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, Trainin
 
 from cairn.checkpoint.formats.hf_schedule import schedule_of
 from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SchedulerConfig, SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.recipe import TRAINER, settings_of

@@ -401,14 +401,13 @@ def test_other_quantisations_and_models_are_refused_by_name(tmp_path: Path):
 @pytest.mark.parametrize("family", ["qwen3_tied"], indirect=True)
 def test_what_was_damaged_on_the_way_is_found(step: Path, tmp_path: Path):
     """The check after writing compares every weight."""
-    export(step, tmp_path / "out", "gguf", WriteOptions(quantize="q8_0"))
-    content = content_of_step(step)
-    path = tmp_path / "out" / "model.gguf"
+    content, path = content_of_step(step), tmp_path / "model.gguf"
+    verify = Gguf().write(content, tmp_path, WriteOptions(quantize="q8_0"))
     data = bytearray(path.read_bytes())
     data[-300] ^= 0x40
     path.write_bytes(data)
     with pytest.raises(Damaged, match="differs from what was written"):
-        Gguf().verify(content, tmp_path / "out", WriteOptions(quantize="q8_0"), no_progress)
+        verify(no_progress)
 
 
 # Commands

@@ -3,6 +3,7 @@
 import contextlib
 import itertools
 import sqlite3
+from array import array
 from dataclasses import replace
 from pathlib import Path
 
@@ -11,8 +12,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun, to_ranges
-from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.orchestrator.ledger import FORMAT, SCHEMA, Ledger, LedgerRun, opening, read_ledger, to_ranges
+from cairn.orchestrator.ledger.schema import UPGRADES
+from cairn.orchestrator.order import Portion
+from cairn.orchestrator.rollouts import AnswerGroup, Call, Rollout, Turn
 from cairn.run.messages import ShippedBatch
 
 RUN = LedgerRun("run", "branch_1", FORMAT, 0, 100, 2, 2, 1)
@@ -151,6 +154,40 @@ def test_without_a_live_ledger_the_snapshot_is_the_truth(path: Path, snapshot: P
     assert reopened(path, None, 0, run).waiting() == [answered(place) for place in (4, 5, 6)]
 
 
+def test_prompts_of_another_recipe_are_issued_again(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Though the first who tries is killed; a later checkpoint's prompts are of the new recipe."""
+    before, other = tmp_path / "before", replace(RUN, branch="branch_2")
+    ledger = reopened(path)
+    fill(ledger, answered(0), answered(1), group(2))
+    ship(ledger, 1, 0)
+    before.write_bytes(ledger.snapshot())
+    with monkeypatch.context() as context:
+        context.setattr(opening, "write_owner", killed)
+        with pytest.raises(KeyboardInterrupt):
+            Ledger(path, other, before, 1, again="recipe")
+    ledger = Ledger(path, other, before, 1, again="recipe")
+    assert ledger.waiting() == []
+    assert ledger.never_issued() == ([], 1)
+    ledger.issue(group(1))
+    after = tmp_path / "after"
+    after.write_bytes(ledger.snapshot())
+    ledger.close()
+    content = read_ledger(path)
+    assert [(row["place"], row["try"], row["reason"], row["step"]) for row in content.dropped] == [
+        (1, 1, "recipe", 2),
+        (2, 1, "recipe", 2),
+    ]
+    assert content.samples == []
+    path.unlink()
+    assert Ledger(path, other, after, 1, again="recipe").waiting() == [group(1)]
+
+
+def killed(*_: object) -> None:
+    raise KeyboardInterrupt
+
+
 def test_a_ledger_of_another_branch_is_set_aside(path: Path, snapshot: Path):
     """And can still be read."""
     before = sqlite3.connect(path).execute("SELECT * FROM batches").fetchall()
@@ -182,6 +219,198 @@ def test_a_snapshot_of_another_format_is_an_error(path: Path, tmp_path: Path):
         old.execute("CREATE TABLE run (run_id TEXT, branch TEXT)")
     with pytest.raises(CheckpointError, match=r"old has format unknown .an older one.; this version"):
         reopened(path, tmp_path / "old", 2)
+
+
+FORMAT_2 = """
+CREATE TABLE run (run_id TEXT NOT NULL, branch TEXT NOT NULL, format INTEGER NOT NULL, seed INTEGER NOT NULL,
+    problems INTEGER NOT NULL, prompts_per_step INTEGER NOT NULL, samples_per_prompt INTEGER NOT NULL,
+    max_off_policy_steps INTEGER NOT NULL);
+CREATE TABLE groups (place INTEGER PRIMARY KEY, problem INTEGER NOT NULL, tries INTEGER NOT NULL,
+    policy_step INTEGER NOT NULL, batch INTEGER, prompt_ids TEXT);
+CREATE TABLE samples (place INTEGER NOT NULL, sample INTEGER NOT NULL, seed INTEGER NOT NULL,
+    token_ids TEXT NOT NULL, logprobs TEXT NOT NULL, versions TEXT NOT NULL, finish_reason TEXT,
+    text TEXT NOT NULL, reward REAL, PRIMARY KEY (place, sample));
+CREATE TABLE batches (step INTEGER PRIMARY KEY, places TEXT NOT NULL, samples INTEGER NOT NULL,
+    tokens INTEGER NOT NULL, digest TEXT NOT NULL, oldest_step INTEGER NOT NULL);
+CREATE TABLE dropped (place INTEGER NOT NULL, try INTEGER NOT NULL, reason TEXT NOT NULL,
+    step INTEGER NOT NULL);
+INSERT INTO run VALUES ('run', 'branch_1', 2, 0, 100, 2, 2, 1);
+INSERT INTO groups VALUES (0, 10, 1, 0, 1, '[1, 2, 0]'), (1, 11, 2, 0, NULL, '[1, 2, 1]');
+INSERT INTO samples VALUES
+    (0, 0, 5, '[7, 8]', '[-0.25, -0.5]', '[["run:branch_1:0", 0, 2]]', 'stop', 'gh', 0.5),
+    (0, 1, 6, '[9]', '[-0.25]', '[["run:branch_1:0", 0, 1]]', 'stop', 'i', 0.25),
+    (1, 0, 5, '[7, 8]', '[-0.25, -0.5]', '[["run:branch_1:0", 0, 2]]', 'stop', 'gh', 0.5),
+    (1, 1, 6, '[9]', '[-0.3333333333333333]', '[["run:branch_1:0", 0, 1]]', NULL, '', NULL);
+INSERT INTO batches VALUES (1, '[[0, 0]]', 2, 10, 'digest 1', 0);
+INSERT INTO dropped VALUES (1, 1, 'stale', 1);
+"""
+"""What the version before this one wrote, without the table that still earlier ones lacked."""
+
+
+def of_format_2(path: Path) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with contextlib.closing(sqlite3.connect(path)) as database:
+        database.execute("PRAGMA journal_mode = WAL")
+        database.executescript(FORMAT_2)
+    return path
+
+
+@pytest.mark.parametrize("old", [2, 3, 4, 5])
+def test_a_ledger_of_an_older_format_is_read_and_gone_on_with(path: Path, old: int):
+    """Audits read it as it is; the run that goes on converts it, with every answer as far as it had come."""
+    with contextlib.closing(sqlite3.connect(of_format_2(path))) as database:
+        for number in range(2, old):
+            database.executescript(";".join(UPGRADES[number]))
+        assert database.execute("SELECT format FROM run").fetchone() == (old,)
+    before = path.read_bytes()
+    content = read_ledger(path)
+    assert path.read_bytes() == before
+    assert [sample["tokens"] for sample in content.samples] == [2, 1, 2, 1]
+    assert (content.turns, content.failed, len(content.dropped)) == ([], [], 1)
+    assert content.portions == (Portion("", 100, 1.0, 2),)
+    assert [group["environment"] for group in content.groups] == [0, 0]
+    with contextlib.closing(reopened(path)) as ledger:
+        assert not list(path.parent.glob("*_aside_*"))
+        assert ledger.waiting() == [answered(1)]
+        assert ledger.newest_snapshot(1, 0) is None
+        assert ledger.shipped(1) == ShippedBatch(1, [[0, 0]], 2, 10, "digest 1", 0)
+        assert len(ledger.sample_at(1.0, 2)) == 1  # it did not say at which temperature it was sampled
+        fill(ledger, answered(1), answered(2))
+    assert sqlite3.connect(path).execute("SELECT format FROM run").fetchone() == (FORMAT,)
+    assert reopened(path).waiting() == [answered(1), answered(2)]
+    new = sqlite3.connect(":memory:")
+    new.executescript(SCHEMA)
+    assert columns(sqlite3.connect(path)) == columns(new)
+
+
+def columns(database: sqlite3.Connection) -> dict[str, list[tuple]]:
+    """Name, type and so on of the columns of each table."""
+    tables = [name for (name,) in database.execute("SELECT name FROM sqlite_master WHERE type = 'table'")]
+    return {name: database.execute(f"PRAGMA table_info({name})").fetchall() for name in tables}
+
+
+def test_a_checkpoint_with_a_ledger_of_the_format_before_is_resumed_from(path: Path, tmp_path: Path):
+    """Its file is not touched: a checkpoint stays as it was committed."""
+    snapshot = of_format_2(tmp_path / "checkpoint" / "ledger.sqlite")
+    before = snapshot.read_bytes()
+    assert reopened(path, snapshot, 1).waiting() == [answered(1)]
+    assert (snapshot.read_bytes(), read_ledger(snapshot, immutable=True).batches[1].digest) == (
+        before,
+        "digest 1",
+    )
+    fork = replace(RUN, branch="branch_2")
+    assert reopened(path.parent / "fork.sqlite", snapshot, 0, fork).never_issued() == ([], 2)
+
+
+def test_a_ledger_of_a_later_format_is_not_touched(path: Path, tmp_path: Path):
+    """Its rows may mean something else."""
+    snapshot = of_format_2(tmp_path / "checkpoint")
+    with contextlib.closing(sqlite3.connect(snapshot)) as database, database:
+        database.execute(f"UPDATE run SET format = {FORMAT + 1}")
+    with pytest.raises(CheckpointError, match=rf"has format {FORMAT + 1}; .* reads formats 2 to {FORMAT}"):
+        reopened(path, snapshot, 1)
+
+
+# Rollouts that are programs
+
+
+def turn(number: int, branch: int = 0, kept: int = 0, end: str | None = "stop") -> Turn:
+    """An answer of three tokens of two policies."""
+    spans = [("run:branch_1:0", 0, 1), ("run:branch_1:1", 1, 3)]
+    tokens, logprobs = array("i", [7, 8, 70_000]), array("f", [-0.25, -1 / 3, 0.0])
+    return Turn(number, f"request {number}", branch, kept, array("i", [1, 2]), tokens, logprobs, spans, end)
+
+
+def program(place: int) -> AnswerGroup:
+    """A prompt whose two answers are programs that have begun."""
+    return AnswerGroup(place, 10 + place, 0, [], [Rollout(5), Rollout(6)])
+
+
+def test_the_calls_of_a_program_are_there_again(path: Path):
+    """In order, exactly as they were answered, and with each the next process starts where this one ended."""
+    ledger = reopened(path)
+    fill(ledger, program(0), program(1))
+    ledger.record_turn(0, 1, turn(0, end=None))
+    ledger.record_turn(0, 1, turn(0))
+    ledger.record_call(0, 1, Call(1, "tool", '{"a": 1}'))
+    ledger.record_turn(0, 1, turn(2, kept=5, end=None))
+    ledger.record_turn(1, 1, turn(0))
+    again = reopened(path)
+    assert again.calls(0, 1) == [turn(0), Call(1, "tool", '{"a": 1}'), turn(2, kept=5, end=None)]
+    assert again.calls(0, 0) == []
+    first, second = again.waiting()
+    assert [rollout.turns for rollout in first.rollouts + second.rollouts] == [[]] * 4
+    assert first.rollouts[1].versions == [
+        ("run:branch_1:0", 0, 1),
+        ("run:branch_1:1", 1, 3),
+        ("run:branch_1:0", 3, 4),
+        ("run:branch_1:1", 4, 6),
+    ]
+    assert (first.whole, first.oldest_step, second.versions) == (
+        False,
+        0,
+        {"run:branch_1:0", "run:branch_1:1"},
+    )
+
+
+def test_a_program_that_ended_waits_whole(path: Path):
+    """With its reward, of which parts, and its turns, of which a batch is made; or with why it failed."""
+    ledger = reopened(path)
+    fill(ledger, program(0))
+    (group,) = ledger.waiting()
+    for sample, rollout in enumerate(group.rollouts):
+        ledger.record_turn(0, sample, turn(0))
+        ledger.record_turn(0, sample, turn(1, branch=1))
+        rollout.take(ledger.turns(0, sample))
+    done, gone = group.rollouts
+    done.finish_reason, done.text, done.reward, done.parts = (
+        "stop",
+        "gh",
+        0.75,
+        {"right": 1.0, "short": -0.25},
+    )
+    gone.failed, gone.diverged = "raised", 2
+    ledger.finish(0, 0, done, 2)
+    ledger.finish(0, 1, gone, 2)
+    assert reopened(path).waiting() == [group]
+    assert group.whole
+    assert (done.token_ids.tolist(), [turn.branch for turn in done.turns]) == ([7, 8, 70_000] * 2, [0, 1])
+    with sqlite3.connect(path) as database:
+        database.execute("DELETE FROM turns WHERE sample = 0 AND number = 1")
+    ledger.close()
+    assert reopened(path).waiting() == []
+    assert list(
+        path.parent.glob("ledger_aside_1.sqlite")
+    )  # what was learned from it could not be told any more
+
+
+def test_calls_that_a_program_no_longer_makes_are_forgotten(path: Path):
+    ledger = reopened(path)
+    fill(ledger, program(0))
+    (group,) = ledger.waiting()
+    ledger.record_turn(0, 0, turn(0))
+    ledger.record_call(0, 0, Call(1, "tool", "1"))
+    group.rollouts[0].diverged += 1
+    ledger.forget_calls(0, 0, [1], group.rollouts[0])
+    assert ledger.calls(0, 0) == [turn(0)]
+    assert [rollout.diverged for rollout in reopened(path).waiting()[0].rollouts] == [1, 0]
+
+
+def test_a_prompt_that_was_given_up_is_issued_no_more(path: Path, tmp_path: Path):
+    """Nothing but a row of it stays; a run that goes back to before it tries it again."""
+    ledger = reopened(path)
+    fill(ledger, answered(0), program(1))
+    ledger.record_turn(1, 0, turn(0))
+    ledger.fail(ledger.waiting()[1], "the sandbox died", 2)
+    ship(ledger, 1, 0)
+    assert ledger.never_issued() == ([], 2)
+    assert ledger.calls(1, 0) == []
+    (row,) = read_ledger(path).failed
+    assert row == {"place": 1, "problem": 11, "step": 2, "reason": "the sandbox died", "environment": 0}
+    snapshot = tmp_path / "snapshot"
+    snapshot.write_bytes(ledger.snapshot())
+    assert reopened(tmp_path / "again.sqlite", snapshot, 2).never_issued() == ([], 2)
+    assert reopened(tmp_path / "before.sqlite", snapshot, 1).never_issued() == ([], 1)
 
 
 @given(st.sets(st.integers(0, 60)))

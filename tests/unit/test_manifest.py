@@ -21,7 +21,8 @@ from cairn.checkpoint.manifest import (
     load_manifest,
     parse,
 )
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 
 
 def manifest(**changes) -> Manifest:

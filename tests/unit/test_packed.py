@@ -20,7 +20,8 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, load_m
 from cairn.checkpoint.packed import BLOCK_BYTES, Block, pack, pack_blocks, packed_files
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step import OPTIMIZER, StepFolder
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, read_tensor
 from cairn.run import faults
 

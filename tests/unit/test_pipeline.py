@@ -11,6 +11,7 @@ import shutil
 import sqlite3
 from asyncio import FIRST_EXCEPTION
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.environments import ReverseText
+from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerDisagrees, WeightsGone
@@ -87,7 +89,7 @@ class Servers:
         if PolicyName.parse(self.served).step == self.disagrees_at:
             raise ServerDisagrees("the logprobs differ")
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions):
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions):
         assert self.served, "asked before there was a policy"
         self.asked.append((affinity, params.seed, len(prompt_ids)))
         while self.stuck:
@@ -400,8 +402,8 @@ def test_a_ledger_that_was_edited_trains_no_prompt_twice(
     assert_audit_clean(run, attempt, whole)
 
 
-def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[RLBatch]) -> None:
-    """`ckpt audit`, as far as it goes by the ledger and by what was trained."""
+def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[RLBatch]) -> Report:
+    """`ckpt audit`, as far as it goes by the ledger and by what was trained; returns what it found."""
     rows, samples, tokens = [], 0, 0
     for batch in trained:
         samples += len(batch.samples)
@@ -411,6 +413,7 @@ def assert_audit_clean(run: RunDirectory, attempt: Attempt, trained: list[RLBatc
     report = Report(str(run.path), "rl", last_step=len(trained))
     check_ledger(read_ledger(run.ledger), rows, {}, attempt, report)
     assert report.violations == []
+    return report
 
 
 @pytest.mark.parametrize("how", EDITS)
@@ -484,7 +487,7 @@ def test_answers_of_another_temperature_are_not_trained_on(
 class Thermometer(Servers):
     """Its logprobs tell at which temperature it was asked."""
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, **where):
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, **where):
         found = await super().generate(prompt_ids, params, **where)
         return [replace(one, logprobs=[-params.temperature] * len(one.logprobs)) for one in found]
 
@@ -587,7 +590,7 @@ class Held(Servers):
             await asyncio.Event().wait()
         await super().serve(folder, version, **how)
 
-    async def generate(self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions):
+    async def generate(self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions):
         if PolicyName.parse(self.served).step == 3 and affinity % 2:
             self.held = True
             await asyncio.Event().wait()
@@ -720,3 +723,76 @@ def test_another_environment_is_asked_anew_for_what_waits(configuration: Orchest
             assert text.startswith(f"<user>{asked.messages(problem)[0]['content']}<assistant>")
     state = read_json(store.folder(8) / "orchestrator" / "state.json")
     assert state["recipe"] == {"settings": {}}
+
+
+def test_shipped_rollouts_have_neither_gaps_nor_duplicates_whenever_it_dies(
+    configuration: OrchestratorConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Killed before a batch, between its rollouts and itself, and before the ledger says so."""
+    draw = random.Random(0)
+    config = in_folder(configuration, tmp_path / "run", 5, 1)
+    run = begin(config, ATTEMPT)
+    faults = ("before_ship:EIO@1", "kept_rollouts:EIO@2", "shipped:EIO@3")
+    monkeypatch.setenv("CAIRN_FAULT", ",".join(f"orchestrator.{fault}" for fault in faults))
+    monkeypatch.setattr("cairn.run.faults._reached", {})
+    trainer = Trainer(run, ATTEMPT, 5, draw)
+
+    async def restarted() -> int:
+        training, deaths = asyncio.create_task(trainer.train()), 0
+        while True:
+            try:
+                await Orchestrator(config, ATTEMPT, Servers(draw)).run()
+            except OSError:
+                deaths += 1
+            else:
+                await asyncio.wait_for(training, 5)
+                return deaths
+
+    assert asyncio.run(asyncio.wait_for(restarted(), 60)) == 3
+    kept = KeptRollouts(run.rollouts)
+    assert kept.steps() == [1, 2, 3, 4, 5]
+    for batch in trainer.trained:
+        rows = kept.read(batch.header.step)
+        samples = [row["turns"][0]["prompt_ids"] + row["turns"][0]["token_ids"] for row in rows]
+        assert samples == [sample.token_ids.tolist() for sample in batch.samples]
+        places = [place for first, last in batch.header.ledger.places for place in range(first, last + 1)]
+        assert sorted({row["place"] for row in rows}) == places
+        assert len({(row["place"], row["sample"]) for row in rows}) == len(rows)
+
+
+class Even(ReverseText):
+    """Half of its problems have the same reward for every answer."""
+
+    def reward(self, problem: int, answer: str) -> float:
+        return 0.5 if problem % 2 else float(len(answer) % 7)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_prompts_that_teach_nothing_are_replaced(
+    configuration: OrchestratorConfig, tmp_path: Path, seed: int
+):
+    """Up to the bound, by the next prompts; each is accounted for, whoever dies."""
+    draw = random.Random(seed)
+    behind, bound = seed % 2, (2, 100)[seed // 3]
+    config = in_folder(configuration, tmp_path / "run", 6, behind)
+    environment = EnvironmentConfig(name=f"{__name__}:Even", args={"problems": PROBLEMS})
+    config = config.model_copy(update={"redraw": bound, "environment": environment})
+    run = begin(config, ATTEMPT)
+    trainer = Trainer(run, ATTEMPT, 6, draw)
+    deaths = [draw.uniform(0.02, 0.1) for _ in range(seed % 3)]
+    asyncio.run(see_through(config, ATTEMPT, trainer, Servers(draw), deaths))
+    shipped = places(trainer.trained)
+    assert len(shipped) == len(set(shipped)) == PROMPTS * 6
+    redrawn = [int(batch.metrics["groups/redrawn"]) for batch in trainer.trained]
+    assert max(redrawn) <= bound
+    assert sum(redrawn) > 0
+    for batch, count in zip(trainer.trained, redrawn, strict=True):
+        if count < bound:
+            assert all(problem % 2 == 0 for problem in batch.header.problems)
+    assert_audit_clean(run, ATTEMPT, trainer.trained)
+    if behind == 0:  # the same prompts, in whatever order answers arrive
+        undisturbed = config.model_copy(update={"output_dir": str(tmp_path / "again")})
+        again = Trainer(begin(undisturbed, ATTEMPT), ATTEMPT, 6, random.Random(seed + 100))
+        asyncio.run(see_through(undisturbed, ATTEMPT, again, Servers(random.Random(seed + 100)), []))
+        assert [batch.digest() for batch in again.trained] == [batch.digest() for batch in trainer.trained]
+        assert places(again.trained) == shipped

@@ -2,17 +2,32 @@
 
 import datetime
 import json
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterator
 from email.utils import format_datetime
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 
 import pytest
+from stores import make_step
 
+from cairn.checkpoint.last_save import Newest, decide
+from cairn.checkpoint.remote import Objects, RemoteStore
+from cairn.checkpoint.remote.uploads import RunUploads, Uploader
+from cairn.checkpoint.saver import Saved
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
 from cairn.config.preemption import PreemptionConfig
 from cairn.launch.preemption import Notice, asking, watching
+from cairn.launch.process import stop_on_signals
+from cairn.launch.supervisor import out_of_time
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.rates import Rates, Span
+from cairn.trainer.save_times import SaveTimes
 
 Answer = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
 
@@ -158,3 +173,151 @@ def test_without_a_watcher_nobody_is_asked():
     assert asking(PreemptionConfig()) is None
     with watching(None, lambda notice: None):
         pass
+
+
+# What is still saved and uploaded: by the times that earlier saves and uploads took
+
+SAVE, SLOW_SAVE = Span(3, 5), Span(30, 40)
+UPLOAD = Span(20, 25)
+WAITING = Newest(8, waits=True, upload=UPLOAD)
+
+
+@pytest.mark.parametrize(
+    ("left", "save", "upload", "newest", "saves", "reason"),
+    [
+        (
+            110,
+            SAVE,
+            UPLOAD,
+            Newest(8),
+            True,
+            "3 to 5 s: step 9 is saved and uploaded, which takes 20 to 25 s",
+        ),
+        (
+            28,
+            SAVE,
+            UPLOAD,
+            Newest(8),
+            True,
+            "step 9 is saved on this disk; its upload, which takes 20 to 25 s",
+        ),
+        (28, SAVE, UPLOAD, WAITING, True, "may not end, so step 8 is uploaded first, which takes 20 to 25 s"),
+        (28, SLOW_SAVE, UPLOAD, WAITING, False, "a save takes 30 to 40 s; step 8 is saved"),
+        (28, SLOW_SAVE, UPLOAD, WAITING, False, "the time goes to its upload, which takes 20 to 25 s"),
+        (10, SLOW_SAVE, UPLOAD, WAITING, False, "which takes 20 to 25 s and may not end"),
+        (28, SLOW_SAVE, UPLOAD, Newest(8), False, "step 8 is saved and uploaded"),
+        (28, SLOW_SAVE, UPLOAD, None, False, "no earlier step is saved"),
+        (35, SLOW_SAVE, UPLOAD, Newest(8), True, "so it may not end: step 9 is saved"),  # nothing else to do
+        (35, SLOW_SAVE, UPLOAD, WAITING, False, "35 s are left, and a save takes 30 to 40 s"),
+        (35, None, None, None, True, "no save was measured yet: step 9 is saved all the same"),
+        (35, SAVE, None, None, True, "no upload was measured yet: it is uploaded as far as time allows"),
+        (-1, SAVE, UPLOAD, Newest(8), False, "0 s are left"),
+    ],
+)
+def test_a_save_is_begun_only_if_it_can_end(
+    left: float, save: Span | None, upload: Span | None, newest: Newest | None, saves: bool, reason: str
+):
+    """And the newest saved step is uploaded with the time that a hopeless one would take."""
+    found = decide(9, left, save, upload, newest, remote=True)
+    assert (found.saves, reason in found.reason) == (saves, True), found.reason
+
+
+@pytest.mark.parametrize(("left", "saves"), [(60, True), (35, True), (20, False)])
+def test_without_a_remote_store_the_disk_is_all_there_is(left: float, saves: bool):
+    found = decide(9, left, SLOW_SAVE, None, Newest(8), remote=False)
+    assert found.saves == saves
+    assert "upload" not in found.reason
+
+
+def test_what_a_save_may_take(tmp_path: Path):
+    """The newest five measurements count, the slowest and the quickest; more bytes take longer."""
+    rates = Rates(tmp_path / "rates")
+    assert rates.expected("save", 100) is None
+    for seconds in (90.0, 2.0, 4.0, 3.0, 3.0, 2.5):
+        rates.note("save", 100, seconds)
+    assert Rates(tmp_path / "rates").expected("save", 100) == Span(2.0, 4.0)
+    assert rates.expected("save", 300) == Span(6.0, 12.0)
+    assert rates.expected("save", 10) == Span(2.0, 4.0)
+    assert rates.expected("upload", 100) is None
+    (tmp_path / "rates" / "save.json").write_text("[[1")
+    assert rates.expected("save", 100) is None
+
+
+def test_the_earliest_deadline_counts(tmp_path: Path):
+    """Roles that get the same signal know of none, and leave it as it is."""
+    run = RunDirectory(tmp_path)
+    assert run.seconds_left() is None
+    run.request_stop("SIGTERM")
+    assert run.seconds_left() is None
+    run.request_stop("EC2 will terminate this instance", 100)
+    run.request_stop("SIGTERM", 500)
+    run.request_stop("SIGTERM")
+    left = run.seconds_left()
+    assert left is not None
+    assert 90 < left < 100
+    run.begin(Attempt("run", 1, "sft", 0, None, "branch_1"))
+    assert (run.seconds_left(), run.stop_requested()) == (None, None)
+
+
+@pytest.mark.parametrize(("seconds", "over"), [(None, False), (100.0, False), (1.0, True)])
+def test_the_launcher_ends_the_run_before_its_deadline(tmp_path: Path, seconds: float | None, over: bool):
+    """Some time is kept for the end itself, and for a scheduler's commands after it."""
+    run = RunDirectory(tmp_path)
+    run.request_stop("SIGTERM", seconds)
+    assert (out_of_time(run) is not None) == over
+
+
+def test_an_upload_that_ends_in_time_goes_first(tmp_path: Path):
+    """Of the steps that wait; else the newest does."""
+    store = CheckpointStore(tmp_path)
+    uploads = RunUploads(store, CkptConfig(remote="file:///nowhere"), last=99)
+    for step in (4, 8, 12):
+        make_step(tmp_path, step, {"model/a": b"x" * step})
+    uploader = Uploader(uploads, RemoteStore(Objects(f"file://{tmp_path}/there")), "run:1")
+    assert uploader.next_step() == 12
+    assert uploader.next_step(ends=lambda step: step < 12) == 8
+    assert uploader.next_step([8], ends=lambda step: step < 12) == 4
+    assert uploader.next_step(ends=lambda step: False) == 12
+
+
+def test_the_newest_step_of_a_stopped_run_is_uploaded_whatever_the_interval(tmp_path: Path):
+    """Once its trainer has ended, so that no newer one comes."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.begin(Attempt("run", 1, "sft", 0, None, "branch_1"))
+    ckpt = CkptConfig(remote="file:///nowhere", remote_interval=8)
+    uploads = RunUploads(CheckpointStore(run.checkpoints), ckpt, 99, run.has_stopped)
+    for step in (4, 8, 12):
+        make_step(run.checkpoints, step, {"model/a": b"x"})
+    run.set_role("trainer", "running")
+    run.request_stop("SIGTERM")
+    assert uploads.waiting() == [8]
+    run.set_role("trainer", "stopped")
+    assert uploads.waiting() == [8, 12]
+    run.begin(Attempt("run", 2, "sft", 12, None, "branch_1"))
+    assert uploads.waiting() == [8]
+
+
+@pytest.mark.parametrize(("name", "left"), [("SIGTERM", True), ("SIGINT", False)])
+def test_a_schedulers_signal_leaves_so_much_time(tmp_path: Path, name: str, left: bool):
+    """A person's leaves as much as it takes."""
+    run = RunDirectory(tmp_path)
+    with stop_on_signals(run, lambda: None, 60):
+        signal.raise_signal(signal.Signals[name])
+    assert run.stop_requested() == name
+    assert (run.seconds_left() is not None) == left
+
+
+@pytest.mark.parametrize(("seconds", "allowed"), [(None, True), (1000.0, True), (10.0, False)])
+def test_rank_0_compares_with_the_runs_own_saves(tmp_path: Path, seconds: float | None, allowed: bool):
+    """What it decided, and why, is in the run's history."""
+    run = RunDirectory(tmp_path)
+    times = SaveTimes(run, CheckpointStore(run.checkpoints), CkptConfig(), last=99)
+    make_step(run.checkpoints, 4, {"model/a": b"x" * 100})
+    times.note([Saved(4, 0.1, 30.0)])
+    run.request_stop("SIGTERM", seconds)
+    assert times.allow(6, saving=False) == allowed
+    events = [(event["event"], event["step"]) for event in run.history.rows()]
+    assert events == ([] if seconds is None else [("saved_in_time" if allowed else "not_saved", 6)])
+    if not allowed:
+        assert "8 s are left, and a save takes 30 s; step 4 is saved" in run.history.rows()[0]["reason"]

@@ -23,8 +23,9 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
-from cairn.launch.attempt import Start, begin
+from cairn.launch.attempt import begin
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
+from cairn.launch.start import Start
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.identity import orchestrator_recipe, same_environment
@@ -93,6 +94,8 @@ def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
         *("dry_run", "machine", "weight_transport", "batch_timeout", "self_check", "seed"),
         *("data.name", "data.split", "inference_url", "max_in_flight", "reward_threads", "reward_timeout"),
         *("server_timeout", "request_timeout", "version_timeout", "normalize_advantages"),
+        *("keep_rollouts_gb", "reward_retries", "reward_retry_seconds", "max_failed_prompts", "eval"),
+        "environments",  # of which each has its own (`OF_ENVIRONMENT`)
     }
     supervision = set(SFTConfig.model_fields) & set(RLConfig.model_fields) - {"seed"}
 
@@ -370,6 +373,35 @@ def test_an_edited_reward_is_printed(
     other = {"environment": {"name": "own_module:Other", **args}}
     with pytest.raises(UsageError, match=r"environment.name: \S+Own. -> \S+Other.\nGive what was there"):
         plan_rl(config(**other), start, environment)
+
+
+def test_each_of_several_environments_is_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its settings by its label, and the mixture as a whole."""
+    one = {"args": {"problems": 20}, "label": "one"}
+    other = {"args": {"problems": 30}, "label": "other", "weight": 2.0}
+
+    def plan(start: Start, *environments: dict, accept: tuple[str, ...] = ()) -> dict:
+        config = rl(tmp_path, accept=accept, environment={}, environments=list(environments))
+        made = [ReverseText(**one.args) for one in config.orchestrator.environments]
+        return plan_recipe(KINDS["rl"], config, start, orchestrator_recipe(config.orchestrator, *made))
+
+    first = plan(FRESH, one, other)
+    again = plan(start_at(tmp_path, first), one, other)
+    assert (again["trainer"]["changes"], again["prompts_again"]) == ([], False)
+    longer = plan(start_at(tmp_path, first), one | {"sampling": {"max_tokens": 9}}, other)
+    (change,) = longer["trainer"]["changes"]
+    assert (change["name"], change["was"]) == ("environments.one.sampling.max_tokens", 256)
+    assert "--orchestrator.environments.one.sampling.max-tokens: 256 -> 9" in capsys.readouterr().out
+    with pytest.raises(
+        UsageError, match=r"(?s)one x 1: 20 problems .* -> one x 3: .*accept-changes environment"
+    ):
+        plan(start_at(tmp_path, first), one | {"weight": 3.0}, other)
+    with pytest.raises(UsageError, match=r"other.samples-per-prompt: 8 -> 4"):
+        plan(start_at(tmp_path, first), one, other | {"samples_per_prompt": 4})
+    accepted = plan(start_at(tmp_path, first), one, accept=("environment",))
+    assert accepted["prompts_again"]
+    alone = plan_rl(rl(tmp_path, accept=("environment",)), start_at(tmp_path, first))
+    assert alone["prompts_again"]
 
 
 def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

@@ -13,9 +13,10 @@ from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, 
 
 from cairn.config.trainer import SFTDataConfig, TrainerConfig
 from cairn.run.batches import Sample
+from cairn.run.data_sets import BadRecord, examine, load_records, same_records
 from cairn.run.errors import UsageError
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.records import BadRecord, examine, load_records, same_records
+from cairn.trainer.records import problem_of
 from cairn.trainer.sft_data import SFTData, encode
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
@@ -51,7 +52,7 @@ def messages(*found: object) -> dict:
 def look_at(path: Path, split: str = "train") -> dict:
     """What the command that starts a run does with a data set."""
     config = SFTDataConfig(name=str(path), split=split)
-    return examine(config, load_records(config))
+    return examine(config, load_records(config), problem_of)
 
 
 # Each file that can't be trained on, and what is said of it behind its name
@@ -159,7 +160,7 @@ def test_identity_is_of_all_records_and_kept(tmp_path: Path, caches: Path, monke
     assert same_records(of_old_checkpoint, c)
     assert not same_records(of_old_checkpoint | {"records": 51}, a)
 
-    monkeypatch.setattr("cairn.trainer.records.problem_of", lambda record: pytest.fail("read again"))
+    monkeypatch.setattr("cairn.run.data_sets._digest_of_checked", lambda *_: pytest.fail("read again"))
     assert look_at(tmp_path / "a.jsonl") == a
     for kept in (caches / "records").iterdir():
         kept.write_text("{")

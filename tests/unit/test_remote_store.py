@@ -1,5 +1,6 @@
 """Steps in an object store, against a real S3 server on loopback, and in a folder."""
 
+import contextlib
 import json
 import os
 import random
@@ -10,30 +11,33 @@ from typing import Any
 
 import pytest
 from runs import free_port
-from stores import BadNetwork, make_step, s3_server
+from stores import BadNetwork, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
 from cairn.checkpoint.retention import set_pin
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.config.trainer import SFTConfig
+from cairn.launch.attempt import begin
+from cairn.launch.remote import claim, with_remote
+from cairn.launch.start import choose_start
 from cairn.run.addresses import is_url
+from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
 
 
 @pytest.fixture(scope="module")
 def s3(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
     """The bucket of a real S3 server; the environment leads to it."""
-    folder = tmp_path_factory.mktemp("s3")
-    with s3_server(folder) as environment, pytest.MonkeyPatch.context() as patch:
-        for name, value in environment.items():
-            patch.setenv(name, value)
-        yield folder / "bucket"
+    with s3_bucket(tmp_path_factory.mktemp("s3")) as bucket:
+        yield bucket
 
 
 @pytest.fixture(params=["s3", "file"])
@@ -105,6 +109,38 @@ def test_the_manifest_that_commits_is_last(remote: RemoteStore, tmp_path: Path):
     assert remote.verify(4) == manifest
 
 
+@pytest.mark.parametrize("damage", ["missing", "short"])
+def test_files_that_were_sent_and_are_gone_are_sent_again(
+    remote: RemoteStore, url: tuple[str, Path], tmp_path: Path, damage: str
+):
+    """The note proves nothing alone; and a file that is lost while others are sent fails this upload only."""
+    folder, manifest = make_step(tmp_path, 4, FILES)
+    there = url[1] / "step_4/model/model.safetensors"
+
+    def lose() -> None:
+        there.unlink() if damage == "missing" else there.write_bytes(b"1")
+
+    def end() -> None:
+        lose()
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        put(remote, folder, manifest, check=end)
+    check_sizes = remote.check_sizes
+
+    def lose_first(manifest: Manifest) -> None:
+        lose()
+        check_sizes(manifest)
+
+    remote.check_sizes = lose_first
+    with pytest.raises(RemoteError, match=r"step_4/model/model.safetensors: (is missing|has 1 bytes)"):
+        put(remote, folder, manifest)
+    assert remote.steps() == []
+    remote.check_sizes = check_sizes
+    put(remote, folder, manifest)
+    assert remote.verify(4) == manifest
+
+
 def test_a_note_of_another_attempts_step_does_not_count(remote: RemoteStore, tmp_path: Path):
     """Its files of the same names may lie in the object store by now."""
     _, manifest = make_step(tmp_path, 4, FILES)
@@ -123,7 +159,7 @@ def test_what_the_newest_step_has_is_copied_there(remote: RemoteStore, url: tupl
     folder, manifest = make_step(tmp_path, 2, {**FILES, "trainer/state.json": b"[]"})
     read: list[str] = []
     put_parts = remote.objects.put_parts
-    remote.objects.put_parts = lambda name, parts: read.append(name) or put_parts(name, parts)
+    remote.objects.put_parts = lambda name, *rest: read.append(name) or put_parts(name, *rest)
     put(remote, folder, manifest)
     assert read == []
     assert remote.verify(2) == manifest
@@ -195,6 +231,33 @@ def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
         remote.claim("run", "attempt 3")
 
 
+def test_a_machine_that_is_lost_before_its_first_upload(tmp_path: Path):
+    """The next one, with an empty disk, goes on as the same run, with the next number."""
+    url = f"file://{tmp_path}/remote"
+    remote = RemoteStore(Objects(url))
+    first = Attempt("run", 3, "sft", start_step=0, resume_from=None, branch="branch_2")
+    configs = [
+        SFTConfig(output_dir=str(tmp_path / name), ckpt=CkptConfig(remote=url, resume=resume))
+        for name, resume in (("one", None), ("two", None), ("three", "auto"))
+    ]
+    claim(configs[0], first, 0)
+    with pytest.raises(UsageError, match="belongs to run run already; go on with it"):
+        with_remote(configs[1], ["trainer"])
+    config, _ = with_remote(configs[2], ["trainer"])
+    start = choose_start(config, needs=["trainer"])
+    attempt = begin(config.run_directory(), config, start, {"trainer": {}}, command="sft")
+    config.run_directory().unlock()
+    assert (attempt.run_id, attempt.number, attempt.branch) == ("run", 4, "branch_2")
+    put(
+        remote, *make_step(tmp_path / "one", 3, {"a": b"1"})
+    )  # by the older attempt, which lives on somewhere
+    claim(config, attempt, 0)
+    assert remote.steps() == [], "this attempt goes on in another way"
+    remote.check_owner("run:4")
+    remote.claim("run", "run:done")
+    assert remote.newest_attempt() == {"number": 4, "branch": "branch_2", "command": "sft"}
+
+
 def test_a_probe_leaves_nothing(remote: RemoteStore):
     """A store that can do all that is needed."""
     probe(remote.objects, "me")
@@ -264,7 +327,7 @@ def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: 
         assert remote.summaries() == rows
 
 
-@pytest.mark.parametrize("mood", ["storm", "drops", "damage"])
+@pytest.mark.parametrize("mood", ["storm", "drops", "damage", "slow"])
 def test_bad_networks(s3: Path, mood: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     """Requests are made again, also where the answer to one that took effect was lost."""
     network = BadNetwork(os.environ["AWS_ENDPOINT_URL"])
@@ -277,6 +340,27 @@ def test_bad_networks(s3: Path, mood: str, tmp_path: Path, monkeypatch: pytest.M
             put(remote, *make_step(tmp_path / "here", step, {**FILES, "a": bytes([step])}))
         assert remote.steps() == [1, 2]
         back = remote.fetch(2, CheckpointStore(tmp_path / "there"))
+    finally:
+        network.close()
+    assert (back / "model/model.safetensors").read_bytes() == LARGE
+    assert network.refused == []
+
+
+def test_a_download_that_takes_longer_than_a_request_may(
+    s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It goes on where the request ended: no request alone gets a whole chunk."""
+    folder, manifest = make_step(tmp_path / "here", 2, FILES)
+    put(RemoteStore(Objects("s3://bucket/slow")), folder, manifest)
+    network = BadNetwork(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", network.url)
+    monkeypatch.setattr(objects, "REQUEST_SECONDS", 2)
+    remote = RemoteStore(Objects("s3://bucket/slow", retry_seconds=20))
+    network.mood, network.rate = "slow", CHUNK_BYTES // 5
+    try:
+        began = time.monotonic()
+        back = remote.fetch(2, CheckpointStore(tmp_path / "there"))
+        assert time.monotonic() - began > 4
     finally:
         network.close()
     assert (back / "model/model.safetensors").read_bytes() == LARGE
@@ -311,6 +395,23 @@ class TestUploads:
         assert remote.steps() == [2, 4, 9]
         assert remote.objects.get("run/metrics.jsonl") == b"rows"
         assert self.uploader(store, remote).next_step() == 3
+
+    def test_no_step_is_committed_without_the_metrics_that_were_there(
+        self, store: CheckpointStore, remote: RemoteStore
+    ):
+        """As when the run directory is deleted under a running upload."""
+        make_step(store.root, 1, {"a": b"1"})
+        metrics = store.root / "metrics.jsonl"
+        metrics.write_text("rows")
+        uploader = self.uploader(store, remote)
+        assert uploader.next_step() == 1
+        metrics.unlink()
+        with pytest.raises(FileNotFoundError):
+            uploader.upload(1)
+        assert remote.steps() == []
+        metrics.write_text("rows")
+        uploader.upload(1)
+        assert remote.steps() == [1]
 
     def test_retention_spares_what_waits(self, store: CheckpointStore, remote: RemoteStore):
         """The step that is being uploaded and the newest others, as many as the settings allow."""
@@ -364,6 +465,35 @@ class TestUploads:
             uploader.upload(1, on_bytes=lambda count: remote.claim("run", "run:2"))
         assert remote.steps() == []
         assert uploader.uploads.read() == Uploaded()
+
+    @pytest.mark.parametrize("size", [len(LARGE), 5])
+    def test_an_older_attempt_spoils_no_step(
+        self,
+        store: CheckpointStore,
+        remote: RemoteStore,
+        tmp_path: Path,
+        monkeypatch: pytest.MonkeyPatch,
+        size: int,
+    ):
+        """The newer one has committed its step of this number while the older one was uploading its own."""
+        if size > CHUNK_BYTES and remote.objects.url.startswith("file:"):
+            pytest.skip("obstore asks for the bytes of a large file, and can't be called meanwhile")
+        monkeypatch.setattr("cairn.checkpoint.remote.store.UPLOADS", 1)
+        names = [f"file_{n}" for n in range(3)]
+        make_step(store.root, 1, {name: LARGE[:size] for name in names})
+        newer, manifest = make_step(tmp_path, 1, {name: b"newer" for name in names}, attempt=2)
+        turns = [1]
+
+        def overtake(count: int) -> None:
+            with contextlib.suppress(IndexError):
+                turns.pop()
+                remote.claim("run", "run:2")
+                put(remote, newer, manifest)
+
+        uploader = self.uploader(store, remote)
+        with pytest.raises(Taken, match="another attempt has taken it over"):
+            uploader.upload(1, on_bytes=overtake)
+        assert remote.verify(1) == manifest
 
     def test_the_rate_is_limited(self):
         """By the bytes that were read so far."""

@@ -14,8 +14,10 @@ from pydantic import ValidationError
 from runs import ABOUT
 
 from cairn.checkpoint.manifest import load_manifest
+from cairn.checkpoint.ratings import RATINGS, Ratings, note, ratings_in, ratings_of
 from cairn.checkpoint.retention import Step, apply_retention, pins, read_steps, reasons_to_keep, set_pin
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults
 
@@ -203,7 +205,7 @@ def test_rules_outlive_restarts(store: CheckpointStore):
     for step in (2, 5):
         verify(store.folder(step))
     assert apply_retention(CheckpointStore(store.root), config) == []
-    assert [s.metrics for s in read_steps(store)] == [{"loss": 1.0}, {"loss": 2.5}]
+    assert [s.metrics for s in read_steps(store, Ratings())] == [{"loss": 1.0}, {"loss": 2.5}]
 
 
 def test_without_a_bound_nothing_is_deleted(store: CheckpointStore):
@@ -224,6 +226,73 @@ def test_a_step_with_a_damaged_manifest_counts_as_one_without_metrics(store: Che
     (store.folder(1) / "manifest.json").write_bytes(b"{")
     assert apply_retention(store, config) == [1]
     assert store.steps() == [2, 3]
+
+
+# What an evaluation says of a step arrives after the step was saved
+
+RATED = CkptConfig(keep_best=1, metric="eval/held_out/reward", mode="max", metric_interval=2)
+ROW = {"name": "held_out", "run_id": ABOUT["run_id"], "branch": ABOUT["branch"], "reward_ci95": 0.1}
+
+
+def rate(store: CheckpointStore, rewards: dict[int, float | None]) -> None:
+    """As the orchestrator does; None: the evaluation failed."""
+    rows = [ROW | {"step": step} | ({} if r is None else {"reward": r}) for step, r in rewards.items()]
+    note(store.root, ratings_of(rows))
+
+
+def test_steps_stay_until_they_are_evaluated_and_then_the_best(store: CheckpointStore):
+    """Those that won't be evaluated go at once, and those whose evaluation failed after it."""
+    for step in range(1, 6):
+        commit(store, step)
+        apply_retention(CheckpointStore(store.root), RATED)
+    assert store.steps() == [2, 4, 5]
+    rate(store, {2: 0.5})
+    assert apply_retention(CheckpointStore(store.root), RATED) == []
+    rate(store, {2: 0.5, 4: 0.4})
+    assert apply_retention(CheckpointStore(store.root), RATED) == [4]
+    commit(store, 6)
+    rate(store, {2: 0.5, 4: 0.4, 6: None})
+    commit(store, 7)
+    assert apply_retention(CheckpointStore(store.root), RATED) == [5, 6]
+    assert store.steps() == [2, 7]
+    assert reasons_to_keep(read_steps(store, ratings_in(store.root)), RATED, set())[2] == ["best"]
+
+
+def test_at_most_four_steps_wait_for_their_evaluation(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+):
+    for step in range(2, 14, 2):
+        commit(store, step)
+        apply_retention(store, RATED)
+    assert store.steps() == [6, 8, 10, 12]
+    assert "step 4 is deleted before it is evaluated: 4 newer ones wait as well" in caplog.text
+
+
+def test_results_of_other_policies_do_not_count(store: CheckpointStore):
+    """A step's row of metrics holds those of the policy that was evaluated while it was trained."""
+    for step in (2, 4, 6):
+        commit(store, step)
+        file = store.folder(step) / "manifest.json"
+        content = json.loads(file.read_text())
+        content["metrics"] |= {"eval/held_out/reward": float(step), "eval/held_out/step": step - 2}
+        file.write_text(json.dumps(content))
+    other = [ROW | {"step": 4, "reward": 9.0, "branch": "another"}]
+    mine = [ROW | {"step": step, "reward": 1.0 / step} for step in (2, 4, 6)]
+    note(store.root, ratings_of([*mine, *other]))
+    assert apply_retention(store, RATED) == [4]
+    assert store.steps() == [2, 6]
+
+
+def test_nothing_is_deleted_if_the_ratings_can_not_be_read(
+    store: CheckpointStore, caplog: pytest.LogCaptureFixture
+):
+    for step in (2, 4, 6):
+        commit(store, step)
+    (store.root / RATINGS).write_text("[")
+    assert apply_retention(store, RATED) == []
+    assert "no checkpoint is deleted" in caplog.text
+    rate(store, {2: 1.0, 4: 2.0, 6: 3.0})  # the orchestrator writes it anew
+    assert apply_retention(store, RATED) == [2, 4]
 
 
 def test_pins_are_kept_until_they_are_taken_away(store: CheckpointStore):

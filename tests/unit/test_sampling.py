@@ -1,6 +1,7 @@
 """From a prompt to rewarded answers, with a server and environments that are played here."""
 
 import asyncio
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,10 +12,12 @@ from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
+from cairn.orchestrator.completing import PromptRefused
+from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
+from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup
-from cairn.orchestrator.sampling import PromptRefused, Sampler
+from cairn.orchestrator.sampling import Sampler
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
 MODEL = REPOSITORY / CONFIGS / "model"
@@ -72,6 +75,8 @@ def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -
     config = OrchestratorConfig(
         environment=EnvironmentConfig(name="hills:Hills"),
         samples_per_prompt=2,
+        reward_retries=2,
+        reward_retry_seconds=0.0,
         sampling=SamplingConfig(**{"chunk_tokens": 4, "max_tokens": 20, **sampling}),
     )
     asked = SingleTurn(environment, config)
@@ -79,12 +84,17 @@ def sampler(folder: Path, server: Server, environment: Hills, **sampling: int) -
     return Sampler(config, asked, ChatFormat(MODEL), server, ledger, {VERSION})
 
 
+def begin(one: Sampler) -> AnswerGroup:
+    """Issue the prompt at place 0."""
+    return Prompts(one.ledger).issue(0)
+
+
 def complete(one: Sampler, group: AnswerGroup | None = None) -> AnswerGroup:
     """The prompt at place 0 with its answers, from the beginning or as far as it has come."""
 
     async def run() -> AnswerGroup:
         try:
-            return await one.complete(group or one.begin(0, 0))
+            return await one.complete(group or begin(one))
         finally:
             one.environment.close()
 
@@ -138,7 +148,7 @@ def test_a_prompt_that_is_too_long_is_named(tmp_path: Path, context: int):
     """With its length, what the servers take, and what to do; they are not asked."""
     server = Server(context)
     one = sampler(tmp_path, server, Hills())
-    problem = one.begin(0, 0).problem
+    problem = begin(one).problem
     what = rf"hills:Hills', problem {problem}: its prompt has {PROMPT} tokens, but .* at most {context} on"
     with pytest.raises(PromptRefused, match=rf"{what}.*--max-model-len"):
         complete(one, one.ledger.waiting()[0])
@@ -157,33 +167,53 @@ def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path):
 
 
 @pytest.mark.parametrize("returned", [None, "0.5", float("nan")])
-def test_a_reward_that_is_none_ends_it_and_the_answer_waits_for_another(tmp_path: Path, returned: Any):
-    """It is neither asked on nor taken for 0. The ledger has the answer, whole, as not yet rewarded; and who
-    takes over with a mended environment has it rewarded without asking a server.
+def test_a_reward_that_is_none_fails_and_the_answer_waits_for_another(tmp_path: Path, returned: Any):
+    """It is asked for again a few times, and never taken for 0. The ledger has the answer, whole, with why it
+    failed; and who takes over with a mended environment has it rewarded without asking a server.
     """
     environment, server = Hills(lambda: returned), Server(100, answer=6)
-    with pytest.raises(
-        EnvironmentFailed, match=r"hills:Hills.*reward of problem \d must be one finite number"
-    ):
-        complete(sampler(tmp_path, server, environment))
+    group = complete(sampler(tmp_path, server, environment))
+    assert len(environment.answers) == 2 * 3  # two answers, each asked for and twice again
+    assert (group.whole, group.usable, group.learned.rollouts) == (True, False, [])
+    assert re.search(r"hills:Hills.*reward of problem \d must be one finite number", group.failure)
     assert [asked for _, asked in server.asked][:3] == [4, 4, 4]
     asked = len(server.asked)
 
     after = sampler(tmp_path, server, Hills())
     (waiting,) = after.ledger.waiting()
-    assert not waiting.whole
+    assert waiting == group
     assert {(rollout.finish_reason, rollout.reward) for rollout in waiting.rollouts} == {("stop", None)}
-    group = complete(after, waiting)
-    assert [rollout.reward for rollout in group.rollouts] == [0.5, 0.5]
+    again = complete(after, waiting)
+    assert [rollout.reward for rollout in again.rollouts] == [0.5, 0.5]
+    assert again.usable
     assert len(server.asked) == asked
     after.ledger.close()
-    assert sampler(tmp_path, server, Hills()).ledger.waiting() == [group]
+    assert sampler(tmp_path, server, Hills()).ledger.waiting() == [again]
+
+
+def test_a_reward_that_fails_now_and_then_is_asked_for_again(tmp_path: Path):
+    """Nothing shows in what is learned."""
+    rewards = iter([None, float("nan"), 0.25, 0.75])
+    group = complete(sampler(tmp_path, Server(100, answer=6), Hills(lambda: next(rewards))))
+    assert sorted(group.rewards) == [0.25, 0.75]
+    assert group.failure is None
+
+
+def test_messages_that_fail_fail_all_answers_to_the_prompt(tmp_path: Path):
+    """Nothing is sampled for it, and the ledger has the prompt as issued."""
+    environment, server = Hills(), Server(100)
+    environment.role = None
+    group = complete(sampler(tmp_path, server, environment))
+    assert (server.asked, group.usable) == ([], False)
+    assert "messages" in group.failure
+    after = sampler(tmp_path, server, Hills())
+    assert complete(after, after.ledger.waiting()[0]).usable
 
 
 def test_a_prompt_whose_messages_were_not_there_yet_is_asked_for_them_again(tmp_path: Path):
     """It was issued, so its place is nobody else's."""
     one = sampler(tmp_path, Server(100), Hills())
-    one.begin(0, 0)
+    begin(one)
     after = sampler(tmp_path, Server(100), Hills())
     (waiting,) = after.ledger.waiting()
     assert (waiting.prompt_ids, after.ledger.never_issued()) == ([], ([], 1))

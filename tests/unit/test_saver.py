@@ -26,7 +26,8 @@ from cairn.checkpoint.arena import LEAST_BYTES, SaveFailed, WriterDied
 from cairn.checkpoint.layout import Extent
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.checkpoint.writer import ArenaWriter
 from cairn.config.ckpt import CkptConfig
@@ -617,7 +618,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import load_file
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 root = Path(sys.argv[1])
 (root / "probe").touch()
 try:

@@ -1,6 +1,7 @@
 """Taking turns on one GPU: servers sleep while a step is trained, whoever dies in between."""
 
 import asyncio
+import contextlib
 import os
 import random
 import threading
@@ -29,6 +30,8 @@ from test_server_pool import ask, in_loop, servers, until
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.cli import load
+from cairn.config.environment import EnvironmentConfig
+from cairn.config.evaluation import EvalConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.orchestrator import OrchestratorConfig
@@ -259,29 +262,77 @@ def test_no_step_is_trained_beside_a_server_that_is_awake(
     assert sleepers.asleep, "nothing is sampled from the last policy"
 
 
+@pytest.mark.parametrize("seed", range(6))
+def test_the_last_policy_is_evaluated_and_the_servers_sleep_again(
+    configuration: OrchestratorConfig, tmp_path: Path, seed: int
+):
+    """The orchestrator is killed at random times; the trainer takes no step while a policy is evaluated."""
+    draw = random.Random(seed)
+    words = EvalConfig(
+        name="words", environment=EnvironmentConfig(args={"problems": 6, "seed": 5}), samples=2, interval=3
+    )
+    config = of_turns(configuration, tmp_path / "run", 7).model_copy(update={"eval": [words]})
+    run = begin(config, ATTEMPT)
+    sleepers = Sleepers(draw)
+    trainer = Turned(run, ATTEMPT, 7, draw, servers=sleepers)
+    deaths = [draw.uniform(0.02, 0.2) for _ in range(seed % 3)]
+    asyncio.run(see_through(config, ATTEMPT, trainer, sleepers, deaths))
+    found = [row["step"] for row in run.evals.rows()]
+    assert found == sorted({0, 3, 6, 7} & set(found))
+    assert deaths or found == [0, 3, 6, 7]  # an evaluation that a death has interrupted may be left out
+    assert sleepers.asleep
+    assert run.versions.may_train(ATTEMPT, 7), "a trainer that dies in its last save may take steps again"
+
+
 @pytest.mark.parametrize("seed", range(4))
 def test_steps_whose_batches_are_there_are_taken_again_in_one_turn(
     configuration: OrchestratorConfig, tmp_path: Path, seed: int
 ):
     """Everything dies; the next attempt goes on from a checkpoint some steps before the newest batch."""
     draw = random.Random(seed)
+    turns, expected = turns_again(configuration, tmp_path, draw, draw.uniform(0.1, 0.3))
+    # If all answers to a batch were in the ledger when everything died, it is ready in that turn, too.
+    assert turns in (expected, expected - 1)
+
+
+@pytest.mark.parametrize("ready", [6, 7, 8])
+def test_a_batch_whose_answers_are_in_the_ledger_is_trained_in_the_same_turn(
+    configuration: OrchestratorConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, ready: int
+):
+    """Everything dies when they are; the next attempt goes on from step 4."""
+    monkeypatch.setattr(faults, "_reached", {})
+    monkeypatch.setenv("CAIRN_FAULT", f"orchestrator.before_ship:EIO@{ready}")
+    turns, expected = turns_again(configuration, tmp_path, random.Random(ready), 60)
+    assert turns == expected - 1
+
+
+def turns_again(
+    configuration: OrchestratorConfig, tmp_path: Path, draw: random.Random, seconds: float
+) -> tuple[int, int]:
+    """Run until everything dies, and go on from the newest checkpoint.
+
+    Returns:
+        The turns of the trainer since then, and how many they are if the batches that are there share one.
+    """
     config = of_turns(configuration, tmp_path / "run", 8)
     run = begin(config, ATTEMPT)
     sleepers = Sleepers(draw)
     first = Turned(run, ATTEMPT, 8, draw, save_every=4, servers=sleepers)
-    asyncio.run(for_a_while(config, ATTEMPT, first, sleepers, draw.uniform(0.1, 0.3)))
+    with contextlib.suppress(OSError):
+        asyncio.run(for_a_while(config, ATTEMPT, first, sleepers, seconds))
+    os.environ.pop("CAIRN_FAULT", None)
     start = max(CheckpointStore(run.checkpoints).steps(), default=0)
     attempt = go_on(config, start, branch="branch_1")
     run.set_batches_aside(tmp_path / "aside", attempt)
     begin(config, attempt)
     sleepers = Sleepers(draw)
     second = Turned(run, attempt, 8, draw, save_every=4, servers=sleepers)
+    there = sum(step > start for step in run.batch_steps())
     if start < 8:
-        there = sum(step > start for step in run.batch_steps())
         asyncio.run(see_through(config, attempt, second, sleepers, []))
-        assert sleepers.naps == 8 - start - max(there - 1, 0)
     whole = first.trained[:start] + second.trained
     assert_promises_kept(whole, 0, config.seed)
+    return sleepers.naps, 8 - start - max(there - 1, 0)
 
 
 @dataclass

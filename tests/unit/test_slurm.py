@@ -211,14 +211,18 @@ def test_what_is_asked_for(tmp_path: Path):
 
 @pytest.mark.parametrize("command", ["sft", "rl"])
 def test_the_jobs_settings_are_those_of_the_command(command: str, tmp_path: Path):
-    """Read back with the flags of the script, they are what was given, resuming and without the job."""
+    """Read back with the flags of the script, they are what was given, resuming and without the job.
+
+    The run also knows how much time Slurm leaves it after the notice.
+    """
     flags = ["--output-dir", str(tmp_path), "--max-steps", "7", "--ckpt.keep", "2"]
-    job = written(command, *flags)
+    job = written(command, *flags, "--slurm.signal-seconds", "90")
     file = tmp_path / "settings.json"
     file.write_text(job.contents[f"{command}.json"])
     kind = KINDS[command].config
     found = load(kind, ["@", str(file), "--ckpt.resume", "auto"])
-    assert found == load(kind, ["--model.name", "owner/name", *flags, "--ckpt.resume", "auto"])
+    given = ["--model.name", "owner/name", *flags, "--ckpt.resume", "auto", "--preemption.seconds", "90"]
+    assert found == load(kind, given)
     assert found.slurm is None
 
 
@@ -229,6 +233,11 @@ def test_the_jobs_settings_are_those_of_the_command(command: str, tmp_path: Path
         ("rl", ["--ckpt.resume", "latest"], "--ckpt.resume latest: a job resumes with --ckpt.resume auto"),
         ("sft", ["--slurm.nodes", "2"], "--slurm.nodes 2 needs --slurm.gpus-per-node"),
         ("rl", ["--slurm.nodes", "2", "--slurm.server-nodes", "2"], "leaves none for the trainer"),
+        (
+            "rl",
+            ["--slurm.nodes", "2", "--orchestrator.inference-url", "http://127.0.0.1:8000"],
+            "--orchestrator.inference-url http://127.0.0.1:8000: this address means the job's first node",
+        ),
         ("sft", ["--slurm.nodes", "2", "--workers", "2", "--ray.address", "h:1"], "a Ray cluster of its own"),
         ("sft", ["--slurm.time", "soon"], "'soon' is no time limit"),
         ("sft", ["--slurm.partition", "a\nrm -rf"], "must be one line"),

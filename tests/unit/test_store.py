@@ -18,9 +18,10 @@ from runs import flip
 from cairn.checkpoint import checksums, manifest, reader
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.reader import BLOCK_BYTES
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, write_tensors
+from cairn.checkpoint.windows import BLOCK_BYTES
 from cairn.run.waiting import DeadlinePassed
 
 ABOUT = {**runs.ABOUT, "dtypes": {"model/model": "F32"}, "metrics": {"loss": 1.0}}

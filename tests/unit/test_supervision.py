@@ -138,7 +138,7 @@ def test_a_server_that_takes_weights_is_given_more_time(child: Child):
         says(updating={"version": version, "seconds": seconds})
 
     def watch() -> Watch:
-        return Watch(child.path, child.process.pid, silence=600, standstill=1, setting="--limit", lengthy=3.5)
+        return Watch(child.path, child.process.pid, silence=600, standstill=1, setting="--limit", lengthy=8)
 
     says()
     assert look(watch(), 30) == "no progress for 1 s (serving); --limit allows more"
@@ -149,7 +149,7 @@ def test_a_server_that_takes_weights_is_given_more_time(child: Child):
     assert look(watching, 2) is None
     taking(2.1)
     assert look(watching, 30) == (
-        "no progress for 3.5 s (taking the weights run:7); --hang-timeout allows more"
+        "no progress for 8 s (taking the weights run:7); --hang-timeout allows more"
     )
     for begins in ((0.1, "run:8"), (0.05, "run:8")):
         marks = read_note(child.path, Beat).marks

@@ -9,7 +9,7 @@ from runs import REPOSITORY
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.store import verify
+from cairn.checkpoint.steps import verify
 from cairn.checkpoint.tensors import load_step
 
 VECTORS = REPOSITORY / "tests" / "vectors"

@@ -5,7 +5,7 @@ import logging
 import math
 import time
 from collections import OrderedDict
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Sequence
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -203,7 +203,7 @@ class ServerPool:
         )
 
     async def generate(
-        self, prompt_ids: list[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
     ) -> list[Generation]:
         """Sample `params.n` continuations of `prompt_ids`, each token from one of `versions`.
 
@@ -300,7 +300,9 @@ class ServerPool:
             self._homes.popitem(last=False)
         return chosen
 
-    async def _ask(self, member: Member, prompt_ids: list[int], params: SamplingParams) -> list[Generation]:
+    async def _ask(
+        self, member: Member, prompt_ids: Sequence[int], params: SamplingParams
+    ) -> list[Generation]:
         """Ask one server once.
 
         Raises:

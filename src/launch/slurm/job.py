@@ -12,10 +12,13 @@ from dataclasses import dataclass
 from importlib.resources import files
 from pathlib import Path
 from typing import cast
+from urllib.parse import urlsplit
 
 from cairn.config.kinds import KINDS, RunConfig, RunKind
+from cairn.config.preemption import PreemptionConfig
 from cairn.config.rl import RLConfig
 from cairn.config.slurm import SlurmConfig
+from cairn.run.addresses import is_loopback
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import make_folders, write_atomic
 
@@ -80,7 +83,8 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
         ]
         contents["node.sh"] = _shell("node.sh")
     lines[-1] = f"run {lines[-1]}"
-    contents[f"{command}.json"] = config.model_dump_json(indent=2, exclude={"slurm"}) + "\n"
+    settings = config.sharing(preemption=_told_in_time(config.preemption, slurm))
+    contents[f"{command}.json"] = settings.model_dump_json(indent=2, exclude={"slurm"}) + "\n"
     contents[SCRIPT] = "\n".join([*_head(command, slurm, folder), _shell("job.sh"), *lines, ""])
     return Job(folder, contents)
 
@@ -121,14 +125,32 @@ def _refuse_another_start(config: RunConfig) -> None:
     )
 
 
+def _told_in_time(preemption: PreemptionConfig | None, slurm: SlurmConfig) -> PreemptionConfig:
+    """The settings of notices, with the time that is left after the one that Slurm gives."""
+    preemption = preemption or PreemptionConfig()
+    if preemption.seconds is not None:
+        return preemption
+    return preemption.model_copy(update={"seconds": float(slurm.signal_seconds)})
+
+
 def _server_nodes(kind: RunKind, config: RunConfig) -> int:
-    """How many of the job's nodes run a server and nothing else."""
+    """How many of the job's nodes run a server and nothing else.
+
+    Raises:
+        UsageError: a server's address is one of loopback.
+    """
     if "inference" not in kind.roles:
         return 0
     config = cast(RLConfig, config)
-    if config.slurm is None or config.slurm.nodes == 1 or config.orchestrator.inference_url:
+    if config.slurm is None or config.slurm.nodes == 1:
         return 0
-    return config.slurm.server_nodes
+    urls = config.orchestrator.inference_url
+    if here := [url for url in urls if is_loopback(urlsplit(url).hostname or "")]:
+        raise UsageError(
+            f"--orchestrator.inference-url {here[0]}: this address means the job's first node, where no "
+            "server runs; leave it out, and the job's last nodes run servers (--slurm.server-nodes)"
+        )
+    return 0 if urls else config.slurm.server_nodes
 
 
 def _serving(

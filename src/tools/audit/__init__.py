@@ -13,6 +13,7 @@ from cairn.run.errors import UsageError
 from cairn.run.view import RunView
 from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_whole_ledger
 from cairn.tools.audit.positions import check_records
+from cairn.tools.audit.programs import check_learned
 from cairn.tools.audit.recipes import check_recipes, read_recipes
 from cairn.tools.audit.report import Report
 from cairn.tools.audit.steps import check_lineage, check_manifests, check_steps, read_manifests, read_metrics
@@ -49,5 +50,6 @@ def audit(path: Path) -> Report:
         ledger = read_whole_ledger(run, store, manifests, report)
         add_unnoted(ledger, run, attempt)
         check_ledger(ledger, rows, manifests, attempt, report)
+        check_learned(run, attempt, ledger, report)
         check_snapshots(store, manifests, ledger, report)
     return report

@@ -3,17 +3,18 @@
 import bisect
 import contextlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import asdict
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.step import LEDGER, StepFolder
 from cairn.checkpoint.store import CheckpointStore
-from cairn.orchestrator.ledger import LedgerContent, read_ledger
+from cairn.orchestrator.ledger import RESTS, LedgerContent, read_ledger
+from cairn.orchestrator.rollouts import LEAST
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import PolicyName, ShippedBatch
-from cairn.run.seeds import permutation
+from cairn.tools.audit.programs import check_turns
 from cairn.tools.audit.report import Epoch, Report, Row
 
 
@@ -78,6 +79,7 @@ def check_ledger(
     _check_batches(ledger, rows, report)
     _check_places(ledger, max([report.last_step or 0, *manifests]), report)
     _check_groups(ledger, report)
+    check_turns(ledger, report)
     _check_staleness(ledger, report)
 
 
@@ -104,13 +106,19 @@ def _check_batches(ledger: LedgerContent, rows: list[Row], report: Report) -> No
 
 def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -> None:
     """Check that every place in the prompt order, up to the newest issued, is in one batch or waits."""
-    problems = ledger.run["problems"]
-    epochs: dict[int, Epoch] = {}
+    order, portions = ledger.order, ledger.portions
+    epochs: dict[tuple[int, int], Epoch] = {}
+
+    def entry(environment: int, number: int) -> Epoch:
+        portion = portions[environment]
+        label = portion.label if len(portions) > 1 else None
+        new = Epoch(number, portion.problems, environment=label)
+        return epochs.setdefault((environment, number), new)
 
     def count(what: str, first: int, last: int) -> None:
-        for epoch, number in _per_epoch(first, last, problems):
-            entry = epochs.setdefault(epoch, Epoch(epoch, problems))
-            setattr(entry, what, getattr(entry, what) + number)
+        for environment, epoch, number in order.epochs(first, last):
+            one = entry(environment, epoch)
+            setattr(one, what, getattr(one, what) + number)
 
     spans = [
         (first, last, f"batch {batch.step}", batch.step <= trained_through)
@@ -119,6 +127,10 @@ def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -
     ]
     waiting = {group["place"] for group in ledger.groups if group["batch"] is None}
     spans += [(place, place, "waiting", False) for place in waiting]
+    resting = {row["place"] for row in ledger.failed if row["reason"] == RESTS}
+    given_up = {row["place"] for row in ledger.failed} - resting
+    spans += [(place, place, "given up", False) for place in given_up]
+    spans += [(place, place, "resting", False) for place in resting]
     shipped = sorted((first, last) for first, last, _, _ in spans)
     again = {row["place"] for row in ledger.dropped} - waiting  # to be issued again
     spans += [(place, place, "dropped", False) for place in again if not _in_ranges(place, shipped)]
@@ -136,12 +148,12 @@ def _check_places(ledger: LedgerContent, trained_through: int, report: Report) -
         if last > end:
             new = max(first, end + 1)
             count("issued", new, last)
-            count("trained" if trained else "waiting", new, last)
+            what = {"given up": "failed", "resting": "resting"}.get(name, "trained" if trained else "waiting")
+            count(what, new, last)
             end, owner = last, name
     for row in ledger.dropped:
-        dropped = epochs.setdefault(
-            row["place"] // problems, Epoch(row["place"] // problems, problems)
-        ).dropped
+        found = order.at(row["place"])
+        dropped = entry(found.environment, found.epoch).dropped
         dropped[row["reason"]] = dropped.get(row["reason"], 0) + 1
     report.epochs = [epochs[number] for number in sorted(epochs)]
 
@@ -152,40 +164,32 @@ def _in_ranges(place: int, ranges: list[tuple[int, int]]) -> bool:
     return i > 0 and ranges[i - 1][1] >= place
 
 
-def _per_epoch(first: int, last: int, problems: int) -> Iterator[tuple[int, int]]:
-    """How many of the places `first` to `last` lie in each epoch."""
-    while first <= last:
-        epoch = first // problems
-        end = min(last, (epoch + 1) * problems - 1)
-        yield epoch, end - first + 1
-        first = end + 1
-
-
 def _check_groups(ledger: LedgerContent, report: Report) -> None:
     """Check prompts that no checkpoint covers yet: the right problem, and complete if shipped."""
-    orders: dict[int, list[int]] = {}
     answers: dict[int, list[Row]] = {}
     for sample in ledger.samples:
         answers.setdefault(sample["place"], []).append(sample)
     for group in ledger.groups:
         place, step = group["place"], group["batch"]
-        epoch, index = divmod(place, ledger.run["problems"])
-        if epoch not in orders:
-            orders[epoch] = permutation(ledger.run["problems"], ledger.run["seed"], "prompt order", epoch)
-        if group["problem"] != orders[epoch][index]:
-            what = (
-                f"prompt {place} is problem {group['problem']}, the run's order says {orders[epoch][index]}"
-            )
+        wanted = ledger.order.at(place)
+        if (group["environment"], group["problem"]) != (wanted.environment, wanted.problem):
+            what = f"prompt {place} is problem {group['problem']}, the run's order says {wanted.problem}"
+            if group["environment"] != wanted.environment:
+                what += f" of environment {wanted.environment}, not {group['environment']}"
             report.broken("order", what, group)
         if step is None:
             continue
         batch = ledger.batches.get(step)
         if batch is None or not any(first <= place <= last for first, last in batch.places):
             report.broken("batch", f"prompt {place} was shipped in batch {step}, which lacks it", group)
-        wanted = ledger.run["samples_per_prompt"]
+        if group["prompt_ids"] is None:  # only the batch is left
+            continue
+        samples = ledger.portions[wanted.environment].samples_per_prompt
+        failed = [sample for sample in answers.get(place, []) if sample["failed"] is not None]
         whole = [sample for sample in answers.get(place, []) if _is_whole(sample)]
-        if len(whole) < wanted and group["prompt_ids"] is not None:  # NULL: only the batch is left
-            what = f"prompt {place} was shipped with {len(whole)} whole answers of {wanted}"
+        report.failed_answers += len(failed)
+        if len(whole) + len(failed) < samples or len(whole) < min(LEAST, samples):
+            what = f"prompt {place} was shipped with {len(whole)} whole answers of {samples}"
             report.broken("sample", what, *answers.get(place, []))
 
 
@@ -193,7 +197,8 @@ def _is_whole(sample: Row) -> bool:
     """Whether an answer was finished, rewarded, and has a logprob and a version for each token."""
     covered = sum(end - start for _, start, end in sample["versions"])
     return (
-        sample["finish_reason"] is not None
+        sample["failed"] is None
+        and sample["finish_reason"] is not None
         and sample["reward"] is not None
         and sample["tokens"] == sample["logprobs"] == covered
     )

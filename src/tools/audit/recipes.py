@@ -9,11 +9,11 @@ from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.identity import same_environment
+from cairn.run.data_sets import same_records
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, read_json
 from cairn.tools.audit.report import Report, Segment
 from cairn.tools.audit.steps import read_state
-from cairn.trainer.records import same_records
 
 INPUTS = ("data", "environment", "tokenizer")
 """The entries of a recipe that say what the run is trained on."""

@@ -29,8 +29,14 @@ class Epoch:
     """Issued, answered or shipped, but not trained on yet."""
     dropped: dict[str, int] = field(default_factory=dict)
     """Number of dropped tries by reason; their prompts are issued again."""
+    failed: int = 0
+    """Given up: too many of their answers had failed, or all had the same reward (redraw)."""
+    resting: int = 0
+    """Never issued, because their problems rested (pools)."""
     repeated: int = 0
     missing: int = 0
+    environment: str | None = None
+    """Its label, in a run with several."""
 
 
 @dataclass
@@ -53,6 +59,8 @@ class Report:
     checkpoints: list[int] = field(default_factory=list)
     epochs: list[Epoch] = field(default_factory=list)
     trained_on: list[Segment] = field(default_factory=list)
+    failed_answers: int = 0
+    """Answers that failed and were left out of batches, as far as no checkpoint covers these."""
     staleness: int | None = None
     max_off_policy_steps: int | None = None
     violations: list[Violation] = field(default_factory=list)

@@ -60,7 +60,7 @@ def _starts_after(
     """Whether the run is a fork that started from step `step` of another run."""
     if attempt.start_step == step and attempt.resume_from:
         resumed = Path(attempt.resume_from).parent
-        if resumed != store.root:
+        if resumed not in (store.root, store.away):
             return True
     parents = [manifest.parent for manifest in manifests.values() if manifest.parent]
     run_ids = {manifest.run_id for manifest in manifests.values()}

@@ -25,9 +25,15 @@ SFT = ["sft", "@", f"{CONFIGS}/sft.toml", *SHORT, "--data.batch-size", "192"]
 RL = ["rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml", *SHORT]
 RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
 NETWORK = ["--trainer.weight-transport", "network"]
+REMOTE = ["--ckpt.remote-keep-last", "2"]
 PAIR = [*SFT, "--workers", "2"]
-TURNS = ("sft", "rl", "network", "pair", "rl", "alone")
-"""Kinds of runs that alternate if no command is given. pair: two ranks; alone: starts its own server."""
+TURNS = ("sft", "rl", "network", "pair", "rl", "alone", "sft_remote", "rl_remote")
+"""Kinds of runs that alternate if no command is given.
+
+pair: two ranks; alone: starts its own server; remote: uploads its steps, so that its machine may be lost.
+"""
+SHARING = ("network", "rl_remote")
+"""Those that use the server and the proxy of another."""
 
 
 @dataclass
@@ -54,8 +60,12 @@ class Bench:
             return make_task([*RL_ALONE, "--inference.port", str(free_port())])
         if kind == "given":
             return make_task(self.command)
-        if kind == "network":
-            usual = self._task("rl")  # it shares its server and proxy
+        if kind == "sft_remote":
+            return with_remote(self._task("sft"))
+        if kind in SHARING:
+            usual = self._task("rl")
+            if kind == "rl_remote":
+                return with_remote(usual)
             return replace(usual, command=[*usual.command, *NETWORK], calm=None)
         token, url = secrets.token_urlsafe(16), f"http://127.0.0.1:{free_port()}"
         command = ["inference", "@", f"{CONFIGS}/infer.toml", "--port", url.rpartition(":")[2]]
@@ -64,11 +74,16 @@ class Bench:
 
     def close(self) -> None:
         """Stop the server."""
-        for task in [task for kind, task in self.tasks.items() if kind != "network"]:
+        for task in [task for kind, task in self.tasks.items() if kind not in SHARING]:
             if task.server:
                 task.server.kill()
             if task.proxy:
                 task.proxy.close()
+
+
+def with_remote(task: Task) -> Task:
+    """The same task with remote steps."""
+    return replace(task, command=[*task.command, *REMOTE], setting=replace(task.setting, remote=True))
 
 
 def make_task(command: list[str], server: Server | None = None, token: str = "") -> Task:
@@ -86,9 +101,11 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
     if config["ckpt"].get("dir") or not config["ckpt"].get("training_state", True):
         raise UsageError("the command must save all state, in its own folder: no --ckpt.dir, no weights only")
     rl = command[0] == "rl"
+    remote: str | None = config["ckpt"].get("remote")
     ranks = (config["trainer"] if rl else config)["workers"] or 1
     setting = Setting(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
-    task = Task(command, setting, token, server=server)
+    setting = replace(setting, remote=remote is not None)
+    task = Task(command, setting, token, server=server, remote=remote)
     if not rl:
         return task
     orchestrator = config["orchestrator"]

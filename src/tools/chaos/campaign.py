@@ -52,6 +52,7 @@ class Campaign:
         self.kills: Counter[str] = Counter()
         self.missed = 0
         self.recomputed: list[int] = []
+        self.lost: list[int] = []
         self._benches: queue.Queue[Bench] = queue.Queue()
         for job in range(options.jobs):
             (self.folder / f"job_{job}").mkdir(exist_ok=True)
@@ -79,10 +80,8 @@ class Campaign:
             "goodput": round(statistics.fmean(self.goodputs), 3) if self.goodputs else None,
             "kills": dict(sorted(self.kills.items())),
             "missed": self.missed,
-            "recomputed": {
-                "mean": statistics.fmean(self.recomputed or [0]),
-                "max": max(self.recomputed or [0]),
-            },
+            "recomputed": _mean_and_most(self.recomputed),
+            "lost": _mean_and_most(self.lost),
             "seconds": round(time.monotonic() - started, 1),
         }
 
@@ -100,6 +99,7 @@ class Campaign:
             self.kills[f"{disaster.kind} {disaster.target.partition(':')[0]}".strip()] += 1
         self.missed += len(result.missed)
         self.recomputed += result.recomputed
+        self.lost += result.lost
         goodput = calm.seconds / result.seconds if calm.seconds and result.seconds else None
         if goodput:
             self.goodputs.append(goodput)
@@ -150,3 +150,7 @@ class Campaign:
         else:
             remove(result.folder)
         print("\n".join(lines), flush=True)
+
+
+def _mean_and_most(steps: list[int]) -> dict[str, float]:
+    return {"mean": statistics.fmean(steps or [0]), "max": max(steps or [0])}

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import os
 import random
+import shutil
 import signal
 import subprocess
 import time
@@ -48,6 +49,10 @@ class Victim(Protocol):
         """The command's newest process."""
         ...
 
+    def move(self) -> None:
+        """Lose the run directory; the run goes on in another, empty folder."""
+        ...
+
 
 class Disasters:
     """Strikes one run. Actions that end a disaster wait in `later`, with their time."""
@@ -67,6 +72,7 @@ class Disasters:
             "corrupt": self._power_cut,
             "torn": self._power_cut,
             "rot": self._rot,
+            "machine_lost": self._lose_machine,
             "wrong_weights": self._push_wrong_weights,
             "rival": self._rival,
             "full": self._fill_disk,
@@ -146,6 +152,17 @@ class Disasters:
             self._corrupt_newest()
             send(signal.SIGKILL, victims)
         return bool(victims)
+
+    def _lose_machine(self, disaster: Disaster) -> bool:
+        """Kill all processes and delete the run directory; `disk`: in the other order, a while apart."""
+        self.run.down = True
+        self.repair()  # else the folder could not be deleted
+        if disaster.target == "disk":
+            remove_folder(self.run.path)
+            time.sleep(disaster.seconds)
+        self.run.family.kill()
+        self.run.move()
+        return True
 
     def _wait_for_victims(self, target: str) -> list[Process]:
         end = time.monotonic() + ROLE_PATIENCE
@@ -309,6 +326,13 @@ def unmount(path: Path) -> None:
     """Unmount it, if there is one."""
     if os.path.ismount(path):
         subprocess.run(["umount", "--lazy", str(path)], check=False)
+
+
+def remove_folder(path: Path) -> None:
+    """Remove a run directory, also while processes still write to it."""
+    unmount(path)
+    while path.exists():
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _set_writable(folder: Path, writable: bool) -> bool:

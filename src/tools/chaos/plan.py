@@ -17,12 +17,16 @@ SMALL_FILES = {
     "config": "config.json",
     "heartbeats": "heartbeats/*.json",
     "stop": "stop.json",
+    "uploads": "checkpoints/.remote/*",
     "versions": "weights/v*.json",
     "batches": "batches/*.safetensors",
     "ledger": "ledger.sqlite*",
 }
 """Files of a run that a power cut may damage, by their names in plans; those of RL come last."""
 OF_RL = ("versions", "batches", "ledger")
+OF_REMOTE = ("uploads",)
+OF_LARGE_FILES = ("remote.sent_part",)
+"""Fault points that the small models of these runs never reach."""
 
 
 @dataclass(frozen=True)
@@ -31,10 +35,13 @@ class Disaster:
 
     kind: kill, pause, fault, stop (`signal` to a role, to the launcher's process group or to all processes),
     power_cut (kills all processes), corrupt (a power cut that damages the newest checkpoint), torn (one that
-    damages a small file), rot (a worker's death that damages the newest checkpoint), full (disk), read_only
-    (folder), wrong_weights, rival (another run on the same server), or a mood of the proxy. `target`: the
-    role, the file, or the fault. A fault strikes when its point is reached; other disasters strike `after`
-    seconds after `step` appears in metrics.jsonl or, without a step, after the previous disaster.
+    damages a small file), rot (a worker's death that damages the newest checkpoint), machine_lost (the run
+    directory is deleted, and the run goes on in an empty folder), full (disk), read_only (folder),
+    wrong_weights, rival (another run on the same server), or a mood of the proxy. `target`: the role, the
+    file, the fault, or how a machine is lost: `power` kills all processes, then the directory is deleted;
+    `disk` deletes the directory `seconds` before it kills the processes. A fault strikes when its point is
+    reached; other disasters strike `after` seconds after `step` appears in metrics.jsonl or, without a step,
+    after the previous disaster.
     """
 
     kind: str
@@ -70,6 +77,8 @@ class Setting:
     """Ranks of the trainer."""
     own_disk: bool = False
     """Whether the run's folder may be on a small file system, which can be filled."""
+    remote: bool = False
+    """Whether steps are also uploaded, so that the machine may be lost."""
 
 
 def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
@@ -95,6 +104,8 @@ def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
         kinds += ["kill", "fault"]
     if setting.proxied:
         kinds += ["slow", "errors", "drops", "silent", "wrong_weights", "rival"]
+    if setting.remote:
+        kinds += ["machine_lost"] * 5 + ["kill", "fault"]
     kind = chance.choice(kinds)
     trainers = ["trainer", "worker", *(["worker1"] if setting.ranks > 1 else [])]
     orchestrator = ["orchestrator"] if setting.rl else []
@@ -102,9 +113,9 @@ def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
         return Disaster("fault", _draw_fault(chance, setting))
     if kind == "kill":
         server = [setting.server] if setting.server and setting.rl else []
-        return Disaster(
-            "kill", chance.choice(["launcher", "writer", *trainers, *orchestrator * 2, *server]), **when
-        )
+        uploader = ["uploader"] if setting.remote else []
+        roles = ["launcher", "writer", *trainers, *orchestrator * 2, *server, *uploader]
+        return Disaster("kill", chance.choice(roles), **when)
     if kind == "pause":
         roles = [*trainers, *orchestrator, "launcher", setting.server or "worker"]
         return Disaster(kind, chance.choice(roles), **when, seconds=chance.uniform(*PAUSE_SECONDS))
@@ -112,8 +123,13 @@ def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
         roles = ["launcher", "group", "everyone", *trainers, *orchestrator]
         return Disaster(kind, chance.choice(roles), **when, signal=chance.choice(SIGNALS))
     if kind == "torn":
-        files = [name for name in SMALL_FILES if setting.rl or name not in OF_RL]
+        absent = (*(() if setting.rl else OF_RL), *(() if setting.remote else OF_REMOTE))
+        files = [name for name in SMALL_FILES if name not in absent]
         return Disaster(kind, chance.choice(files), **when)
+    if kind == "machine_lost":
+        first = chance.choice(("power", "disk"))
+        seconds = chance.uniform(*PAUSE_SECONDS) if first == "disk" else 0.0
+        return Disaster(kind, first, **when, seconds=seconds)
     if kind in ("slow", "errors", "drops", "silent", "rival"):
         return Disaster(kind, **when, seconds=chance.uniform(*MOOD_SECONDS))
     if kind in ("full", "read_only"):
@@ -127,14 +143,22 @@ def _draw_fault(chance: random.Random, setting: Setting) -> str:
     times = {"save": saves, "commit": saves, "retention": max(saves - 2, 1)}
     if setting.rl:
         times |= dict.fromkeys(("trainer", "publish", "orchestrator"), setting.last_step - 1)
-    point = chance.choice([point for point in POINTS if point.partition(".")[0] in times])
+    if setting.remote:
+        times["remote"] = saves
+    points = [point for point in POINTS if point.partition(".")[0] in times and point not in OF_LARGE_FILES]
+    point = chance.choice(points)
     most = times[point.partition(".")[0]]
     if point == "save.write":
         most *= 4  # blocks
+    elif point == "remote.sent_file":
+        most *= 5  # files
     elif point == "orchestrator.finished_group":
         most *= setting.groups
     elif point == "orchestrator.before_part":
         most = saves
-    on_disk = not point.startswith(("trainer.", "publish.")) and point not in ("save.begin", "save.copy")
+    on_disk = not point.startswith(("trainer.", "publish.", "remote.")) and point not in (
+        "save.begin",
+        "save.copy",
+    )
     action = chance.choice(DISK) if on_disk and chance.random() < 0.3 else "kill"
     return f"{point}:{action}@{chance.randint(1, most)}"

@@ -2,21 +2,24 @@
 
 import json
 import random
+import secrets
 import shutil
 import subprocess
 import tempfile
 import time
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.store import verify
+from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.steps import verify
 from cairn.inference.client import TOKEN_VARIABLE
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.view import RunView
 from cairn.tools.audit import audit
-from cairn.tools.chaos.disasters import Disasters, mount_small_disk, unmount
+from cairn.tools.chaos.disasters import Disasters, mount_small_disk, remove_folder, unmount
 from cairn.tools.chaos.plan import Disaster
 from cairn.tools.chaos.processes import Family
 from cairn.tools.chaos.task import DEADLINE, Result, Task, Watch
@@ -43,8 +46,10 @@ class ChaosRun:
         self.folder = folder
         self.folder.mkdir(parents=True)
         self.path = folder / "run"
-        if any(disaster.kind == "full" for disaster in plan):
+        self.small_disk = any(disaster.kind == "full" for disaster in plan)
+        if self.small_disk:
             mount_small_disk(self.path)
+        self.remote = remote_of(task, folder)
         self.run = RunDirectory(self.path)
         self.log = folder / "command.log"
         self.result = Result(folder)
@@ -62,6 +67,8 @@ class ChaosRun:
         self.asked_to_stop = False
         self.excused = False
         """Whether disk or server had a problem that the command may have died of."""
+        self.machines = 1
+        self._moved = False  # to another machine, where it has not been started yet
         self._disturbed = False  # by more than a request to stop
         self._struck_at = self._started_at = 0.0
 
@@ -74,6 +81,29 @@ class ChaosRun:
     def start_command(self, command: list[str]) -> None:
         """Start the command that the disasters strike."""
         self._process = self.family.start(self.log, command)
+
+    def move(self) -> None:
+        """Lose the run directory with all that it holds; the run goes on in another, empty folder."""
+        assert self.remote, "plans for runs without remote steps have no such disaster"
+        remove_folder(self.path)
+        self.machines += 1
+        self.path = self.folder / f"run_{self.machines}"
+        if self.small_disk:
+            mount_small_disk(self.path)
+        self.run = RunDirectory(self.path)
+        self.watch.move(self.run, max(self.remote_steps(), default=0))
+        self._moved = True
+
+    def remote_steps(self) -> list[int]:
+        """The steps in the remote store, each read in full; one that is not whole is a violation."""
+        assert self.remote
+        steps = self.remote.steps()
+        for step in steps:
+            try:
+                self.remote.verify(step)
+            except CheckpointError as error:
+                self.result.violations.append(f"remote: {error}")
+        return steps
 
     def _environment(self) -> dict[str, str]:
         environment = {"CAIRN_FAULT_ONCE": str(self.once)}
@@ -96,6 +126,10 @@ class ChaosRun:
         finally:
             self._end_everything()
         self._conclude()
+        if self.remote and self.result.violations:
+            self.result.violations[-1] += f" (its remote steps: {self.remote})"
+        elif self.remote:
+            self.remote.objects.delete([name for name, _ in self.remote.objects.list()])
         return self.result
 
     # From start to end
@@ -103,12 +137,14 @@ class ChaosRun:
     def _start(self) -> None:
         resume = ["--ckpt.resume", "auto"] if self.starts else []
         command = [*self.task.command, "--output-dir", str(self.path), *resume]
+        if self.remote:
+            command += ["--ckpt.remote", str(self.remote)]
         if self.task.proxy:
             command += ["--orchestrator.inference-url", self.task.proxy.url]
         self.start_command(command)
         self.starts += 1
         self._started_at = time.monotonic()
-        self.down = self.asked_to_stop = self._disturbed = False
+        self.down = self.asked_to_stop = self._disturbed = self._moved = False
 
     def _see_through(self) -> None:
         end = time.monotonic() + DEADLINE
@@ -140,7 +176,7 @@ class ChaosRun:
             self.faults.remove(fault)
             self.result.struck.append(fault)
         disk_failed = self.excused or any("kill" not in fault.target for fault in fired)
-        if code == 0:
+        if code == 0 and not self._moved:
             return True
         early = code < 0 and self._struck_at < self._started_at + EARLY
         stopped = code == EXIT_STOPPED or early
@@ -191,6 +227,7 @@ class ChaosRun:
             result.seconds = seen[setting.last_step] - seen[1]
         self._check_audit()
         self._check_checkpoints()
+        self._check_remote()
         self._check_against_calm()
         self._check_recomputed()
         self._check_generations()
@@ -222,6 +259,18 @@ class ChaosRun:
             self.result.tensors = {
                 name: entry.model_dump() for name, entry in files.items() if name.endswith(".safetensors")
             }
+
+    def _check_remote(self) -> None:
+        """Check that the remote store has the last step, and no step that is not whole."""
+        if not self.remote:
+            return
+        try:
+            newest = max(self.remote_steps(), default=None)
+        except RemoteError as error:
+            self.result.violations.append(f"remote: {error}")
+            return
+        if newest != self.task.setting.last_step:
+            self.result.violations.append(f"the newest remote checkpoint is step {newest}")
 
     def _check_against_calm(self) -> None:
         """Check that metrics and weights equal those of the undisturbed run, bit for bit."""
@@ -275,7 +324,17 @@ def scratch(prefix: str) -> Path:
     return Path(tempfile.mkdtemp(prefix=prefix))
 
 
+def remote_of(task: Task, folder: Path) -> RemoteStore | None:
+    """A prefix of its own for the remote steps of a run that has some."""
+    if not task.setting.remote:
+        return None
+    own = f"chaos_{secrets.token_hex(8)}"
+    base = task.remote.rstrip("/") if task.remote else f"file://{quote(str(folder))}"
+    return RemoteStore(Objects(f"{base}/{own}"))
+
+
 def remove(folder: Path) -> None:
     """Remove the folder of a run that kept its promises."""
-    unmount(folder / "run")
+    for path in folder.glob("run*"):
+        unmount(path)
     shutil.rmtree(folder, ignore_errors=True)

@@ -8,7 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.store import CheckpointStore, verify
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
 from cairn.inference.client import TOKEN_VARIABLE, InferenceClient
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError
@@ -66,6 +67,8 @@ class Task:
     """A command to run repeatedly.
 
     proxy: between run and server, unless the run starts its own server. server: the harness's, if it is used.
+    remote: if `setting.remote`, the URL below which each run has its remote steps; None: the folder of the
+    run directory.
     """
 
     command: list[str]
@@ -73,6 +76,7 @@ class Task:
     token: str = ""
     proxy: Proxy | None = None
     server: Server | None = None
+    remote: str | None = None
     calm: "Result | None" = None
     """The result of the undisturbed run."""
 
@@ -92,6 +96,8 @@ class Result:
     violations: list[str] = field(default_factory=list)
     recomputed: list[int] = field(default_factory=list)
     """Number of recomputed steps, for each time that the run fell back."""
+    lost: list[int] = field(default_factory=list)
+    """Number of steps after the newest remote one, for each machine that was lost."""
 
 
 class Watch:
@@ -109,6 +115,16 @@ class Watch:
         """Existing checkpoints that the harness itself has damaged."""
         self.fell_back = False
         """Whether the run had to resume from an older checkpoint than the newest."""
+        self.remote_step = 0
+        """The newest remote step when the machine before this one was lost."""
+
+    def move(self, run: RunDirectory, remote_step: int) -> None:
+        """Follow the run to another machine, where it must go on from `remote_step`, or a later step."""
+        self.result.lost.append(max(self.step - remote_step, 0))
+        self.view, self.store = RunView(run.path), CheckpointStore(run.checkpoints)
+        self.step = self.latest = 0
+        self.damaged = set()
+        self.remote_step = remote_step
 
     def look(self) -> None:
         """Check once; call it as often as possible."""
@@ -119,6 +135,12 @@ class Watch:
             if step < self.latest and self.latest not in self.damaged:
                 what = f"went back from step {self.step} to {step}, although step {self.latest} was saved"
                 self.result.violations.append(what)
+        if rows and step < self.remote_step:
+            what = (
+                f"went on after step {step} elsewhere, although the remote store had step {self.remote_step}"
+            )
+            self.result.violations.append(what)
+            self.remote_step = 0  # said once
         for number in range(1, step + 1):
             self.seen_at.setdefault(number, time.monotonic())
         self.step = step

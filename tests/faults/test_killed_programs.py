@@ -1,0 +1,149 @@
+"""The orchestrator's process is killed at every turn and every tool call of programs of 20 turns."""
+
+import asyncio
+import multiprocessing
+import os
+import signal
+from collections import Counter
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+from errands import Servers
+from runs import CONFIGS, REPOSITORY
+
+from cairn.config.model import ModelConfig
+from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from cairn.orchestrator.ledger import read_ledger
+from cairn.orchestrator.loop import Orchestrator
+from cairn.run.attempt import Attempt
+from cairn.run.batches import RLBatch
+from cairn.tools.audit.ledger import check_ledger
+from cairn.tools.audit.programs import check_learned
+from cairn.tools.audit.report import Report
+
+MODEL = REPOSITORY / CONFIGS / "model"
+ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
+TURNS, SAMPLES = 20, 2
+POINTS = "orchestrator.turn:kill@1", "orchestrator.call:kill@1"
+
+
+def configuration(folder: Path) -> OrchestratorConfig:
+    """One batch of one prompt, of the environment that the folder is named after."""
+    arguments = {"turns": TURNS, "problems": 3, "log": str(folder / "visits")}
+    return OrchestratorConfig(
+        model=ModelConfig(name=str(MODEL)),
+        output_dir=str(folder / "run"),
+        environment=EnvironmentConfig(name=f"errands:{folder.parent.name}", args=arguments),
+        sampling=SamplingConfig(max_tokens=8),
+        prompts_per_step=1,
+        samples_per_prompt=SAMPLES,
+        max_off_policy_steps=0,
+        max_in_flight=SAMPLES,
+        max_steps=1,
+        self_check=False,
+    )
+
+
+def orchestrate(folder: Path, fault: str) -> None:
+    """A process that runs the orchestrator until it has shipped the batch, or is killed."""
+    if fault:
+        os.environ["CAIRN_FAULT"] = fault
+    config = configuration(folder)
+    run = config.run_directory()
+
+    async def until_shipped() -> None:
+        orchestrator = Orchestrator(config, ATTEMPT, Servers(log=folder / "requests", keep=False))
+        running = asyncio.create_task(orchestrator.run())
+        while orchestrator.state.ledger.shipped(1) is None and not running.done():
+            await asyncio.sleep(0.001)
+        if running.done():
+            running.result()
+        running.cancel()
+        await asyncio.wait([running])
+
+    run.path.mkdir(parents=True, exist_ok=True)
+    run.begin(ATTEMPT)
+    asyncio.run(until_shipped())
+
+
+@pytest.fixture(scope="module")
+def processes() -> multiprocessing.context.ForkServerContext:
+    """Starts processes that have imported all of it already."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["cairn.orchestrator.loop", "transformers.models.auto.tokenization_auto"])
+    return context
+
+
+def shipped(folder: Path) -> RLBatch:
+    batch = configuration(folder).run_directory().batch(ATTEMPT, 1)
+    assert batch is not None
+    return batch
+
+
+def run(processes: multiprocessing.context.ForkServerContext, folder: Path, fault: str) -> int:
+    """How an orchestrator's process has ended."""
+    folder.mkdir(parents=True, exist_ok=True)
+    process = processes.Process(target=orchestrate, args=(folder, fault))
+    process.start()
+    process.join(120)
+    assert process.exitcode in (0, -signal.SIGKILL)
+    return process.exitcode
+
+
+def lines(folder: Path, name: str) -> Counter[str]:
+    """How often each tool was called, or each seed asked for; the process does not count."""
+    return Counter(" ".join(line.split()[:2]) for line in (folder / name).read_text().splitlines())
+
+
+@pytest.mark.timeout(600)
+def test_killed_at_every_turn(processes: multiprocessing.context.ForkServerContext, tmp_path: Path):
+    """By SIGKILL: each tool is called once, each answer sampled once, and the batch is as undisturbed."""
+    calm, stormy = tmp_path / "Errands" / "calm", tmp_path / "Errands" / "stormy"
+    assert run(processes, calm, "") == 0
+    deaths = 0
+    while run(processes, stormy, POINTS[deaths // TURNS % 2]) != 0:
+        deaths += 1
+    assert deaths == 2 * TURNS + 1  # at each turn of the first rollout and its last call, then at each call
+    assert shipped(stormy).digest() == shipped(calm).digest()
+    for name in ("visits", "requests"):
+        assert lines(stormy, name) == lines(calm, name)
+        assert set(lines(stormy, name).values()) == {1}
+        assert len(lines(stormy, name)) == TURNS * SAMPLES
+    audit(stormy)
+
+
+@pytest.mark.timeout(600)
+def test_a_world_goes_on_in_the_next_process(
+    processes: multiprocessing.context.ForkServerContext, tmp_path: Path
+):
+    """From its snapshot: besides what was under way in one rollout when the other died, all is done once."""
+    calm, stormy = tmp_path / "Trip" / "calm", tmp_path / "Trip" / "stormy"
+    assert run(processes, calm, "") == 0
+    deaths = 0
+    while run(processes, stormy, "orchestrator.call:kill@4") != 0:
+        deaths += 1
+    assert deaths == SAMPLES * (1 + TURNS) // 4
+    assert shipped(stormy).digest() == shipped(calm).digest()
+    visits = lines(stormy, "visits")
+    restored = sum(visits.pop(what) for what in list(visits) if what.endswith("restore"))
+    assert deaths <= restored <= SAMPLES * deaths
+    assert visits.keys() == lines(calm, "visits").keys()
+    assert visits.total() <= SAMPLES * (1 + TURNS) + deaths
+    assert lines(stormy, "requests").keys() == lines(calm, "requests").keys()
+    audit(stormy)
+
+
+def audit(stormy: Path) -> None:
+    """The audit finds nothing wrong with what was shipped."""
+    batch, directory = shipped(stormy), configuration(stormy).run_directory()
+    report = Report(str(directory.path), "rl", last_step=1)
+    ledger = read_ledger(directory.ledger)
+    tokens = sum(len(sample.token_ids) for sample in batch.samples)
+    row = {"step": 1, "total_samples": len(batch.samples), "total_tokens": tokens}
+    check_ledger(ledger, [row | {"batch/digest": batch.digest()}], {}, ATTEMPT, report)
+    check_learned(directory, ATTEMPT, ledger, report)
+    assert [asdict(violation) for violation in report.violations] == []
+    assert len(ledger.turns) == TURNS * SAMPLES
+    assert batch.metrics["rollouts/diverged"] == batch.metrics["rollouts/failed"] == 0
+    assert batch.metrics["rollout/turns"] == TURNS

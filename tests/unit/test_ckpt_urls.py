@@ -1,0 +1,242 @@
+"""`ckpt` commands on URLs: steps in a real S3 server, as source and as target."""
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from families import make
+from runs import Finished, flip
+from safetensors.numpy import save
+from safetensors.torch import load_file
+from stores import BadNetwork, make_step, s3_bucket
+
+from cairn.checkpoint.manifest import load_manifest
+from cairn.checkpoint.remote import Objects, RemoteStore
+from cairn.checkpoint.remote.catalog import summary
+from cairn.checkpoint.steps import verify
+from cairn.launch import main
+
+MANY = 10_000
+
+
+@pytest.fixture(scope="module")
+def bucket(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """The bucket of a real S3 server; the environment leads to it."""
+    with s3_bucket(tmp_path_factory.mktemp("s3")) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def url(bucket: Path, tmp_path: Path) -> str:
+    """An empty prefix."""
+    return f"s3://bucket/{tmp_path.name}"
+
+
+@pytest.fixture
+def ckpt(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Callable[..., Finished]:
+    """Run the `ckpt` command in this process; no credential may be printed."""
+
+    def run(*arguments: object) -> Finished:
+        monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
+        capsys.readouterr()
+        try:
+            code = main.ckpt()
+        except SystemExit as stopped:
+            code = stopped.code
+        captured = capsys.readouterr()
+        output = captured.out + captured.err
+        assert os.environ["AWS_SECRET_ACCESS_KEY"] not in output
+        return Finished(code, output)
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A small Hugging Face directory."""
+    return make("qwen3_tied", tmp_path_factory.mktemp("model") / "hf")
+
+
+def commit(run: Path, model: Path, step: int, **about: object) -> Path:
+    """A step with the weights of a Hugging Face folder, and some state."""
+    files = {f"model/{path.name}": path.read_bytes() for path in model.iterdir()}
+    files["trainer/state.json"] = json.dumps({"progress": {"step": step}, "optimizer": "AdamW"}).encode()
+    moments = {"model.norm.weight.exp_avg": np.full(64, step, np.float32)}
+    files["trainer/optimizer.safetensors"] = save(moments, {"format": "pt"})
+    return make_step(run / "checkpoints", step, files, **about)[0]
+
+
+def remote(url: str) -> RemoteStore:
+    return RemoteStore(Objects(url, retry_seconds=5))
+
+
+def test_copies_in_all_directions(ckpt, url: str, bucket: Path, model: Path, tmp_path: Path):
+    """From here to there, there to there, and back; each copy is the step, and what claims the prefix."""
+    first, second = (commit(tmp_path / "run", model, step) for step in (4, 8))
+    copied = ckpt("copy", second, url)
+    assert (copied.code, f"{url}/step_8 is a copy of {second}, and verified" in copied.output) == (0, True)
+    assert ckpt("copy", tmp_path / "run", url).code == 0, "what is there already is no error"
+    assert ckpt("copy", first, url).code == 0
+    assert remote(url).steps() == [4, 8]
+    assert remote(url).owner() == "run"
+    answer = json.loads(ckpt("copy", f"{url}/step_4", f"{url}-too", "--json").output)
+    assert answer == {"step": f"{url}/step_4", "folder": f"{url}-too/step_4", "linked": False}
+    assert remote(f"{url}-too").verify(4) == load_manifest(first)
+    back = ckpt("copy", url, tmp_path / "back")
+    assert back.code == 0, back.output
+    assert verify(tmp_path / "back/checkpoints/step_8") == load_manifest(second)
+    again = ckpt("copy", f"{url}/step_8", tmp_path / "back")
+    assert (again.code, "exists already" in again.output) == (1, True)
+
+    damaged = bucket / tmp_path.name / "step_8/trainer/optimizer.safetensors"
+    flip(damaged, damaged.stat().st_size - 3)
+    older = ckpt("copy", url, tmp_path / "older")
+    assert (older.code, f"passed over: {url}/step_8/trainer/optimizer" in older.output) == (0, True)
+    assert verify(tmp_path / "older/checkpoints/step_4") == load_manifest(first)
+    assert not list(tmp_path.glob(".cairn-*")), "temporary folders are removed"
+
+
+def test_copies_that_make_no_sense(ckpt, url: str, model: Path, tmp_path: Path):
+    """Nothing is written, and the sentence says what to do."""
+    step = commit(tmp_path / "run", model, 4)
+    other = commit(tmp_path / "other", model, 5, run_id="other")
+    assert ckpt("copy", step, url).code == 0
+    held = commit(tmp_path / "held", model, 5, run_id="other")
+    for arguments, code, message in [
+        ((step, f"{url}/step_9"), 2, f"is the URL of a step; give that of a run, {url}"),
+        ((other, url), 2, "holds the run run, and"),
+        ((f"{url}/step_4", held.parent.parent), 2, "holds the run other, and"),
+        ((step, url, "--link"), 2, "leave out --link"),
+        ((f"{url}/step_7", tmp_path / "x"), 1, f"{url}: there is no step 7"),
+        ((f"{url}-none", tmp_path / "x"), 1, f"{url}-none: has no checkpoint"),
+        ((step, "s3://no-such-bucket/x"), 1, "bucket does not exist"),
+        ((step, "s3://key:hidden@bucket/x"), 2, "a URL must hold no credentials"),
+        ((f"file://{tmp_path}/typo", tmp_path / "x"), 2, "/typo: there is no such folder"),
+        ((step, "ftp://bucket/x"), 2, "known are s3://, gs://, az://, file://"),
+    ]:
+        finished = ckpt("copy", *arguments)
+        assert (finished.code, message in finished.output) == (code, True), finished.output
+        assert "hidden" not in finished.output
+    assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("step_*"))
+    assert remote(url).steps() == [4]
+    assert not (tmp_path / "typo").exists()
+
+
+def test_exports_averages_and_forks_of_remote_steps(ckpt, url: str, model: Path, tmp_path: Path):
+    """Are those of the local steps; what they make is a local folder."""
+    steps = [commit(tmp_path / "run", model, step) for step in (4, 8)]
+    for step in steps:
+        assert ckpt("copy", step, url).code == 0
+    exported = ckpt("export", url, tmp_path / "hf")
+    assert (exported.code, f"holds {url}/step_8 as hf" in exported.output) == (0, True), exported.output
+    weights = load_file(tmp_path / "hf/model.safetensors")
+    assert weights.keys() == load_file(model / "model.safetensors").keys()
+    averaged = ckpt("average", f"{url}/step_4", steps[1], tmp_path / "mean")
+    assert (averaged.code, f"0.5000  {url}/step_4" in averaged.output) == (0, True), averaged.output
+    forked = ckpt("fork", f"{url}/step_4", tmp_path / "fork")
+    assert forked.code == 0, forked.output
+    assert load_manifest(tmp_path / "fork/checkpoints/step_4").parent.run_id == "run"
+    assert ckpt("diff", f"{url}/step_4", steps[0]).code == 0
+    for arguments in [
+        ("export", steps[0], f"{url}/hf"),
+        ("average", *steps, f"{url}/mean"),
+        ("fork", steps[0], f"{url}/fork"),
+        ("import", model, f"{url}/run"),
+    ]:
+        refused = ckpt(*arguments)
+        assert (refused.code, "this is made in a local folder" in refused.output) == (2, True), refused.output
+    refused = ckpt("export", url, tmp_path / "all", "--all")
+    assert (refused.code, "--all takes a local folder" in refused.output) == (2, True)
+    refused = ckpt("audit", url)
+    assert (refused.code, "give the run's local folder" in refused.output) == (2, True)
+
+
+def test_imports_from_there(ckpt, url: str, model: Path, tmp_path: Path):
+    """A Hugging Face directory in a bucket becomes a run here; a step of Cairn, or nothing, does not."""
+    objects = Objects(url)
+    for path in model.iterdir():
+        objects.put(f"hf/{path.name}", path.read_bytes())
+    compared = ckpt("diff", f"{url}/hf", model)
+    assert (compared.code, "0 of" in compared.output) == (0, True), compared.output
+    imported = ckpt("import", f"{url}/hf", tmp_path / "run")
+    assert imported.code == 0, imported.output
+    step = verify(tmp_path / "run/checkpoints/step_1")
+    assert step.parts == ["model"]
+    alone = ckpt(
+        "import", f"{url}/hf/model.safetensors", tmp_path / "alone", "--model", f"{url}/hf", "--format", "hf"
+    )
+    assert "there is no such object" not in alone.output, "a single object is found"
+    assert ckpt("copy", commit(tmp_path / "one", model, 4), url).code == 0
+    for place, message in [
+        (f"{url}/step_4", "is a checkpoint of Cairn"),
+        (url, "is a checkpoint of Cairn"),
+        (f"{url}/nothing", "there is no such object"),
+    ]:
+        refused = ckpt("import", place, tmp_path / "x")
+        assert (refused.code, message in refused.output) == (2, True), refused.output
+    assert not (tmp_path / "x").exists()
+    assert not list(tmp_path.glob(".cairn-*"))
+
+
+def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
+    """The best, the last and pinned ones stay; what is being uploaded is left alone; damage is not newest."""
+    for step, loss in ((2, 0.1), (4, 0.9), (6, 0.8), (8, 0.7), (10, 0.6)):
+        assert ckpt("copy", commit(tmp_path / "run", model, step, metrics={"loss": loss}), url).code == 0
+    there = remote(url)
+    there.objects.put("run/pins.json", b"[4]")
+    there.objects.put("step_1/model/model.safetensors", b"of a step that is being uploaded")
+    there.objects.delete(["step_10/trainer/state.json"])
+    rules = ("--keep-last", 1, "--keep-best", 1, "--metric", "loss", "--mode", "min")
+    planned = json.loads(ckpt("prune", url, *rules, "--dry-run", "--json").output)
+    assert there.steps() == [2, 4, 6, 8, 10]
+    pruned = json.loads(ckpt("prune", url, *rules, "--json").output)
+    assert pruned == {**planned, "dry_run": False}
+    assert pruned["deleted"] == [f"{url}/step_6"]
+    assert pruned["kept"] == {"2": ["best"], "4": ["pin"], "8": ["newest good"], "10": ["newest", "last"]}
+    assert pruned["damaged"][0].startswith(f"{url}/step_10/trainer/state.json: is missing")
+    assert there.steps() == [2, 4, 8, 10]
+    assert there.verify(8)
+    names = [name for name, _ in there.objects.list()]
+    assert "step_1/model/model.safetensors" in names
+    assert not [name for name in names if name.startswith("step_6/")]
+    assert [row["step"] for row in json.loads(ckpt("list", url, "--json").output)] == [2, 4, 8, 10]
+    there.objects.put("run/pins.json", b"{")
+    refused = ckpt("prune", url, "--keep-last", 1)
+    assert (refused.code, "pins.json: is damaged" in refused.output) == (1, True)
+    for arguments, message in [
+        ((url,), "give --keep-last or --keep-best"),
+        ((f"{url}/step_4", "--keep-last", 1), "is a single step"),
+        ((url, "--keep-last", 1, "--pin", 4), "--pin: is for a run directory"),
+        ((url, "--keep-last", 1, "--abandoned"), "--abandoned: is for a run directory"),
+        ((url, "--keep-best", 1), "needs metric and mode"),
+    ]:
+        refused = ckpt("prune", *arguments)
+        assert (refused.code, message in refused.output) == (2, True), refused.output
+    assert there.steps() == [2, 4, 8, 10]
+
+
+def test_many_steps_are_listed_with_few_requests(
+    ckpt, bucket: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Ten thousand: a page of the store's list for every thousand, and one object with what is shown."""
+    _, manifest = make_step(tmp_path / "run", 1, {"trainer/state.json": b"{}"})
+    folder = bucket / tmp_path.name
+    (folder / "committed").mkdir(parents=True)
+    for step in range(1, MANY + 1):
+        (folder / f"committed/step_{step}.json").touch()
+    rows = [{**summary(manifest), "step": step} for step in range(1, MANY)]
+    (folder / "catalog.json").write_text(json.dumps(rows))
+    last = manifest.model_copy(update={"step": MANY})
+    (folder / f"committed/step_{MANY}.json").write_bytes(last.to_json())
+    network = BadNetwork(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", network.url)
+    try:
+        listed = ckpt("list", f"s3://bucket/{tmp_path.name}", "--json")
+    finally:
+        network.close()
+    assert listed.code == 0, listed.output
+    assert [row["step"] for row in json.loads(listed.output)] == list(range(1, MANY + 1))
+    assert network.requests <= MANY / 1000 + 3

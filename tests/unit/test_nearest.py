@@ -1,0 +1,163 @@
+"""Where a run with an object store resumes from: the nearest good step, wherever it is."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from runs import flip
+from safetensors.torch import save
+from stores import make_step
+
+from cairn.checkpoint.away import away_in_step
+from cairn.checkpoint.manifest import load_manifest
+from cairn.checkpoint.remote import Objects, RemoteStore
+from cairn.checkpoint.remote.sent import Sent
+from cairn.checkpoint.retention import PINS
+from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.config.trainer import SFTConfig
+from cairn.launch.attempt import begin
+from cairn.launch.remote import replaced, with_remote
+from cairn.launch.start import Start, StartDamaged, choose_start
+from cairn.run.errors import UsageError
+
+SFT = ("trainer",)
+RL = ("trainer", "orchestrator")
+OPTIMIZER = "trainer/optimizer.safetensors"
+
+
+def evaluation(step: int) -> str:
+    """A line of evals.jsonl."""
+    about = {"run_id": "run", "branch": "branch_1", "step": step, "name": "a"}
+    return json.dumps({**about, "reward": 0.5}) + "\n"
+
+
+class Tiers:
+    """A remote store with two steps of a run, and a run directory."""
+
+    def __init__(self, folder: Path):
+        self.there = folder / "remote"
+        self.url = f"file://{self.there}"
+        self.run = folder / "run"
+        self.store = CheckpointStore(self.run / "checkpoints")
+        self.remote = RemoteStore(Objects(self.url))
+        self.remote.claim("run", "run:1")
+        self.remote.objects.put(f"run/{PINS}", b"[4]")
+        self.remote.objects.put("run/evals.jsonl", "".join(map(evaluation, (0, 4, 12))).encode())
+        for step in (4, 8):
+            values = {"large": torch.full((500, 100), float(step))}
+            files = {
+                "model/model.safetensors": save(values),
+                OPTIMIZER: save(values),
+                "trainer/state.json": b'{"seed": 0, "progress": {"step": 1}}',
+                "orchestrator/state.json": b"{}",
+            }
+            made, manifest = make_step(folder / "made", step, files, parts=["trainer", "orchestrator"])
+            self.remote.put(made, manifest, Sent(folder / "note", manifest))
+
+    def config(self, *, resume: str | None = "auto", **changed: Any) -> SFTConfig:
+        ckpt = {"remote": self.url, "resume": resume}
+        settings = {key: changed.pop(key) for key in list(changed) if key in SFTConfig.model_fields}
+        return SFTConfig(
+            output_dir=str(self.run), ckpt=CkptConfig(**{**ckpt, **changed}), **{"max_steps": 99, **settings}
+        )
+
+    def start(self, needs: tuple[str, ...] = SFT, **changed: Any) -> Start:
+        config, away = with_remote(self.config(**changed), needs)
+        return choose_start(config, needs=needs, away=away)
+
+
+@pytest.fixture
+def tiers(tmp_path: Path) -> Tiers:
+    return Tiers(tmp_path)
+
+
+def test_an_empty_disk_gets_no_tensors(tiers: Tiers):
+    """The run goes on as itself from the newest step, which is no local step; pins are taken over.
+
+    So are evaluations up to that step: those of later ones were of policies that nobody makes again.
+    """
+    config, away = with_remote(tiers.config(), SFT)
+    start = choose_start(config, needs=SFT, away=away)
+    assert (start.step, start.away, start.is_fork, start.named) == (8, True, False, False)
+    assert start.folder == tiers.store.away / "step_8"
+    assert away_in_step(start.folder).keys() == {"model/model.safetensors", OPTIMIZER}
+    assert tiers.store.steps() == []
+    assert (tiers.store.root / PINS).read_bytes() == b"[4]"
+    run = config.run_directory()
+    attempt = begin(run, config, start, {"trainer": {}}, command="sft")
+    run.unlock()
+    assert (attempt.run_id, attempt.start_step, attempt.resume_from) == ("run", 8, str(start.folder))
+    assert [row["step"] for row in run.evals.rows()] == [0, 4]
+    assert (tiers.start(resume=None, resume_step=8).step, tiers.start(resume="latest").away) == (8, True)
+
+
+def test_servers_load_the_weights_from_the_disk(tiers: Tiers):
+    """In RL they are brought whole; with answers that count before the trainer has loaded, all is."""
+    start = tiers.start(RL)
+    assert start.folder is not None
+    assert away_in_step(start.folder).keys() == {OPTIMIZER}
+    whole = (start.folder / "model/model.safetensors").read_bytes()
+    assert whole == (tiers.there / "step_8/model/model.safetensors").read_bytes()
+    assert not tiers.start(RL, self_check=False).away
+    assert verify(tiers.store.folder(8))
+
+
+@pytest.mark.parametrize(
+    ("changed", "step"),
+    [
+        ({"export": {"folder": "exports"}}, 8),
+        ({"resume": None, "resume_step": 4}, 4),
+        ({"max_steps": 8}, 8),
+    ],
+)
+def test_what_others_read_is_downloaded(tiers: Tiers, changed: dict[str, Any], step: int):
+    """By the exporter, before later steps are set aside, and where no rank will load it."""
+    start = tiers.start(**changed)
+    assert (start.step, start.away, start.folder) == (step, False, tiers.store.folder(step))
+    assert verify(tiers.store.folder(step))
+
+
+def test_a_local_step_is_nearer(tiers: Tiers):
+    """If it is whole and as new; one that is damaged is set aside. What an earlier start left is removed."""
+    assert tiers.start().away
+    tiers.remote.fetch(8, tiers.store)
+    assert tiers.start().folder == tiers.store.folder(8)
+    assert not tiers.store.away.exists()
+    flip(tiers.store.folder(8) / "trainer/state.json", 3)
+    assert tiers.start().away
+    assert [path.name for path in tiers.store.abandoned.glob("damaged_*/step_8")] == ["step_8"]
+    make_step(tiers.store.root, 12, {"trainer/state.json": b'{"seed": 0}'})
+    assert tiers.start().step == 12
+
+
+def test_what_ranks_could_not_read_is_downloaded(tiers: Tiers):
+    """And if it is damaged in the store, the newest good step before it."""
+    config, away = with_remote(tiers.config(), SFT)
+    assert away is not None
+    assert replaced(config, away)
+    assert choose_start(config, needs=SFT).folder == tiers.store.folder(8)
+
+    shutil.rmtree(tiers.store.root)
+    config, away = with_remote(tiers.config(), SFT)
+    assert away is not None
+    flip(tiers.there / "step_8" / OPTIMIZER, 150_000)
+    assert not replaced(config, away)
+    start = choose_start(config, needs=SFT, damaged=StartDamaged(away, "changed"))
+    assert (start.step, start.away) == (4, False)
+    assert verify(tiers.store.folder(4)) == load_manifest(tiers.there / "step_4")
+
+
+def test_a_run_whose_steps_are_all_damaged_does_not_begin_anew(tiers: Tiers):
+    """It ends with exit code 2, although --ckpt.resume auto allows a beginning."""
+    config, away = with_remote(tiers.config(), SFT)
+    assert away is not None
+    for step in (4, 8):
+        flip(tiers.there / f"step_{step}" / OPTIMIZER, 150_000)
+    assert not replaced(config, away)
+    with pytest.raises(UsageError, match="there is no good checkpoint"):
+        choose_start(config, needs=SFT, damaged=StartDamaged(away, "changed"))
