@@ -8,6 +8,8 @@ WINDOW_SECONDS = 2.0
 """The time that a judgement is made of, at least."""
 STARVED = 10
 """Who waits for a processor so many times as long as it has one starves; own threads cause less."""
+NOTICED = 0.1
+"""Who waits for less than this share of the time has hardly asked for a processor, and does not starve."""
 
 
 class ProcessorUse:
@@ -19,12 +21,13 @@ class ProcessorUse:
 
     def starves(self) -> bool:
         """Whether the process has starved since the last judgement; call it every second or so."""
-        if time.monotonic() - self._since < WINDOW_SECONDS:
+        seconds = time.monotonic() - self._since
+        if seconds < WINDOW_SECONDS:
             return False
         times = self._times_since()
         self._begin()
         had, waited = (sum(spent[i] for spent in times) for i in (0, 1))
-        return waited > STARVED * had
+        return waited > max(STARVED * had, NOTICED * seconds * 1e9)
 
     def longest_wait(self) -> float:
         """Seconds that one thread, the one with most of them, has waited for a processor."""

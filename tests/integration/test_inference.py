@@ -765,9 +765,10 @@ class Foreground:
         code = (
             "import sys; from cairn.config.inference import InferenceConfig;"
             "from cairn.inference.server import run;"
+            "from cairn.launch.exits import answer;"
             f"config = InferenceConfig(port={port}, kv_cache_memory='64M', dtype='float32',"
             f" compile={compiled});"
-            f"sys.exit(run(config, {str(model)!r}))"
+            f"sys.exit(answer(lambda: run(config, {str(model)!r}), stopped=0))"
         )
         self.process = subprocess.Popen(
             [sys.executable, "-c", code],

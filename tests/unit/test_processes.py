@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runs import DEADLINE, priority_of
 
-from cairn.launch.processor_use import ProcessorUse
+from cairn.launch.processor_use import WINDOW_SECONDS, ProcessorUse
 from cairn.run.processes import bring_forward, processor_times, put_in_background
 from cairn.run.waiting import wait_for
 
@@ -119,7 +119,7 @@ def test_who_gets_no_processor_starves():
     with process(SLEEPS) as sleeper:
         sleeper.stdout.readline()
         use = ProcessorUse(sleeper.pid)
-        use._since = 0.0
+        use._since -= WINDOW_SECONDS
         assert not use.starves()
 
 
