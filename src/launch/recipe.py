@@ -186,7 +186,7 @@ def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
     Data on the hub is downloaded here, before all ranks need it.
     """
     from cairn.run.data_sets import BadRecord, examine, load_records
-    from cairn.trainer.records import problem_of
+    from cairn.trainer.data.records import problem_of
 
     try:
         return examine(records, load_records(records), problem_of)

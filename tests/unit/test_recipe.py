@@ -34,7 +34,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json, write_json
 from cairn.run.recipe import ORCHESTRATOR, TRAINER, settings_of, template_arguments
-from cairn.trainer.sft_data import encode
+from cairn.trainer.data.rendering import encode
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
 STEP, BATCH = 5, 4

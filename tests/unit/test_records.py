@@ -15,9 +15,10 @@ from cairn.config.trainer import SFTDataConfig, TrainerConfig
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord, examine, load_records, same_records
 from cairn.run.errors import UsageError
+from cairn.trainer.data.records import problem_of
+from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.stream import SFTData
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.records import problem_of
-from cairn.trainer.sft_data import SFTData, encode
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
 USER, ASSISTANT = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}

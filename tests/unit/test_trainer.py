@@ -32,9 +32,12 @@ from cairn.config.trainer import (
 from cairn.policy.source import read_source
 from cairn.run.attempt import Attempt
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
+from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.trainer import sft_data
+from cairn.trainer.data import stream
+from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.stream import SFTData
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.clip import Clip
@@ -43,7 +46,6 @@ from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, make_rank_batch, pack
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
-from cairn.trainer.sft_data import BadRecord, SFTData, encode
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import TrainingDiverged, train_step
 from cairn.trainer.trained import Trained
@@ -617,14 +619,14 @@ def test_a_record_is_encoded_once_if_there_is_room_to_keep_it(
     """Three tokens each; batches are the same whether records were kept or not."""
     config = SFTDataConfig(name=str(seven), batch_size=7)
     expected = [SFTData(config, tokenizer, 3, 7 * step).next_batch(step).digest() for step in range(5)]
-    encode, asked = sft_data.encode, []
+    encode, asked = stream.encode, []
 
     def counted(records: list, tokenizer: object, indices: list[int], **how: object) -> list[Sample]:
         asked.extend(indices)
         return encode(records, tokenizer, indices, **how)
 
-    monkeypatch.setattr(sft_data, "CACHED_TOKENS", room)
-    monkeypatch.setattr(sft_data, "encode", counted)
+    monkeypatch.setattr(stream, "CACHED_TOKENS", room)
+    monkeypatch.setattr(stream, "encode", counted)
     data = SFTData(config, tokenizer, 3, 0)
     assert [data.next_batch(step).digest() for step in range(5)] == expected
     assert len(asked) == encoded
