@@ -249,6 +249,10 @@ class TrainerConfig(TrainerBase):
     beside_servers = True
     unlisted = frozenset({"colocated"})
     loss: PolicyLossConfig = ClipConfig()
+    updates_per_batch: int = Field(default=1, ge=1)
+    """Optimiser updates in each step; several of them use a batch's answers more than once, or in parts."""
+    mini_batches: int | None = Field(default=None, ge=1)
+    """Parts that a batch is divided into; updates go through them in turn (default: updates_per_batch)."""
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: files, or network (from the trainer's memory, over TCP)."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -263,6 +267,15 @@ class TrainerConfig(TrainerBase):
     def published_as(self, *, gpu: bool) -> str:
         """The data type in which servers get policies from a trainer on a GPU or CPU."""
         return self.precision.settled(gpu=gpu).compute if self.publish_dtype == "auto" else self.publish_dtype
+
+    @model_validator(mode="after")
+    def _updates_use_all_parts(self) -> Self:
+        if self.updates_per_batch % (self.mini_batches or self.updates_per_batch):
+            raise ValueError(
+                f"updates_per_batch = {self.updates_per_batch} is no multiple of mini_batches = "
+                f"{self.mini_batches}: each part of a batch is trained on equally often"
+            )
+        return self
 
     @field_validator("weight_host")
     @classmethod

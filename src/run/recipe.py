@@ -35,6 +35,8 @@ TRAINER: Settings = {
     "deterministic": None,
     "publish_dtype": None,
     "loss": None,
+    "updates_per_batch": None,
+    "mini_batches": None,
     "data.batch_size": "batch_size",
     "data.shuffle": "shuffle",
 }

@@ -14,23 +14,20 @@ from pathlib import Path
 
 from cairn.checkpoint.saver import Saved
 from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import RankGroup
-from cairn.trainer.model import build_model
-from cairn.trainer.optimizer import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context, Decision, Earlier
-from cairn.trainer.tasks import make_task
+from cairn.trainer.tasks import make_task, task_class
 from cairn.trainer.tracking import make_tracker
-from cairn.trainer.trained import Trained
+from cairn.trainer.trained import make_policy
 
 logger = logging.getLogger(__name__)
 
@@ -66,14 +63,12 @@ class Training:
         self.run_directory = run = config.run_directory()
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
-        module = build_model(model_folder, config, group.mesh)
-        policy = Trained(module, make_optimizer(module.parameters(), config.optimizer))
-        self.state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
-        parent = None
-        if resume_from:
-            parent = self.state.load(resume_from)
-        else:
-            read_tensors(model_folder, policy.loaded(model_folder), "model")
+        models = {
+            POLICY: make_policy(model_folder, config, group),
+            **task_class(config).models(config, model_folder, group),
+        }
+        self.state = TrainerState(config, group, models, TrainerProgress())
+        parent = self.state.load(resume_from) if resume_from else self.state.begin(model_folder)
         heartbeat.doing("checking the model")
         self.state.check_model()
 
@@ -104,6 +99,8 @@ class Training:
             rank=self.group.rank,
             world_size=self.group.world_size,
             arrange=self.state.scorer.rows.arrange,
+            mini_batches=self.task.mini_batches,
+            updates=self.task.updates,
         )
 
     def run(self) -> Outcome:
@@ -161,9 +158,12 @@ class Training:
     def _train_on(self, batch: RankBatch, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""
         heartbeat.holds_unsaved(True)
-        meanwhile = partial(self._batches.make_ready, step + 1)
-        row = train_step(self.state, batch, step, self.task.loss, self._before_update, meanwhile)
-        return row | batch.metrics
+        task, meanwhile = self.task, partial(self._batches.make_ready, step + 1)
+        prepared = task.prepare(batch)
+        row = train_step(
+            self.state, batch, step, task.loss, self._before_update, meanwhile, others=task.learners
+        )
+        return row | dict(prepared) | batch.metrics
 
     def _before_update(self) -> None:
         """Whoever reads the weights off the training thread is done when this returns."""

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 
 import numpy as np
 import torch
@@ -51,8 +51,10 @@ class MicroBatch:
         if device.type == "cpu":
             return self
         here = [self.input_ids, self.position_ids, self.loss_mask, self.is_token, self.learned, self.bounds]
-        there = transfer([*here, *self.columns.values()], device)
-        input_ids, position_ids, loss_mask, is_token, learned, bounds, *columns = there
+        computed = {name: values for name, values in self.columns.items() if values.device == device}
+        to_move = {name: values for name, values in self.columns.items() if name not in computed}
+        there = transfer([*here, *to_move.values()], device)
+        input_ids, position_ids, loss_mask, is_token, learned, bounds, *moved = there
         return replace(
             self,
             input_ids=input_ids,
@@ -61,8 +63,12 @@ class MicroBatch:
             is_token=is_token,
             learned=learned,
             bounds=bounds,
-            columns=dict(zip(self.columns, columns, strict=True)),
+            columns=dict(zip(to_move, moved, strict=True)) | computed,
         )
+
+    def add_column(self, name: str, values: torch.Tensor) -> None:
+        """Add what was computed of tokens 1 to T - 1 ([R, T - 1], on any device) as a column."""
+        self.columns[name] = torch.nn.functional.pad(values, (1, 0))
 
 
 def transfer(tensors: list[torch.Tensor], device: torch.device) -> list[torch.Tensor]:
@@ -94,44 +100,88 @@ class BatchCounts:
     cut: int
     unlearned: int
 
+    @classmethod
+    def sum(cls, counts: "Iterable[BatchCounts]") -> "BatchCounts":
+        """Of several parts of a batch together."""
+        return cls(*map(sum, zip(*map(astuple, counts), strict=True)))
+
+
+@dataclass(frozen=True)
+class Part:
+    """What one update of the weights learns from.
+
+    micros: this rank's micro-batches. counts: of the micro-batches of all ranks.
+    """
+
+    micros: list[MicroBatch]
+    counts: BatchCounts
+
 
 @dataclass(frozen=True)
 class RankBatch:
     """A step's batch as one of the ranks goes through it.
 
-    micros: this rank's micro-batches. Of the whole batch: its sampler's temperature, counts, digest, metrics.
+    parts: what it is divided into. updates: how many there are of the weights; they go through the parts in
+    turn. Of the whole batch: its sampler's temperature, counts, digest, metrics.
     """
 
-    micros: list[MicroBatch]
+    parts: list[Part]
+    updates: int
     temperature: float
     counts: BatchCounts
     digest: str
     metrics: dict[str, float]
 
+    @property
+    def micros(self) -> list[MicroBatch]:
+        """This rank's micro-batches of all parts."""
+        return [micro for part in self.parts for micro in part.micros]
+
 
 def make_rank_batch(
-    batch: Batch, config: TrainerBase, *, rank: int, world_size: int, arrange: Arrange | None = None
+    batch: Batch,
+    config: TrainerBase,
+    *,
+    rank: int,
+    world_size: int,
+    arrange: Arrange | None = None,
+    mini_batches: int = 1,
+    updates: int = 1,
 ) -> RankBatch:
-    """Cut what is too long, pack (or arrange in rows otherwise), and count."""
-    samples = [sample.cut(config.seq_len) for sample in batch.samples]
-    learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
-    return RankBatch(
-        micros=make_micro_batches(
+    """Cut what is too long, pack (or arrange in rows otherwise), and count.
+
+    Args:
+        mini_batches: parts to divide the batch into. Each takes every so many-th sample, so that the answers
+            to one prompt are spread over the parts.
+        updates: of the weights; they go through the parts in turn.
+    """
+    mini_batches = max(1, min(mini_batches, len(batch.samples)))
+    parts: list[Part] = []
+    for number in range(mini_batches):
+        whole = batch.samples[number::mini_batches]
+        samples = [sample.cut(config.seq_len) for sample in whole]
+        learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
+        micros = make_micro_batches(
             samples,
             row_length=config.seq_len,
             rows_each=config.micro_batch_size,
             rank=rank,
             world_size=world_size,
             arrange=arrange or pack,
-        ),
-        temperature=batch.sampling.temperature,
-        counts=BatchCounts(
+        )
+        counts = BatchCounts(
             samples=len(samples),
             tokens=sum(len(sample.token_ids) for sample in samples),
             learned=sum(learned),
-            cut=sum(len(sample.token_ids) > config.seq_len for sample in batch.samples),
+            cut=sum(len(sample.token_ids) > config.seq_len for sample in whole),
             unlearned=learned.count(0),
-        ),
+        )
+        parts.append(Part(micros, counts))
+    return RankBatch(
+        parts=parts,
+        updates=updates,
+        temperature=batch.sampling.temperature,
+        counts=BatchCounts.sum(part.counts for part in parts),
         digest=batch.digest(),
         metrics=batch.metrics,
     )

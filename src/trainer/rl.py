@@ -1,6 +1,6 @@
 """Reinforcement learning: batches come from the orchestrator, and each step's policy goes to the servers."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Literal
 
@@ -11,9 +11,11 @@ from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
-from cairn.trainer.losses import make_loss
+from cairn.trainer.losses import OLD_LOGPROBS, make_loss
+from cairn.trainer.packing import RankBatch
 from cairn.trainer.probe import make_probe
 from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.scoring import add_logprobs
 from cairn.trainer.sharing import Apart, Sharing, make_sharing
 from cairn.trainer.task import Context, Decision, Earlier, Task
 from cairn.trainer.transports import TRANSPORTS, Served
@@ -28,6 +30,9 @@ class RL(Task):
         """Publish the policy that training starts from; all ranks call it."""
         run, attempt, state = context.run, context.attempt, context.state
         self.loss = make_loss(config.loss)
+        self.updates = config.updates_per_batch
+        self.mini_batches = config.mini_batches or self.updates
+        self._scorer = state.scorer
         self._group = state.group
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt)
@@ -62,6 +67,12 @@ class RL(Task):
         """
         batch = self._batches.next_batch(step)
         return None if self._group.any_of(batch is None)[0] else batch
+
+    def prepare(self, batch: RankBatch) -> Mapping[str, float]:
+        """The policy's own logprobs, if the loss asks for them and an update will change them."""
+        if self.loss.needs_old and self.updates > 1:
+            add_logprobs(batch, OLD_LOGPROBS, self._scorer, self._group.device)
+        return {}
 
     def earlier(self, step: int) -> Earlier:
         """What the orchestrator was told of `step` by a process that this one replaces."""

@@ -15,7 +15,7 @@ from cairn.run.batches import Sample
 from cairn.trainer.attention import Attention, dense
 from cairn.trainer.head import CHUNK_LOGITS, Head, of_logits
 from cairn.trainer.model import reshard
-from cairn.trainer.packing import MicroBatch, fill_rows
+from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
 from cairn.trainer.rows import BY_POSITIONS, Rows
 
 ON_CPU = Head(CHUNK_LOGITS["cpu"], in_float32=False)
@@ -107,3 +107,20 @@ class Scorer:
             hook.remove()
             reshard(self.model)
         return logits.shape == ours.shape and torch.equal(logits, ours)
+
+
+@torch.no_grad()
+def add_logprobs(batch: RankBatch, name: str, scorer: Scorer, device: torch.device) -> None:
+    """Add the logprobs of the learned tokens under a model's present weights to `batch`, as column `name`.
+
+    All ranks call it. The model computes without dropout, and changes no random state.
+    """
+    model = scorer.model
+    was_training = model.training
+    try:
+        model.eval()
+        for micro in batch.micros:
+            micro.add_column(name, scorer.logprobs(micro.to(device), batch.temperature))
+    finally:
+        model.train(was_training)
+        reshard(model)

@@ -96,6 +96,16 @@ class TrainerState:
             must_be_kernel=kernel is not None and config.attention != "auto",
         )
 
+    def begin(self, folder: Path) -> None:
+        """Take the weights that a run starts from, with the policy's in `folder`; all ranks call it.
+
+        Raises:
+            CheckpointError: they don't fit the models.
+            Damaged: a file is damaged.
+        """
+        for model in self.models.values():
+            model.begin(folder)
+
     def load(self, folder: Path) -> Origin:
         """Take everything from the checkpoint in `folder`; all ranks call it. Returns which one that was.
 

@@ -1,7 +1,9 @@
-"""One optimiser step: forward and backward passes over a rank's micro-batches, then the update."""
+"""One step: forward and backward passes over a rank's micro-batches, then the update; or several of both."""
 
 import math
-from collections.abc import Callable
+import statistics
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch.distributed.tensor import DTensor
@@ -10,8 +12,9 @@ from cairn.run import heartbeat
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
-from cairn.trainer.losses import Loss, LossInputs, LossSums
-from cairn.trainer.packing import BatchCounts, RankBatch
+from cairn.trainer.learner import Learner, PolicyLearner
+from cairn.trainer.losses import Loss, LossSums
+from cairn.trainer.packing import BatchCounts, Part, RankBatch
 from cairn.trainer.state import TrainerState
 
 
@@ -30,76 +33,149 @@ def train_step(
     loss: Loss,
     before_update: Callable[[], None] = _nothing,
     meanwhile: Callable[[], None] = _nothing,
+    *,
+    others: Sequence[Learner] = (),
 ) -> dict[str, float]:
-    """One optimiser step, in place; returns its metrics.
+    """One step, in place: as many updates of the weights as the batch asks for; returns the step's metrics.
 
-    The loss is summed over the whole batch, on whichever ranks it is, and divided by the loss's normaliser.
-    Every micro-batch's gradient is reduced at once, so a rank holds the gradient of its shards, never of the
-    whole model.
+    An update sums the loss over its part of the batch, on whichever ranks it is, and divides it by the loss's
+    normaliser. Every micro-batch's gradient is reduced at once, so a rank holds the gradient of its shards,
+    never of the whole model.
     Weights and optimiser state change only after `before_update` has returned. `meanwhile` is called before
-    the last backward pass, during which this thread needs neither Python nor, on a GPU, the processor.
+    the last backward pass of the policy, during which this thread needs neither Python nor, on a GPU, the
+    processor.
+
+    Args:
+        loss: of the policy.
+        others: models that learn from the same batch, each with a loss of its own.
 
     Raises:
-        TrainingDiverged: the gradient is not finite.
+        TrainingDiverged: a gradient is not finite.
     """
-    config, group, policy = state.config, state.group, state.policy
-    counts = batch.counts
-    normaliser = _normaliser(loss, counts)
-    all_sums = []
-    for micro in batch.micros:
-        heartbeat.doing(f"step {step}, micro-batch {micro.index}")
-        group.seed(derive(config.seed, "dropout", step, micro.index))
-        micro = micro.to(group.device)
-        with state.balance.watching():
-            logprobs = state.scorer.logprobs(micro, batch.temperature)
-        sums = loss(LossInputs.of(logprobs, micro))
-        if micro.index == batch.micros[-1].index:
-            meanwhile()
-        # FSDP2 averages gradients over ranks; the sum is wanted.
-        scaled = sums.loss * (group.world_size / normaliser)
-        state.balance.added_to(scaled, sums, micro, counts, group.world_size).backward()
-        all_sums.append(sums)
-
-    norm = torch.nn.utils.clip_grad_norm_(policy.trained().values(), config.optimizer.max_grad_norm)
-    norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
-    # Metrics are read here together with the norm, which must be known before the weights change.
-    metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
-    if not math.isfinite(gradient_norm):
-        raise TrainingDiverged(
-            f"step {step}: the gradient's norm is {gradient_norm}; lower optimizer.lr, or look at the batch"
-        )
+    config, counts = state.config, batch.counts
     rate = config.scheduler.rate(step, config.optimizer.lr, config.scheduler.steps or config.max_steps)
-    for parameters in policy.optimizer.param_groups:
-        parameters["lr"] = rate
-    before_update()
-    policy.optimizer.step()
-    policy.optimizer.zero_grad(set_to_none=True)
+    learners = [PolicyLearner(state, loss), *others]
+    rows: list[StepMetrics] = []
+    for number in range(batch.updates):
+        update = Update(state, batch.parts[number % len(batch.parts)], batch.temperature, step, number)
+        last = number == batch.updates - 1
+        rows.append(update.gradients(learners, meanwhile if last else _nothing))
+        if number == 0:
+            before_update()
+        for learner in learners:
+            _apply(learner, rate)
 
     progress = state.progress
     progress.step = step
     progress.total_tokens += counts.tokens
     progress.total_samples += counts.samples
     return {
-        **metrics,
+        **StepMetrics.over(rows),
         "lr": rate,
-        "grad_norm": gradient_norm,
         "learned_tokens": counts.learned,
         **({"cut_samples": counts.cut} if counts.cut else {}),
         **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
     }
 
 
-def _normaliser(loss: Loss, counts: BatchCounts) -> float:
-    normaliser = loss.normaliser(counts)
+@dataclass
+class StepMetrics:
+    """Metrics of one update: `means`, and `maxima`, of which a step of several updates shows the largest."""
+
+    means: dict[str, float]
+    maxima: dict[str, float]
+
+    @staticmethod
+    def over(updates: "Sequence[StepMetrics]") -> dict[str, float]:
+        """Those of a step."""
+        first = updates[0]
+        if len(updates) == 1:
+            return first.means | first.maxima
+        means = {name: statistics.fmean(one.means[name] for one in updates) for name in first.means}
+        return means | {name: max(one.maxima[name] for one in updates) for name in first.maxima}
+
+
+@dataclass
+class Update:
+    """One update of a step: number `number` (from 0) of `step`, from a part of its batch."""
+
+    state: TrainerState
+    part: Part
+    temperature: float
+    step: int
+    number: int
+
+    def gradients(self, learners: Sequence[Learner], meanwhile: Callable[[], None]) -> StepMetrics:
+        """Accumulate and clip the gradient of each learner; the first one's last backward pass is meanwhile.
+
+        Raises:
+            TrainingDiverged: one is not finite.
+        """
+        found = StepMetrics({}, {})
+        for learner in learners:
+            metrics = self._gradient(learner, meanwhile)
+            meanwhile = _nothing
+            prefix = f"{learner.name}/" if learner.name else ""
+            found.means |= {prefix + name: value for name, value in metrics.means.items()}
+            found.maxima |= {prefix + name: value for name, value in metrics.maxima.items()}
+        return found
+
+    def _gradient(self, learner: Learner, meanwhile: Callable[[], None]) -> StepMetrics:
+        config, group, counts = self.state.config, self.state.group, self.part.counts
+        normaliser = _normaliser(learner, counts)
+        micros = self.part.micros
+        all_sums: list[LossSums] = []
+        for micro in micros:
+            heartbeat.doing(f"step {self.step}, micro-batch {micro.index}")
+            group.seed(self._dropout_seed(micro.index))
+            micro = micro.to(group.device)
+            sums = learner.sums(micro, self.temperature)
+            if micro.index == micros[-1].index:
+                meanwhile()
+            # FSDP2 averages gradients over ranks; the sum is wanted.
+            scaled = sums.loss * (group.world_size / normaliser)
+            learner.added_to(scaled, sums, micro, counts, group.world_size).backward()
+            all_sums.append(sums)
+        parameters = learner.model.trained().values()
+        norm = torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
+        norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        # Metrics are read here together with the norm, which must be known before the weights change.
+        metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
+        if not math.isfinite(gradient_norm):
+            whose = f" of the {learner.name}" if learner.name else ""
+            which = f", update {self.number + 1}" if self.number else ""
+            raise TrainingDiverged(
+                f"step {self.step}{which}: the gradient's norm{whose} is {gradient_norm}; lower "
+                "optimizer.lr, or look at the batch"
+            )
+        metrics.means["grad_norm"] = gradient_norm
+        return metrics
+
+    def _dropout_seed(self, micro: int) -> int:
+        about = (self.step, micro) if self.number == 0 else (self.step, micro, "update", self.number)
+        return derive(self.state.config.seed, "dropout", *about)
+
+
+def _apply(learner: Learner, rate: float) -> None:
+    """Change the weights by the gradient, with a learning rate."""
+    optimizer = learner.model.optimizer
+    for parameters in optimizer.param_groups:
+        parameters["lr"] = rate
+    optimizer.step()
+    optimizer.zero_grad(set_to_none=True)
+
+
+def _normaliser(learner: Learner, counts: BatchCounts) -> float:
+    normaliser = learner.normaliser(counts)
     if not 0 < normaliser < math.inf:
-        raise UsageError(f"the normaliser of {type(loss).__name__} is {normaliser}, and must be above 0")
+        raise UsageError(f"the normaliser of {learner.loss_name} is {normaliser}, and must be above 0")
     return normaliser
 
 
 def _combine(
     all_sums: list[LossSums], norm: torch.Tensor, normaliser: float, tokens: int, group: RankGroup
-) -> tuple[dict[str, float], float]:
-    """Metrics of the whole step, and `norm`, which is equal on all ranks, in one read from the device.
+) -> tuple[StepMetrics, float]:
+    """Metrics of the whole update, and `norm`, which is equal on all ranks, in one read from the device.
 
     Metrics are summed in the order of micro-batches whatever rank they ran on.
     """
@@ -115,5 +191,8 @@ def _combine(
     totals = table[:, : 1 + len(means)].cumsum(0)[-1]
     totals = torch.cat([totals[:1] / normaliser, totals[1:] / tokens])
     peaks = table[:, 1 + len(means) :].amax(0)
-    metrics = dict(zip(["loss", *means, *maxima], [*totals.tolist(), *peaks.tolist()], strict=True))
+    metrics = StepMetrics(
+        dict(zip(["loss", *means], totals.tolist(), strict=True)),
+        dict(zip(maxima, peaks.tolist(), strict=True)),
+    )
     return metrics, norms.tolist()[0]

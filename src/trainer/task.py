@@ -5,7 +5,7 @@ lists all tasks; the loop, saving and the ranks' spares know only this class.
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,8 +13,12 @@ from typing import Any, NamedTuple
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
+from cairn.trainer.group import RankGroup
+from cairn.trainer.learner import Learner
 from cairn.trainer.losses import Loss
+from cairn.trainer.packing import RankBatch
 from cairn.trainer.state import TrainerState
+from cairn.trainer.trained import Trained
 
 
 class Earlier(NamedTuple):
@@ -72,11 +76,29 @@ class Task(ABC):
     recipe: Mapping[str, Any] = {}
     """What the task adds to the recipe that checkpoints keep."""
     loss: Loss
-    """What is minimised."""
+    """What the policy minimises."""
+    learners: Sequence[Learner] = ()
+    """Models that learn from each batch beside the policy; each trains one that `models` has made."""
+    mini_batches: int = 1
+    """The number of parts that a batch is divided into."""
+    updates: int = 1
+    """The number of updates of the weights in each step, which go through the batch's parts in turn."""
 
     @abstractmethod
     def __init__(self, config: Any, context: Context):
         """Prepare the first step; `config` is an instance of the configuration class that names the task."""
+
+    @classmethod
+    def models(cls, config: Any, folder: Path, group: RankGroup) -> dict[str, Trained]:
+        """The models that are trained beside the policy, by name; all ranks call it.
+
+        Their weights are not yet loaded: that is done from the checkpoint that the run goes on from, or, at
+        the start of a run, by `Trained.begin`.
+
+        Args:
+            folder: the Hugging Face directory of the policy.
+        """
+        return {}
 
     @classmethod  # noqa: B027
     def warm_up(cls, folder: Path) -> None:
@@ -92,6 +114,14 @@ class Task(ABC):
     def earlier(self, step: int) -> Earlier:
         """What was decided for `step` before this process began, as far as this rank knows."""
         return Earlier()
+
+    def prepare(self, batch: RankBatch) -> Mapping[str, float]:
+        """Before the first update of a step: add columns that are computed from models.
+
+        Returns:
+            Further metrics of the step, the same on all ranks.
+        """
+        return {}
 
     def before_update(self) -> None:  # noqa: B027
         """Return once nobody reads the weights any more: the optimiser is about to change them."""

@@ -9,8 +9,18 @@ from transformers import PreTrainedModel
 from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL, OPTIMIZER
-from cairn.checkpoint.tensors import Stored
-from cairn.trainer.model import config_of, frozen_weights, published_dtypes, weights, weights_in
+from cairn.checkpoint.tensors import Stored, read_tensors
+from cairn.config.trainer import TrainerBase
+from cairn.trainer.group import RankGroup
+from cairn.trainer.model import (
+    build_model,
+    config_of,
+    frozen_weights,
+    published_dtypes,
+    weights,
+    weights_in,
+)
+from cairn.trainer.optimizer import make_optimizer
 
 
 class Trained:
@@ -38,6 +48,10 @@ class Trained:
         self.optimizer = optimizer
         self.weights_stem = weights_stem
         self.optimizer_stem = optimizer_stem
+
+    def begin(self, folder: Path) -> None:
+        """Take the weights that a run starts from; the policy's are in `folder`. All ranks call it."""
+        read_tensors(folder, self.loaded(folder), "model")
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
         """What is read from the weights in a folder, by the names that they have there.
@@ -109,3 +123,9 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def make_policy(folder: Path, config: TrainerBase, group: RankGroup) -> Trained:
+    """The policy that the Hugging Face directory `folder` describes, its weights not yet loaded."""
+    module = build_model(folder, config, group.mesh)
+    return Trained(module, make_optimizer(module.parameters(), config.optimizer))

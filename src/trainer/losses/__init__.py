@@ -7,11 +7,11 @@ from cairn.config.loss import LossConfig
 from cairn.run.extensions import BadExtension, load, make
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.losses.likelihood import Likelihood
-from cairn.trainer.losses.loss import Loss, LossInputs, LossSums
+from cairn.trainer.losses.loss import OLD_LOGPROBS, Loss, LossInputs, LossSums
 from cairn.trainer.losses.mask import Mask
 from cairn.trainer.losses.truncate import Truncate
 
-__all__ = ["LOSSES", "Likelihood", "Loss", "LossInputs", "LossSums", "make_loss"]
+__all__ = ["LOSSES", "OLD_LOGPROBS", "Likelihood", "Loss", "LossInputs", "LossSums", "make_loss"]
 
 LOSSES: dict[str, type[Loss]] = {
     "likelihood": Likelihood,

@@ -4,11 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import ClassVar
 
 import torch
 
 from cairn.run.errors import UsageError
 from cairn.trainer.packing import BatchCounts, MicroBatch
+
+OLD_LOGPROBS = "old_logprobs"
+"""The column with the logprobs under the weights at the begin of the step."""
 
 
 @dataclass(frozen=True)
@@ -55,6 +59,15 @@ class LossInputs:
         """Advantages of the tokens, float32 [R, N]."""
         return self.column("advantages")
 
+    @property
+    def old_logprobs(self) -> torch.Tensor:
+        """Logprobs of the tokens under the weights at the begin of the step, float32 [R, N], no gradient.
+
+        They differ from `logprobs` only where a step updates the weights more than once; a loss that asks for
+        them says so with `Loss.needs_old`.
+        """
+        return self.columns.get(OLD_LOGPROBS, self.logprobs.detach())
+
     @cached_property
     def sample_of(self) -> torch.Tensor:
         """Which sample of the micro-batch each token belongs to: int64 [R, N], counted from 0, row by row.
@@ -89,6 +102,9 @@ class LossSums:
 
 class Loss(ABC):
     """What a step minimises. Its constructor gets the settings of the loss's type as keyword arguments."""
+
+    needs_old: ClassVar[bool] = False
+    """Whether it asks for `LossInputs.old_logprobs`."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossSums:
