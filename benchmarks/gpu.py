@@ -271,7 +271,7 @@ def measure_bare(shape: Shape, arguments: argparse.Namespace) -> dict[str, Any]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from cairn.config.trainer import SFTDataConfig
-    from cairn.trainer.data.stream import SFTData
+    from cairn.trainer.data.batches import SFTData
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     folder, warmup = arguments.inside, arguments.warmup

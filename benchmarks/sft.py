@@ -121,7 +121,7 @@ def measure_bare(task: common.Task, warmup: int, steps: int) -> dict:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     from cairn.config.trainer import SFTDataConfig
-    from cairn.trainer.data.stream import SFTData
+    from cairn.trainer.data.batches import SFTData
     from cairn.trainer.packing import make_micro_batches
 
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -178,7 +178,7 @@ def mean_length(task: common.Task) -> float:
     from transformers import AutoTokenizer
 
     from cairn.config.trainer import SFTDataConfig
-    from cairn.trainer.data.stream import SFTData
+    from cairn.trainer.data.batches import SFTData
 
     config = SFTDataConfig(name=str(task.data), batch_size=1000)
     samples = SFTData(config, AutoTokenizer.from_pretrained(task.model), 0, 0).next_batch(1).samples

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cairn.orchestrator.chat import ChatFormat, Message
+from cairn.orchestrator.chat import ChatFormat
+from cairn.run.conversations import Message
 from cairn.run.errors import UsageError
 
 logger = logging.getLogger(__name__)

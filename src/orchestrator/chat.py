@@ -1,7 +1,6 @@
 """The chat format of a model: renders conversations to tokens, and decodes answers to text."""
 
 import functools
-import json
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -9,10 +8,7 @@ from typing import Any
 import jinja2
 from transformers import AutoTokenizer, GenerationConfig
 
-Message = Mapping[str, Any]
-"""One message of a conversation, as in OpenAI's chat completions."""
-REASONING = ("reasoning_content", "reasoning", "thinking")
-"""The names that chat templates and clients use for the reasoning of an assistant's message."""
+from cairn.run.conversations import Message, for_template, is_plain
 
 
 class NoPrompt(ValueError):
@@ -58,7 +54,7 @@ class ChatFormat:
     def _apply(self, messages: Sequence[Message], tools: Sequence[Message] | None, **how: bool) -> Any:
         try:
             return self.tokenizer.apply_chat_template(
-                [message if is_plain(message) else _for_template(message) for message in messages],
+                [message if is_plain(message) else for_template(message) for message in messages],
                 tools=list(tools) if tools else None,
                 add_generation_prompt=True,
                 **how,
@@ -101,60 +97,6 @@ class ChatFormat:
         """The texts of the added tokens at which the tokenizer splits every text."""
         known = self.tokenizer.added_tokens_decoder.items()
         return {token_id: token.content for token_id, token in known if not token.single_word}
-
-
-def flat(content: Any) -> Any:
-    """The content of a message; a list of texts, as clients write it, is joined to one text."""
-    if isinstance(content, list) and content and all(_is_text(part) for part in content):
-        return "\n".join(part["text"] for part in content)
-    return content
-
-
-def is_plain(message: Message) -> bool:
-    """Whether the message is a role and a text, and nothing else."""
-    return (
-        type(message) is dict
-        and len(message) == 2
-        and "role" in message
-        and type(message.get("content")) is str
-    )
-
-
-def arguments_of(call: Message) -> Any:
-    """The arguments of a tool call, decoded from JSON text if they are such a text."""
-    arguments = call["function"].get("arguments") or {}
-    if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except ValueError:
-            return arguments
-    return arguments
-
-
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
-
-
-def _for_template(message: Message) -> Message:
-    """The message as chat templates expect it: fields that are None are left out, and arguments are objects.
-
-    The reasoning stands under every name that templates read.
-    """
-    if not isinstance(message, Mapping):  # the template will say what it misses
-        return message
-    shown = {name: value for name, value in message.items() if value is not None}
-    if "content" in message:
-        shown["content"] = "" if message["content"] is None else flat(message["content"])
-    if message.get("role") != "assistant":
-        return shown
-    shown.setdefault("content", "")
-    if reasoning := next((shown[name] for name in REASONING if shown.get(name)), None):
-        shown |= dict.fromkeys(REASONING, reasoning)
-    if calls := shown.pop("tool_calls", None):
-        shown["tool_calls"] = [
-            {**call, "function": {**call["function"], "arguments": arguments_of(call)}} for call in calls
-        ]
-    return shown
 
 
 def _stop_tokens(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:

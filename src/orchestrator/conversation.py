@@ -30,8 +30,9 @@ import numpy as np
 import numpy.typing as npt
 
 from cairn.orchestrator.answers import Answer, AnswerParser, PlainText
-from cairn.orchestrator.chat import REASONING, ChatFormat, Message, NoPrompt, arguments_of, flat
+from cairn.orchestrator.chat import ChatFormat, NoPrompt
 from cairn.orchestrator.histories import Histories, with_message
+from cairn.run.conversations import REASONING, Message, arguments_of, flat
 
 Tokens = npt.NDArray[np.int32]
 LARGEST_NUMBER_OF_BRANCHES = 32

@@ -5,7 +5,7 @@ import json
 from collections.abc import Sequence
 from typing import Any
 
-from cairn.orchestrator.chat import REASONING, Message, arguments_of, flat, is_plain
+from cairn.run.conversations import REASONING, Message, arguments_of, flat, is_plain
 
 _quoted = json.encoder.encode_basestring_ascii
 

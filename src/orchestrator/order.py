@@ -5,18 +5,11 @@ through its own problems: the n-th place that is its own has its n-th problem, i
 for each of its epochs. So nothing but a place's number is needed to know its problem.
 """
 
-import bisect
-import itertools
-import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-import numpy as np
-
-from cairn.run.seeds import derive, permutation
-
-BLOCK = 1024
-"""Places whose environments are drawn together. Another number would change the order of all runs."""
+from cairn.run.mixture import Mixture
+from cairn.run.seeds import permutation
 
 
 @dataclass(frozen=True)
@@ -48,60 +41,36 @@ class Order:
     def __init__(self, seed: int, portions: Sequence[Portion]):
         self.seed = seed
         self.portions = tuple(portions)
-        self._ends = list(itertools.accumulate(portion.weight for portion in self.portions))
-        self._blocks: list[np.ndarray] = []
-        """The environment of each place, by block."""
-        self._before: list[np.ndarray] = [np.zeros(len(self.portions), np.int64)]
-        """How many places before each block are of each environment."""
+        weights = [portion.weight for portion in self.portions]
+        self._mixture = Mixture(seed, "environment of prompt", weights)
         self._orders: dict[tuple[int, int], list[int]] = {}
         """The problems of the epochs that were asked for last, by environment and epoch."""
 
     def environment(self, place: int) -> int:
         """The number of the environment at `place`."""
-        block, offset = divmod(place, BLOCK)
-        return int(self._block(block)[offset])
+        return self._mixture.at(place)
 
     def at(self, place: int) -> Position:
         """What is at `place`."""
-        block, offset = divmod(place, BLOCK)
-        environment = int(self._block(block)[offset])
-        own = self._own_before(place, environment)
+        environment = self._mixture.at(place)
+        own = self._mixture.before(place, environment)
         epoch, index = divmod(own, self.portions[environment].problems)
         return Position(environment, epoch, self._order(environment, epoch)[index])
 
     def epoch(self, place: int) -> int:
         """The epoch of its environment that `place` lies in."""
         environment = self.environment(place)
-        return self._own_before(place, environment) // self.portions[environment].problems
+        return self._mixture.before(place, environment) // self.portions[environment].problems
 
     def epochs(self, first: int, last: int) -> Iterator[tuple[int, int, int]]:
         """How many of the places `first` to `last` lie in which epoch: (environment, epoch, count)."""
         for environment, portion in enumerate(self.portions):
-            own, end = self._own_before(first, environment), self._own_before(last + 1, environment)
+            own, end = self._mixture.before(first, environment), self._mixture.before(last + 1, environment)
             while own < end:
                 epoch = own // portion.problems
                 until = min(end, (epoch + 1) * portion.problems)
                 yield environment, epoch, until - own
                 own = until
-
-    def _own_before(self, place: int, environment: int) -> int:
-        """How many places before `place` are of this environment."""
-        block, offset = divmod(place, BLOCK)
-        drawn = self._block(block)
-        return int(self._before[block][environment]) + int(np.count_nonzero(drawn[:offset] == environment))
-
-    def _block(self, number: int) -> np.ndarray:
-        """The environments of the places of a block, int16 [BLOCK]."""
-        while len(self._blocks) <= number:
-            draw = random.Random(derive(self.seed, "environment of prompt", len(self._blocks)))
-            drawn = np.array(
-                [bisect.bisect_right(self._ends, draw.random() * self._ends[-1]) for _ in range(BLOCK)],
-                np.int16,
-            )
-            drawn = np.minimum(drawn, len(self.portions) - 1)  # a product may be rounded up to the last end
-            self._blocks.append(drawn)
-            self._before.append(self._before[-1] + np.bincount(drawn, minlength=len(self.portions)))
-        return self._blocks[number]
 
     def _order(self, environment: int, epoch: int) -> list[int]:
         """The problems of an epoch, in order."""

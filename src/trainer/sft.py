@@ -8,8 +8,8 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Batch
 from cairn.run.data_sets import BadRecord, examine, same_records
 from cairn.run.recipe import template_arguments
+from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.records import problem_of
-from cairn.trainer.data.stream import SFTData
 from cairn.trainer.losses import make_loss
 from cairn.trainer.task import Context, Task
 

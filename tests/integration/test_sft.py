@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from cairn.config.trainer import SFTDataConfig
 from cairn.run.directory import RunDirectory
-from cairn.trainer.data.stream import SFTData
+from cairn.trainer.data.batches import SFTData
 
 pytestmark = pytest.mark.timeout(900)
 

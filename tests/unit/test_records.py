@@ -15,9 +15,9 @@ from cairn.config.trainer import SFTDataConfig, TrainerConfig
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord, examine, load_records, same_records
 from cairn.run.errors import UsageError
+from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.records import problem_of
 from cairn.trainer.data.rendering import encode
-from cairn.trainer.data.stream import SFTData
 from cairn.trainer.packing import make_rank_batch
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"

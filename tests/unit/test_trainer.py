@@ -35,9 +35,9 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.trainer.data import stream
+from cairn.trainer.data import batches
+from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.rendering import encode
-from cairn.trainer.data.stream import SFTData
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.clip import Clip
@@ -619,14 +619,14 @@ def test_a_record_is_encoded_once_if_there_is_room_to_keep_it(
     """Three tokens each; batches are the same whether records were kept or not."""
     config = SFTDataConfig(name=str(seven), batch_size=7)
     expected = [SFTData(config, tokenizer, 3, 7 * step).next_batch(step).digest() for step in range(5)]
-    encode, asked = stream.encode, []
+    encode, asked = batches.encode, []
 
     def counted(records: list, tokenizer: object, indices: list[int], **how: object) -> list[Sample]:
         asked.extend(indices)
         return encode(records, tokenizer, indices, **how)
 
-    monkeypatch.setattr(stream, "CACHED_TOKENS", room)
-    monkeypatch.setattr(stream, "encode", counted)
+    monkeypatch.setattr(batches, "CACHED_TOKENS", room)
+    monkeypatch.setattr(batches, "encode", counted)
     data = SFTData(config, tokenizer, 3, 0)
     assert [data.next_batch(step).digest() for step in range(5)] == expected
     assert len(asked) == encoded

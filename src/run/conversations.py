@@ -1,0 +1,64 @@
+"""Messages of conversations, as clients write them and as chat templates expect them."""
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+Message = Mapping[str, Any]
+"""One message of a conversation, as in OpenAI's chat completions."""
+REASONING = ("reasoning_content", "reasoning", "thinking")
+"""The names that chat templates and clients use for the reasoning of an assistant's message."""
+
+
+def flat(content: Any) -> Any:
+    """The content of a message; a list of texts, as clients write it, is joined to one text."""
+    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+        return "\n".join(part["text"] for part in content)
+    return content
+
+
+def is_plain(message: Message) -> bool:
+    """Whether the message is a role and a text, and nothing else."""
+    return (
+        type(message) is dict
+        and len(message) == 2
+        and "role" in message
+        and type(message.get("content")) is str
+    )
+
+
+def arguments_of(call: Message) -> Any:
+    """The arguments of a tool call, decoded from JSON text if they are such a text."""
+    arguments = call["function"].get("arguments") or {}
+    if isinstance(arguments, str):
+        try:
+            arguments = json.loads(arguments)
+        except ValueError:
+            return arguments
+    return arguments
+
+
+def _is_text(part: Any) -> bool:
+    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+
+
+def for_template(message: Message) -> Message:
+    """The message as chat templates expect it: fields that are None are left out, and arguments are objects.
+
+    The reasoning stands under every name that templates read.
+    """
+    if not isinstance(message, Mapping):  # the template will say what it misses
+        return message
+    shown = {name: value for name, value in message.items() if value is not None}
+    if "content" in message:
+        shown["content"] = "" if message["content"] is None else flat(message["content"])
+    if message.get("role") != "assistant":
+        return shown
+    shown.setdefault("content", "")
+    if reasoning := next((shown[name] for name in REASONING if shown.get(name)), None):
+        shown |= dict.fromkeys(REASONING, reasoning)
+    if calls := shown.pop("tool_calls", None):
+        shown["tool_calls"] = [
+            {**call, "function": {**call["function"], "arguments": arguments_of(call)}} for call in calls
+        ]
+    return shown
