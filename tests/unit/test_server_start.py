@@ -14,6 +14,7 @@ import cairn.inference.server as server_module
 from cairn.config.inference import InferenceConfig
 from cairn.inference.log_reason import MODEL_REFUSED, reason
 from cairn.inference.server import AddressUnusable, ModelUnservable, Server, ServerFailed
+from cairn.launch.exits import answer
 
 PREFIX = "(EngineCore pid=7) ERROR 11-22 16:22:28 [core.py:1] "
 
@@ -74,6 +75,22 @@ def test_a_model_that_cannot_be_served_is_named_with_its_reason(started):
     server = started("raise ValueError('Model architectures [A] are not supported')", runs.free_port())
     with pytest.raises(ModelUnservable, match=r"some/model.*ValueError: Model architectures \[A\]"):
         server.wait_ready()
+
+
+def test_a_role_whose_model_cannot_be_served_tells_its_launcher_why(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """It is the last word of `rl`, which starts the server as a role of its own."""
+    code = "raise ValueError('Model architectures [A] are not supported')"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(server_module, "command", lambda *_: ([sys.executable, "-c", code], {}))
+    told: list[str] = []
+    config = InferenceConfig(port=runs.free_port())
+    assert (
+        answer(lambda: server_module.run(config, "some/model", tmp_path / "vllm.log"), tell=told.append) == 2
+    )
+    assert "can't serve some/model" in told[0]
+    assert "Model architectures [A]" in told[0]
 
 
 def test_a_death_for_another_reason_is_no_usage_error(started):
