@@ -48,6 +48,7 @@ class Evaluations:
         self._state = state
         self._chat = chat
         self._all = [Evaluation(state.config, one) for one in state.config.eval]
+        self._passed_over = set[int]()
         self._rate_steps()  # a process that was killed may not have
 
     def due(self, step: int, *, last: bool = False) -> bool:
@@ -56,7 +57,11 @@ class Evaluations:
 
     def _due(self, step: int, last: bool) -> "list[Evaluation]":
         asked = (one for one in self._all if last or step % one.config.interval == 0)
-        return [one for one in asked if not self._is_done(one, step)]
+        return [one for one in asked if step not in self._passed_over and not self._is_done(one, step)]
+
+    def pass_over(self, step: int) -> None:
+        """The policy of `step` is never evaluated, because no server has it any more."""
+        self._passed_over.add(step)
 
     def _is_done(self, evaluation: "Evaluation", step: int) -> bool:
         """Whether there is a result for this branch's policy of `step`."""

@@ -127,7 +127,10 @@ class TrainerFollower:
 
         The trainer goes on meanwhile, as far as it has batches: its checkpoints are saved, its policies wait.
         """
-        if self.state.policy.step != step or not self.evaluations.due(step):
+        if self.state.policy.step != step:
+            self.evaluations.pass_over(step)
+            self.state.policy.changed.set()  # whoever waits for its evaluation goes on
+        if not self.evaluations.due(step):
             return
         evaluating, seen = asyncio.create_task(self.evaluations.run(step)), step
         try:

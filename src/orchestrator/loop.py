@@ -51,9 +51,9 @@ class Orchestrator:
                 for source in sources
             ]
         )
-        sharing = make_sharing(self.state)
-        self.batches = BatchMaker(self.state, answering, sharing, chat)
         self.evaluations = Evaluations(self.state, chat)
+        sharing = make_sharing(self.state, self.evaluations.due)
+        self.batches = BatchMaker(self.state, answering, sharing, chat)
         self.follower = TrainerFollower(self.state, policy, sharing, self.evaluations)
 
     async def run(self) -> int:

@@ -1,12 +1,14 @@
 """Whose turn it is, where servers share a GPU with the trainer; nobody takes turns where they do not.
 
 The turn is the trainer's from the moment that a batch is shipped and all servers sleep, until it announces
-the policy of the newest batch. The note that says so (`PolicyVersions.hand_over`) is written when all servers
-sleep and removed before they are woken, so that a role that is started anew finds out by reading it.
+the policy of the newest batch, or one before that is to be evaluated. The note that says so
+(`PolicyVersions.hand_over`) is written when all servers sleep and removed before they are woken, so that a
+role that is started anew finds out by reading it.
 """
 
 import asyncio
 import logging
+from collections.abc import Callable
 from typing import Protocol
 
 from cairn.orchestrator.state import OrchestratorState
@@ -47,7 +49,7 @@ class Sharing(Protocol):
 class Apart:
     """The trainer computes elsewhere: servers serve every policy, and never sleep."""
 
-    def __init__(self, state: OrchestratorState):
+    def __init__(self, state: OrchestratorState, evaluation_due: Callable[[int], bool]):
         self.serving = asyncio.Lock()
 
     def wants(self, step: int, *, last: bool = False) -> bool:
@@ -70,17 +72,22 @@ class Apart:
 class TakingTurns:
     """The servers sleep while the trainer has a batch, and are woken for the policy of the newest batch."""
 
-    def __init__(self, state: OrchestratorState):
+    def __init__(self, state: OrchestratorState, evaluation_due: Callable[[int], bool]):
         self.state = state
         self.serving = asyncio.Lock()
+        self._evaluation_due = evaluation_due
         self._versions = state.run.versions
 
     def wants(self, step: int, *, last: bool = False) -> bool:
         """Whether prompts will be sampled from the policy of `step`: no later batch is shipped.
 
-        None are sampled from the last one, for which servers are woken only if it is to be evaluated.
+        Also if it is to be evaluated and the trainer has not been told to go on from it: the orchestrator may
+        have died in the evaluation, in which it had shipped the next batch. None are sampled from the last
+        policy, for which servers are woken only if it is to be evaluated.
         """
-        return not last and step >= self.state.shipped.newest.step
+        if last or step >= self.state.shipped.newest.step:
+            return not last
+        return self._evaluation_due(step) and self._versions.trainers_turn(self.state.attempt) is None
 
     def before_serving(self) -> None:
         """The trainer's turn is over: it has announced what it was to make, or has nothing to train on."""
@@ -89,24 +96,33 @@ class TakingTurns:
     async def hand_over(self) -> None:
         """If the trainer has not announced the policy of the newest batch, have all servers sleep and say so.
 
+        It is told to stop at a policy that is to be evaluated, also if there are batches beyond it.
+
         Raises:
             ServerUnavailable: a server does not sleep.
         """
-        if not self._is_due():
+        if self._until() is None:
             return
         async with self.serving:  # after a restart, a batch may be ready before the servers are
-            if self._is_due():
-                newest = self.state.shipped.newest.step
+            until = self._until()
+            if until is not None and until > self._announced():
                 await self.state.servers.sleep()
-                self._versions.hand_over(self.state.attempt, newest)
+                self._versions.hand_over(self.state.attempt, until)
 
-    def _is_due(self) -> bool:
-        """Whether the trainer has a batch, and has not been told that it is its turn."""
-        newest, attempt = self.state.shipped.newest.step, self.state.attempt
-        if newest <= max(self._versions.all_announced(attempt), default=attempt.start_step):
-            return False
-        turn = self._versions.handed_over(attempt)
-        return turn is None or (turn.until is not None and turn.until < newest)
+    def _until(self) -> int | None:
+        """The step that the trainer is to be told to go on to; None if it knows, or has no batch."""
+        newest, announced = self.state.shipped.newest.step, self._announced()
+        if newest <= announced:
+            return None
+        turn = self._versions.handed_over(self.state.attempt)
+        if turn is not None and (turn.until is None or turn.until >= newest):
+            return None
+        until = next((step for step in range(announced, newest) if self._evaluation_due(step)), newest)
+        return until if turn is None or turn.until is None or turn.until < until else None
+
+    def _announced(self) -> int:
+        attempt = self.state.attempt
+        return max(self._versions.all_announced(attempt), default=attempt.start_step)
 
     async def rest(self) -> None:
         """If servers were woken for the last policy, have them sleep, and let a trainer take steps again.
@@ -127,6 +143,10 @@ class TakingTurns:
             self._versions.hand_over(self.state.attempt, until=None)
 
 
-def make_sharing(state: OrchestratorState) -> Sharing:
-    """As the configuration says."""
-    return (TakingTurns if state.config.colocated else Apart)(state)
+def make_sharing(state: OrchestratorState, evaluation_due: Callable[[int], bool]) -> Sharing:
+    """As the configuration says.
+
+    Args:
+        evaluation_due: whether the policy of a step is to be evaluated, and was not yet.
+    """
+    return (TakingTurns if state.config.colocated else Apart)(state, evaluation_due)
