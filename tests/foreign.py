@@ -14,7 +14,7 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
@@ -41,7 +41,7 @@ def next_step(
     """
     config = SFTConfig(seq_len=max(40, rows.shape[1]), optimizer=optimizer)
     model = build_model(step / "model", config, group.mesh)
-    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
     state.load(step)
     learned = np.arange(rows.shape[1]) >= 1

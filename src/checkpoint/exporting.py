@@ -15,7 +15,7 @@ from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.exports import RECORD, UNFINISHED, Exports, refuse_options
 from cairn.checkpoint.formats import EXPORTERS, Content, Stage, Verification, WriteOptions, no_progress
 from cairn.checkpoint.formats.conversion import written_bytes
-from cairn.checkpoint.manifest import Damaged, load_manifest
+from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
@@ -117,9 +117,15 @@ def write_content(
         CheckpointError: a source is damaged, or has no counterpart in this format.
         OSError: a file can't be written; the error names it.
     """
+    stems = EXPORTERS[name].stems
+    if OPTIMIZER in stems and content.optimizer not in (None, "AdamW"):
+        raise CheckpointError(
+            f"the step has the state of {content.optimizer}, and what {name} stores is AdamW's: export the "
+            "weights alone, with --format hf"
+        )
     nbytes = sum(
         written_bytes(source.spec, options.dtype if stem == MODEL else None)
-        for stem in EXPORTERS[name].stems
+        for stem in stems
         for source in content.tensors.get(stem, {}).values()
     )
     progress = stage(f"writing {name}", nbytes)

@@ -9,24 +9,10 @@ from pydantic import Field, field_validator, model_validator
 from cairn.config.base import BaseConfig
 from cairn.config.gpus import Gpus
 from cairn.config.loss import ClipConfig, LikelihoodConfig, LossConfig, PolicyLossConfig, SFTLossConfig
+from cairn.config.optimizer import AdamWConfig, OptimizerConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.slurm import SlurmConfig
 from cairn.config.supervision import SupervisionConfig
-
-
-class OptimizerConfig(BaseConfig):
-    """The AdamW optimiser."""
-
-    lr: float = Field(default=1e-5, gt=0)
-    """Peak learning rate."""
-    betas: tuple[float, float] = (0.9, 0.95)
-    """Decay rates of the first and second moments."""
-    eps: float = Field(default=1e-8, gt=0)
-    """Term added to the denominator for numerical stability."""
-    weight_decay: float = Field(default=0.0, ge=0)
-    """Decoupled weight decay; applies to matrices only."""
-    max_grad_norm: float = Field(default=1.0, gt=0)
-    """Maximum global L2 norm of the gradients; larger ones are scaled down."""
 
 
 class SchedulerConfig(BaseConfig):
@@ -132,13 +118,13 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Maximum tokens of a row; samples are packed into rows, and longer samples are cut."""
     micro_batch_size: int = Field(default=1, ge=1)
     """Rows of seq_len tokens (or shorter rows with as many tokens in all) per forward and backward pass."""
-    optimizer: OptimizerConfig = OptimizerConfig()
+    optimizer: OptimizerConfig = AdamWConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
     state_on: Literal["device", "host"] = "device"
-    """host: weights, gradients and AdamW's state in host memory, stepped by `threads` CPU threads: slow."""
+    """host: weights, gradients and optimiser state in host memory, stepped by `threads` CPU threads: slow."""
     freeze: list[str] = []
     """Weights that are not trained: names in transformers, or patterns such as model.layers.[0-7].*"""
     router_aux_coef: float | None = Field(default=None, ge=0)

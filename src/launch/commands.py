@@ -78,6 +78,10 @@ def start(command: str, config: RunConfig) -> int:
         from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
 
         make_loss(own_loss)
+    if kind.trainer(config).optimizer.is_own:
+        from cairn.trainer.optimizers import check_optimizer  # likewise
+
+        check_optimizer(kind.trainer(config).optimizer)
     if config.preemption:
         asking(config.preemption)
     config = with_exports(with_ratings(config))

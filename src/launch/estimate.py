@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from cairn.config.optimizer import State
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, bytes_of
@@ -84,12 +85,13 @@ def rank_need(
     elements = footprint.shard(ranks // config.replicas)
     compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
     on_host = config.state_on == "host"
+    state = _state(footprint, config, elements)
     parts: list[Part] = []
     if not (gpu and on_host):
         parts = [
             Part("weights, float32", 4 * elements, kept=True),
             Part("gradients, float32", 4 * elements),
-            Part("AdamW's two moments, float32", 8 * elements, kept=True),
+            Part(state.what, state.bytes, counted=state.counted, kept=True),
         ]
     rows, tokens = config.micro_batch_size, config.seq_len
     ahead = 0
@@ -134,12 +136,20 @@ def host_need(footprint: "Footprint", rank: Need, config: TrainerBase, *, ranks:
             *parts,
         ]
     if gpu and config.state_on == "host":
-        state = 16 * footprint.shard(ranks // config.replicas) * ranks
+        elements = footprint.shard(ranks // config.replicas)
+        state = (8 * elements + _state(footprint, config, elements).bytes) * ranks
         parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
-        copied = 12 if config.ckpt.training_state else 4
-        parts.append(Part("a copy of the state while it is saved", copied * footprint.elements, False))
+        elements = footprint.elements
+        copied = _state(footprint, config, elements).bytes if config.ckpt.training_state else 0
+        parts.append(Part("a copy of the state while it is saved", 4 * elements + copied, False))
     return Need("of the machine's memory", tuple(parts))
+
+
+def _state(footprint: "Footprint", config: TrainerBase, elements: int) -> State:
+    """The optimiser's state of a shard of so many elements."""
+    hidden = elements * sum(footprint.layers) // footprint.elements
+    return config.optimizer.state(hidden, elements - hidden)
 
 
 def server_need(parameters: int, dtype: str, *, tensor_parallel: int) -> Need:

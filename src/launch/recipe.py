@@ -64,6 +64,7 @@ def plan_recipe(
 
     check_model(config.model.name, start)
     saved = _saved_recipe(start)
+    _check_optimizer(start, saved["settings"], settings["optimizer.type"], kind.flags("trainer"))
     changes = changed_settings(saved["settings"], recipe["trainer"]["settings"], TRAINER)
     if "data" in recipe["trainer"]:
         changes += _go_on_in_data(start, saved.get("data"), recipe["trainer"]["data"])
@@ -206,6 +207,21 @@ def _saved_recipe(start: Start) -> Mapping[str, Any]:
     )
     data = {"data": state.data} if state.data else {}
     return {"settings": settings_of(state.config or {}, TRAINER), **data}
+
+
+def _check_optimizer(start: Start, saved: Mapping[str, Any], now: str, flags: str) -> None:
+    """Check that the checkpoint's optimiser is the run's: another can't go on from its state.
+
+    Raises:
+        UsageError: it is another.
+    """
+    before = saved.get("optimizer.type", "adamw")  # which was the only one
+    if before != now:
+        raise UsageError(
+            f"{start.folder} has the state of {flags}optimizer.type {before}, from which {now} can't go on. "
+            f"Give {flags}optimizer.type {before}, or begin a new run with its weights: "
+            f"{flags.removesuffix('trainer.')}model.name {start.folder} and another output_dir"
+        )
 
 
 def _trainer_state(start: Start) -> TrainerRecord:

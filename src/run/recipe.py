@@ -70,11 +70,11 @@ OF_ENVIRONMENT: Settings = {
 } | {"sampling.max_tokens": None}
 """Those of the orchestrator's settings that each of several environments has for itself."""
 
-OWN_CLASSES = {"loss": "type", "environment": "name", "advantage": "type"}
+OWN_CLASSES = {"loss": "type", "environment": "name", "advantage": "type", "optimizer": "type"}
 """Sections that may name a class of the user's own, and the setting that does. A digest of the class's code
 stands in the recipe as the section's `code`: an edit of it is printed, and breaks no promise."""
 
-ARGUMENTS = ("environment.args", "advantage.args", "loss.args")
+ARGUMENTS = ("environment.args", "advantage.args", "loss.args", "optimizer.args")
 """Tables with keys of the user's choice, each of which is compared as a whole."""
 
 TOKENIZER_FILES = (

@@ -20,7 +20,8 @@ from cairn.trainer.model import (
     weights,
     weights_in,
 )
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
+from cairn.trainer.optimizers.saved import state_of
 
 
 class Trained:
@@ -87,13 +88,12 @@ class Trained:
         return config_of(self.module, dtype)
 
     def tensors(self) -> Tensors:
-        """All that a checkpoint holds of it: weights, and state as `<parameter's name>.<what>`."""
-        state = {
-            f"{name}.{key}": value
-            for name, parameter in self.trained().items()
-            for key, value in sorted(self.optimizer.state.get(parameter, {}).items())
-            if isinstance(value, torch.Tensor)
-        }
+        """All that a checkpoint holds of it: weights, and state as `<parameter's name>.<what>`.
+
+        Raises:
+            UsageError: something in the optimiser's state can't be saved.
+        """
+        state = state_of(self.optimizer, self.trained())
         both = {self.weights_stem: self.saved(), self.optimizer_stem: state}
         return {stem: tensors for stem, tensors in both.items() if tensors}
 
@@ -128,4 +128,4 @@ class Trained:
 def make_policy(folder: Path, config: TrainerBase, group: RankGroup) -> Trained:
     """The policy that the Hugging Face directory `folder` describes, its weights not yet loaded."""
     module = build_model(folder, config, group.mesh)
-    return Trained(module, make_optimizer(module.parameters(), config.optimizer))
+    return Trained(module, make_optimizer(module.named_parameters(), config.optimizer))

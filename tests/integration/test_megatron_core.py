@@ -29,7 +29,7 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
@@ -139,7 +139,7 @@ def test_cairn_goes_on_with_megatrons_next_step(group: RankGroup, trained: Path,
     optimizer = {"lr": RATE, "betas": BETAS, "eps": EPS, "weight_decay": DECAY, "max_grad_norm": CLIP}
     config = SFTConfig(seq_len=40, optimizer=optimizer)
     model = build_model(step / "model", config, group.mesh)
-    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
     state.load(step)
     rows = tokens(STEPS + 1, model.config.vocab_size).to(torch.int32).numpy()

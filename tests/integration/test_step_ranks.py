@@ -32,7 +32,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
@@ -117,7 +117,7 @@ def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerSta
     config = TrainerConfig(**{"optimizer": optimizer, "seq_len": 24, **changed})
     model = build_model(model_folder, config, group.mesh)
     read_tensors(model_folder, weights(model), "model")
-    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
 
 
@@ -185,17 +185,26 @@ LAYOUTS = {
     "replicas": (4, 2, "device"),
 }
 """Ranks, replicas, and where the state is."""
+OPTIMIZERS: dict[str, dict[str, object]] = {
+    "adamw": {"eps": 1e-3},
+    "muon": {"type": "muon", "eps": 1e-3, "weight_decay": 0.1},
+    "lion": {"type": "lion"},
+    "sgd": {"type": "sgd", "nesterov": True, "weight_decay": 0.1},
+}
+TRAINED = [*(("untied", name) for name in OPTIMIZERS), ("experts", "muon")]
+"""Models and optimisers."""
 
 
 def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
     """Steps once and writes model and optimiser state as a checkpoint has them."""
     ranks, replicas, state_on = LAYOUTS[layout]
     group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
-    state = start(group, folder / "model", state_on=state_on)
-    row = step_of(state, 1)
-    write(state, folder / f"{layout} after 1", row)
-    row = step_of(state, 2)
-    write(state, folder / f"{layout} after 2", row)
+    for model, name in TRAINED:
+        optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
+        state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
+        for number in (1, 2):
+            row = step_of(state, number)
+            write(state, folder / f"{model} {name} {layout} after {number}", row)
     dist.barrier()
     group.leave()
 
@@ -204,12 +213,15 @@ def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
     """Loads what another layout has saved, writes it again, and steps."""
     ranks, replicas, state_on = LAYOUTS[layout]
     group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
-    state, saved = start(group, folder / "model", state_on=state_on), folder / f"{source} after 1"
-    state.policy.create_optimizer_state(load_file(saved / "optimizer.safetensors").keys())
-    for stem, tensors in state.tensors().items():
-        read_tensors(saved, tensors, Path(stem).name, rank=rank)
-    write(state, folder / f"{layout} has loaded {source}", {})
-    write(state, folder / f"{layout} after {source}", step_of(state, 2))
+    for model, name in TRAINED:
+        optimizer = {**OPTIMIZERS[name], "lr": 0.01, "max_grad_norm": 1e9}
+        state = start(group, folder / model, state_on=state_on, optimizer=optimizer)
+        saved = folder / f"{model} {name} {source} after 1"
+        state.policy.create_optimizer_state(load_file(saved / "optimizer.safetensors").keys())
+        for stem, tensors in state.tensors().items():
+            read_tensors(saved, tensors, Path(stem).name, rank=rank)
+        write(state, folder / f"{model} {name} {layout} has loaded {source}", {})
+        write(state, folder / f"{model} {name} {layout} after {source}", step_of(state, 2))
     dist.barrier()
     group.leave()
 
@@ -239,7 +251,8 @@ def content(folder: Path) -> dict[str, bytes]:
 def handed_on(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with what each layout has made of what another has saved."""
     folder = tmp_path_factory.mktemp("layouts")
-    random_model(MODELS["untied"]).save_pretrained(folder / "model")
+    for model in ("untied", "experts"):
+        random_model(MODELS[model]).save_pretrained(folder / model)
     for function, plan in ((save_after_a_step, [(name,) for name in LAYOUTS]), (go_on, GOES_ON)):
         for names in plan:
             ranks = LAYOUTS[names[0]][0]
@@ -260,23 +273,31 @@ GOES_ON = [
 ]
 
 
+@pytest.mark.parametrize(("model", "optimizer"), TRAINED)
 @pytest.mark.parametrize(("layout", "source"), GOES_ON)
-def test_a_run_goes_on_in_another_layout(handed_on: Path, layout: str, source: str):
+def test_a_run_goes_on_in_another_layout(
+    handed_on: Path, layout: str, source: str, model: str, optimizer: str
+):
     """What was saved is loaded byte for byte; the next step is that of a run that was never stopped."""
-    saved, loaded = (handed_on / name for name in (f"{source} after 1", f"{layout} has loaded {source}"))
+    what = f"{model} {optimizer}"
+    saved, loaded = (
+        handed_on / f"{what} {name}" for name in (f"{source} after 1", f"{layout} has loaded {source}")
+    )
     for name in ("model.safetensors", "optimizer.safetensors"):
         assert (loaded / name).read_bytes() == (saved / name).read_bytes()
-    after, expected = handed_on / f"{layout} after {source}", handed_on / f"{layout} after 2"
+    after, expected = (handed_on / f"{what} {layout} after {which}" for which in (source, "2"))
     if LAYOUTS[layout][:2] == LAYOUTS[source][:2]:
         assert content(after) == content(expected)
     rows = [json.loads((folder / "row.json").read_text()) for folder in (after, expected)]
     assert rows[0] == pytest.approx(rows[1], rel=1e-4)
 
 
+@pytest.mark.parametrize(("model", "optimizer"), TRAINED)
 @pytest.mark.parametrize("ranks", ["one", "two"])
-def test_a_state_on_the_host_is_trained_alike(handed_on: Path, ranks: str):
+def test_a_state_on_the_host_is_trained_alike(handed_on: Path, ranks: str, model: str, optimizer: str):
     """Bit by bit."""
     for step in (1, 2):
-        assert content(handed_on / f"{ranks} on host after {step}") == content(
-            handed_on / f"{ranks} after {step}"
+        on_host, on_device = (
+            handed_on / f"{model} {optimizer} {layout} after {step}" for layout in (f"{ranks} on host", ranks)
         )
+        assert content(on_host) == content(on_device)

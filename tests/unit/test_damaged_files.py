@@ -23,7 +23,8 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
-from cairn.config.trainer import OptimizerConfig, TrainerConfig
+from cairn.config.optimizer import AdamWConfig
+from cairn.config.trainer import TrainerConfig
 from cairn.inference.pool.server_list import ServerList
 from cairn.launch.attempt import begin
 from cairn.launch.display import StepDisplay
@@ -335,7 +336,7 @@ def test_evaluations_of_policies_that_become_others_are_forgotten(made: Path, tm
         (run.evaluations / name).touch()
     note(store.root, ratings_of(run.evals.rows()))
     assert begin_again() == ([4, 5, 6, 8], ["a_step_6.sqlite"])
-    assert begin_again(optimizer=OptimizerConfig(lr=0.5)) == ([4, 8], [])
+    assert begin_again(optimizer=AdamWConfig(lr=0.5)) == ([4, 8], [])
 
 
 @contextlib.contextmanager

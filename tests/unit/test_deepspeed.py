@@ -24,8 +24,8 @@ from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step
-from cairn.config.trainer import OptimizerConfig
-from cairn.trainer.optimizer import make_optimizer
+from cairn.config.optimizer import AdamWConfig
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.trained import Trained
 
 ckpt = ckpt
@@ -88,7 +88,7 @@ def test_a_run_goes_on_from_trainers_folder(ckpt, tmp_path: Path):
     assert record is not None
     assert record.progress == {"step": 2, "total_tokens": 96, "total_samples": 4}
     model = make_model("qwen3_moe", seed=9).train()
-    resumed = Trained(model, make_optimizer(model.parameters(), OptimizerConfig(lr=1e-2)))
+    resumed = Trained(model, make_optimizer(model.named_parameters(), AdamWConfig(lr=1e-2)))
     resumed.create_optimizer_state(StepFolder(step).tensors(OPTIMIZER))
     load_step(step, {**resumed.tensors(), MODEL: resumed.loaded(step / "model")})
     for _ in range(2):

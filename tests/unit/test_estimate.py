@@ -48,7 +48,7 @@ from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
 from cairn.trainer.footprint import Footprint, Growth, footprint_of
 from cairn.trainer.model import build_model
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.trained import Trained
 
 SMALL: dict[str, Any] = {
@@ -110,7 +110,7 @@ def test_what_is_counted_is_what_a_sharded_model_holds(kind: str, compute: str, 
         model = build_model(path, config, group.mesh)
         for parameter in model.parameters():
             torch.nn.init.normal_(local(parameter.detach()), std=0.02)
-        trained = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+        trained = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
         places = torch.arange(16)[None]
         model(input_ids=places, position_ids=places, use_cache=False).logits.float().sum().backward()
         for parameter in model.parameters():  # experts that no token was routed to

@@ -29,7 +29,7 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model, companions, weights_in
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
@@ -79,7 +79,7 @@ def start(folder: Path, group: RankGroup) -> TrainerState:
     """A trainer's state before its first step, the weights still undefined."""
     config = SFTConfig(**CONFIG)
     model = build_model(folder, config, group.mesh)
-    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
 
 

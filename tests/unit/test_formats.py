@@ -21,10 +21,10 @@ from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, T
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, write_tensors
-from cairn.config.trainer import OptimizerConfig
+from cairn.config.optimizer import AdamWConfig
 from cairn.launch import main
 from cairn.trainer.model import companions
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.trained import Trained
 
 FAMILIES = ["qwen3_tied", "qwen3_moe"]
@@ -47,7 +47,7 @@ def update(trained: Trained) -> float:
 def begun(family: str) -> Trained:
     """A model after two optimiser steps."""
     model = make_model(family, seed=3).train()
-    trained = Trained(model, make_optimizer(model.parameters(), OptimizerConfig(lr=1e-2)))
+    trained = Trained(model, make_optimizer(model.named_parameters(), AdamWConfig(lr=1e-2)))
     update(trained)
     update(trained)
     return trained
@@ -254,8 +254,8 @@ def test_a_run_goes_on_from_trainers_checkpoint(ckpt, trained: Trained, family: 
     assert record.recipe is not None
     assert record.recipe["settings"]["optimizer.betas"] == [0.9, 0.99]
     model = make_model(family, seed=9).train()
-    config = OptimizerConfig(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01)
-    resumed = Trained(model, make_optimizer(model.parameters(), config))
+    config = AdamWConfig(lr=1e-2, betas=(0.9, 0.99), weight_decay=0.01)
+    resumed = Trained(model, make_optimizer(model.named_parameters(), config))
     resumed.create_optimizer_state(StepFolder(store.folder(2)).tensors(OPTIMIZER))
     load_step(store.folder(2), {**resumed.tensors(), MODEL: resumed.loaded(store.folder(2) / "model")})
     for _ in range(3):

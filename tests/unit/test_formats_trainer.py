@@ -27,7 +27,7 @@ from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
 from cairn.trainer.model import build_model
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.trained import Trained
@@ -84,7 +84,7 @@ def begin(folder: Path, group: RankGroup, **settings: Any) -> TrainerState:
     """Cairn's state before its first step, the weights still undefined."""
     config = SFTConfig(seq_len=40, optimizer=OPTIMIZER_SETTINGS, **settings)
     model = build_model(folder, config, group.mesh)
-    policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+    policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
     return TrainerState(config, group, {POLICY: policy}, TrainerProgress())
 
 
@@ -195,7 +195,7 @@ def test_what_trainer_could_not_go_on_from_is_refused(
     ending.pop("scheduler.steps", None)
     assert "does not say where its linear schedule ends" in refused(ending)
     module = state.policy.module
-    untrained = Trained(module, make_optimizer(module.parameters(), state.config.optimizer))
+    untrained = Trained(module, make_optimizer(module.named_parameters(), state.config.optimizer))
     assert "holds weights only" in refused(settings, untrained)
 
 

@@ -193,6 +193,21 @@ def test_another_loss_is_printed_and_kept(tmp_path: Path, capsys: pytest.Capture
     assert '  --loss.type: "likelihood" -> "my_loss:Own"\n' in capsys.readouterr().out
 
 
+def test_another_optimiser_is_refused(tmp_path: Path):
+    """Its state is another's; a step of earlier versions, which does not say, has AdamW's."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    saved = plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH)
+    start = start_at(tmp_path, saved)
+    muon = sft(tmp_path, data, optimizer={"type": "muon"})
+    with pytest.raises(UsageError, match=r"optimizer\.type adamw, from which muon can't go on"):
+        plan_recipe(SFT_RUN, muon, start)
+    del saved["trainer"]["settings"]["optimizer.type"]
+    start = start_at(tmp_path, saved)
+    assert plan_recipe(SFT_RUN, sft(tmp_path, data), start)["trainer"]["changes"] == []
+    with pytest.raises(UsageError, match=r"begin a new run with its weights: --model\.name .*step_"):
+        plan_recipe(SFT_RUN, muon, start)
+
+
 def test_an_older_checkpoint_goes_on_with_a_note(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
     """What it knows is compared all the same."""
     data = write_records(tmp_path / "a.jsonl", 50)

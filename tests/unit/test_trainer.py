@@ -23,7 +23,6 @@ from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qw
 
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import (
-    OptimizerConfig,
     SchedulerConfig,
     SFTConfig,
     SFTDataConfig,
@@ -42,7 +41,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
-from cairn.trainer.optimizer import make_optimizer
+from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, make_rank_batch, pack
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
@@ -205,7 +204,7 @@ def step(group: RankGroup, model_folder: Path) -> Step:
         )
         model = build_model(model_folder, config, group.mesh)
         read_tensors(model_folder, weights(model), "model")
-        policy = Trained(model, make_optimizer(model.parameters(), config.optimizer))
+        policy = Trained(model, make_optimizer(model.named_parameters(), config.optimizer))
         state = TrainerState(config, group, {POLICY: policy}, TrainerProgress())
         work = make_rank_batch(Batch(samples, sampling=Sampling(temperature)), config, rank=0, world_size=1)
         row = train_step(state, work, 1, loss, meanwhile=meanwhile)
@@ -429,18 +428,6 @@ def test_a_gradient_that_is_not_finite_ends_training(step: Step):
     samples[0].columns["advantages"][:] = np.nan
     with pytest.raises(TrainingDiverged, match="step 1: the gradient's norm is nan"):
         step(samples, Clip())
-
-
-def test_weight_decay_is_for_matrices_only():
-    parameters = [torch.nn.Parameter(torch.zeros(2, 2)), torch.nn.Parameter(torch.zeros(2))]
-    frozen = torch.nn.Parameter(torch.zeros(2, 2), requires_grad=False)
-    optimizer = make_optimizer([*parameters, frozen], OptimizerConfig(weight_decay=0.5))
-    decays = {
-        id(parameter): group["weight_decay"]
-        for group in optimizer.param_groups
-        for parameter in group["params"]
-    }
-    assert decays == {id(parameters[0]): 0.5, id(parameters[1]): 0.0}
 
 
 # The learning rate

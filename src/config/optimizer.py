@@ -1,0 +1,175 @@
+"""Settings of the optimisers; each type has its own."""
+
+from typing import Annotated, Any, ClassVar, Literal, NamedTuple, cast
+
+from pydantic import Discriminator, Field, Tag, field_validator, model_validator
+
+from cairn.config.base import BaseConfig
+from cairn.config.hints import one_of
+
+EIGHT_BIT = {"adamw_8bit", "adamw8bit", "adam_8bit", "adam8bit", "paged_adamw_8bit"}
+"""What other programs call Adam with 8-bit moments."""
+
+
+class State(NamedTuple):
+    """What an optimiser keeps of a model.
+
+    what: for people. counted: whether `bytes` follows from shapes, or is a guess.
+    """
+
+    what: str
+    bytes: int
+    counted: bool = True
+
+
+class BaseOptimizerConfig(BaseConfig):
+    """The settings that all types of optimisers have."""
+
+    is_own: ClassVar[bool] = False
+    """Whether it is the user's own class."""
+    type: Any
+    """Which optimiser: a built-in name, or module:Class."""
+    lr: float = Field(default=1e-5, gt=0)
+    """Peak learning rate."""
+    weight_decay: float = Field(default=0.0, ge=0)
+    """Decoupled weight decay (sgd: L2, added to the gradient); applies to matrices only."""
+    max_grad_norm: float = Field(default=1.0, gt=0)
+    """Maximum global L2 norm of the gradients; larger ones are scaled down."""
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments for the optimiser's class: the settings of its type."""
+        return self.model_dump(exclude={"type", "lr", "weight_decay", "max_grad_norm"})
+
+    def state(self, hidden: int, others: int) -> State:
+        """What it keeps for so many elements in decoder layers, and so many elsewhere."""
+        raise NotImplementedError
+
+
+class AdamWConfig(BaseOptimizerConfig):
+    """AdamW (Loshchilov and Hutter 2019)."""
+
+    type: Literal["adamw"] = "adamw"
+    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """adamw: decay rates of the first and second moments."""
+    eps: float = Field(default=1e-8, gt=0)
+    """adamw: term added to the denominator for numerical stability."""
+
+    def state(self, hidden: int, others: int) -> State:
+        """Two moments."""
+        return State("AdamW's two moments, float32", 8 * (hidden + others))
+
+
+class MuonConfig(BaseOptimizerConfig):
+    """Muon (Jordan 2024) for the matrices of decoder layers, with AdamW for all other weights."""
+
+    type: Literal["muon"] = "muon"
+    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    momentum: float = Field(default=0.95, ge=0, lt=1)
+    """muon: decay rate of the mean of gradients of matrices."""
+    nesterov: bool = True
+    """muon: Nesterov's momentum."""
+    ns_steps: int = Field(default=5, ge=1, lt=100)
+    """muon: Newton-Schulz iterations, which make an update orthogonal."""
+    betas: tuple[float, float] = (0.9, 0.95)
+    """muon: AdamW's decay rates, for embeddings, head and vectors."""
+    eps: float = Field(default=1e-8, gt=0)
+    """muon: AdamW's term for numerical stability."""
+
+    def state(self, hidden: int, others: int) -> State:
+        """One moment of what lies in layers, two of the rest; the layers' vectors are too few to count."""
+        return State("Muon's momentum and AdamW's moments, float32", 4 * hidden + 8 * others)
+
+
+class SGDConfig(BaseOptimizerConfig):
+    """Stochastic gradient descent."""
+
+    type: Literal["sgd"] = "sgd"
+    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    momentum: float = Field(default=0.9, ge=0, lt=1)
+    """sgd: decay rate of the sum of gradients; 0: none is kept."""
+    nesterov: bool = False
+    """sgd: Nesterov's momentum."""
+
+    @model_validator(mode="after")
+    def _nesterov_has_momentum(self) -> "SGDConfig":
+        if self.nesterov and not self.momentum:
+            raise ValueError("nesterov = true needs a momentum above 0")
+        return self
+
+    def state(self, hidden: int, others: int) -> State:
+        """One moment, or nothing."""
+        return State("SGD's momentum, float32", 4 * (hidden + others) if self.momentum else 0)
+
+
+class LionConfig(BaseOptimizerConfig):
+    """Lion (Chen et al. 2023): the sign of a mean of gradients."""
+
+    type: Literal["lion"] = "lion"
+    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    betas: tuple[float, float] = (0.9, 0.99)
+    """lion: share of the mean in the update, and its decay rate."""
+
+    def state(self, hidden: int, others: int) -> State:
+        """One moment."""
+        return State("Lion's momentum, float32", 4 * (hidden + others))
+
+
+class CustomOptimizerConfig(BaseOptimizerConfig):
+    """A user's own optimiser."""
+
+    is_own = True
+    type: str
+    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    args: dict[str, Any] = {}
+    """module:Class: arguments of its constructor, beside parameters and lr."""
+
+    @field_validator("type")
+    @classmethod
+    def _is_a_class(cls, value: str) -> str:
+        if value in EIGHT_BIT:
+            raise ValueError(
+                f"{value!r} is not there: torchao and bitsandbytes quantise each rank's own piece in blocks, "
+                "and such state can't be read by another number of ranks. Smaller state than AdamW's: muon "
+                "and lion (half of it), sgd with momentum 0 (none), or state_on = host"
+            )
+        if not all(value.partition(":")):
+            names = list(OPTIMIZERS)
+            raise ValueError(
+                f"{value!r} is not one of {', '.join(names)}, nor module:Class{one_of(value, names)}"
+            )
+        return value
+
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the class."""
+        return self.args
+
+    def state(self, hidden: int, others: int) -> State:
+        """Unknown; as much as AdamW's."""
+        return State("the optimiser's state, if it is as large as AdamW's", 8 * (hidden + others), False)
+
+
+OPTIMIZERS: dict[str, type[BaseOptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "muon": MuonConfig,
+    "sgd": SGDConfig,
+    "lion": LionConfig,
+}
+"""By type; the first is the default."""
+
+
+def _tag(data: Any) -> str:
+    """Tells which member of the union a section is for."""
+    kind = cast("dict[str, Any]", data).get("type", "adamw") if isinstance(data, dict) else data.type
+    return kind if isinstance(kind, str) and kind in OPTIMIZERS else "module:Class"
+
+
+OptimizerConfig = Annotated[
+    Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[MuonConfig, Tag("muon")]
+    | Annotated[SGDConfig, Tag("sgd")]
+    | Annotated[LionConfig, Tag("lion")]
+    | Annotated[CustomOptimizerConfig, Tag("module:Class")],
+    Discriminator(_tag),
+]
+"""The settings of one type of optimiser; `type` says which."""
