@@ -31,22 +31,18 @@ class Lion(torch.optim.Optimizer):
         """Change the weights that have a gradient."""
         assert closure is None, "Lion evaluates nothing itself"
         for group in self.param_groups:
-            changed = [p for p in group["params"] if p.grad is not None]
-            if not changed:
-                continue
-            for parameter in changed:
-                if not self.state[parameter]:
-                    self.state[parameter]["exp_avg"] = torch.zeros_like(parameter)
-            # Each value stands for itself, so shards are all that is needed.
-            weights = [_local(p) for p in changed]
-            gradients = [_local(p.grad) for p in changed]
-            means = [_local(self.state[p]["exp_avg"]) for p in changed]
             of_update, of_mean = group["betas"]
-            torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
-            updates = torch._foreach_lerp(means, gradients, 1 - of_update)
-            torch._foreach_sign_(updates)
-            torch._foreach_add_(weights, updates, alpha=-group["lr"])
-            torch._foreach_lerp_(means, gradients, 1 - of_mean)
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["exp_avg"] = torch.zeros_like(parameter)
+                # Each value stands for itself, so shards are all that is needed.
+                weight, gradient, mean = map(_local, (parameter, parameter.grad, state["exp_avg"]))
+                weight.mul_(1 - group["lr"] * group["weight_decay"])
+                weight.sub_(mean.lerp(gradient, 1 - of_update).sign_(), alpha=group["lr"])
+                mean.lerp_(gradient, 1 - of_mean)
 
 
 def _local(tensor: torch.Tensor) -> torch.Tensor:
