@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from cairn.config.advantage import AdvantageConfig
+from cairn.config.advantage import GAE, AdvantageConfig
 from cairn.config.base import BaseConfig
 from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from cairn.config.evaluation import EvalConfig
@@ -159,6 +159,22 @@ class OrchestratorConfig(SharedConfig):
                     f"environment {one.environment.called!r}: give the last tokens of an answer over which "
                     "its punishment grows"
                 )
+        return self
+
+    @property
+    def advantage_types(self) -> set[str]:
+        """Those of all environments."""
+        return {one.advantage.type for one in self.of_environments()}
+
+    @model_validator(mode="after")
+    def _all_by_the_critic_or_none(self) -> Self:
+        types = self.advantage_types
+        if GAE in types and len(types) > 1:
+            others = ", ".join(sorted(types - {GAE}))
+            raise ValueError(
+                f"advantage.type = {GAE!r} of some environments, and {others} of others: a batch's advantages "
+                "all come from the trainer's critic, or none do. Give all environments the same type"
+            )
         return self
 
     @model_validator(mode="after")

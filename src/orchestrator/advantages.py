@@ -4,13 +4,17 @@ The policy loss weights every token with its advantage. An advantage is a class;
 an `AnswerGroup` (all answers to one prompt, rewarded) and return one number for each answer, or one for each
 token of each answer. `advantage.type` is a key of `BUILT_IN` or `module:Class`; `advantage.args` go to its
 constructor.
+
+A class may say two things in attributes, for which `Advantage` has the defaults: `column`, what its numbers
+are in a batch, and `compares`, whether answers with equal rewards teach nothing.
 """
 
 import inspect
+import itertools
 import math
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -40,6 +44,12 @@ class Advantage(Protocol):
     It must be deterministic: a batch that is rebuilt after a crash must equal the first one.
     """
 
+    column: str = "advantages"
+    """The column of batches (`cairn.run.batches.COLUMNS`) that holds its numbers; with `rewards`, the trainer
+    computes advantages from them, and needs a critic."""
+    compares: bool = True
+    """Whether it compares the answers to a prompt, so that nothing is learned where all rewards are equal."""
+
     def __call__(self, group: AnswerGroup, /) -> Values:
         """The advantage of each answer, or of each token of each answer, in the order of `group.rollouts`."""
         ...
@@ -66,7 +76,46 @@ class Grpo:
         return [(reward - mean) / scale for reward in rewards]
 
 
-BUILT_IN: dict[str, Callable[..., Advantage]] = {"grpo": Grpo}
+class Gae:
+    """Rewards as they are: the trainer computes advantages from them and from its critic's values.
+
+    The last token that was sampled gets the answer's reward; in a program, that of each branch, as each is a
+    sequence of its own.
+    """
+
+    column = "rewards"
+    compares = False
+
+    def __call__(self, group: AnswerGroup) -> list[list[float]]:
+        return [
+            self._at_ends(rollout, reward)
+            for rollout, reward in zip(group.rollouts, group.rewards, strict=True)
+        ]
+
+    @staticmethod
+    def _at_ends(rollout: Rollout, reward: float) -> list[float]:
+        """The reward at the last token of each branch, and 0 at the others."""
+        values = [0.0] * len(rollout.token_ids)
+        lengths = [len(turn.token_ids) for turn in rollout.turns]
+        turns = zip(rollout.turns, lengths, itertools.accumulate(lengths), strict=True)
+        ends = {turn.branch: end for turn, length, end in turns if length}
+        for end in ends.values() if rollout.turns else [len(values)]:
+            if end:
+                values[end - 1] = reward
+        return values
+
+
+BUILT_IN: dict[str, Callable[..., Any]] = {"grpo": Grpo, "gae": Gae}
+
+
+def column_of(advantage: Advantage) -> str:
+    """`Advantage.column`, which a class need not say."""
+    return getattr(advantage, "column", Advantage.column)
+
+
+def compares(advantage: Advantage) -> bool:
+    """`Advantage.compares`, which a class need not say."""
+    return getattr(advantage, "compares", Advantage.compares)
 
 
 def have_spread(rewards: Sequence[float]) -> bool:
@@ -97,7 +146,8 @@ def make_advantage(config: AdvantageConfig) -> Advantage:
 def to_samples(
     group: AnswerGroup, advantage: Advantage, masks: Callable[[Rollout], bool] = lambda _: False
 ) -> list[Sample]:
-    """Training samples: each answer's tokens and logprobs as sampled, with its prompt and its advantage.
+    """Training samples: each answer's tokens and logprobs as sampled, with its prompt and its advantage, or
+    what the trainer computes that from (`Advantage.column`).
 
     An answer that is a program has one sample for each branch of its conversation in which a token was
     sampled, with the turns of that branch one after the other.
@@ -109,26 +159,27 @@ def to_samples(
         AdvantageFailed: the advantage raises, or gives no finite number for an answer or a token.
     """
     samples: list[Sample] = []
+    column = column_of(advantage)
     for rollout, value in zip(group.rollouts, _values(group, advantage), strict=True):
         if rollout.turns:
-            made = _of_branches(rollout, value)
+            made = _of_branches(rollout, column, value)
         else:
-            answer = {"logprobs": rollout.logprobs, "advantages": value}
+            answer = {"logprobs": rollout.logprobs, column: value}
             made = [Sample.of_answer(group.prompt_ids, rollout.token_ids, **answer)]
         samples += [one.unlearned() for one in made] if masks(rollout) else made
     return samples
 
 
-def _of_branches(rollout: Rollout, value: float | list[float]) -> list[Sample]:
+def _of_branches(rollout: Rollout, column: str, value: float | list[float]) -> list[Sample]:
     """The samples of a program, one for each branch in the order in which these began."""
     pieces: dict[int, list[Piece]] = {}
     before = 0
     for turn in rollout.turns:
         end = before + len(turn.token_ids)
-        advantages = value[before:end] if isinstance(value, list) else value
+        values = value[before:end] if isinstance(value, list) else value
         branch = pieces.setdefault(turn.branch, [])
         branch.append(Piece(turn.prompt_ids))
-        branch.append(Piece(turn.token_ids, {"logprobs": turn.logprobs, "advantages": advantages}))
+        branch.append(Piece(turn.token_ids, {"logprobs": turn.logprobs, column: values}))
         before = end
     samples = [Sample.of_pieces(branch) for branch in pieces.values()]
     # Behind the last sampled token is at most a question for which the context had no room.

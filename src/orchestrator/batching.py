@@ -6,7 +6,7 @@ import logging
 import statistics
 from collections import Counter
 
-from cairn.orchestrator.advantages import have_spread, to_samples
+from cairn.orchestrator.advantages import compares, have_spread, to_samples
 from cairn.orchestrator.answering import Answering
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed
@@ -131,8 +131,9 @@ class BatchMaker:
 
     def _teaches_nothing(self, group: AnswerGroup) -> str | None:
         """Why nothing can be learned from the group; None if something can."""
-        overlong = self.state.source(group).overlong
-        if not have_spread(overlong.compared(group.learned).rewards):
+        source = self.state.source(group)
+        overlong = source.overlong
+        if compares(source.advantage) and not have_spread(overlong.compared(group.learned).rewards):
             return NO_SPREAD
         return ALL_MASKED if all(map(overlong.masks, group.learned.rollouts)) else None
 

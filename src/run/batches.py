@@ -28,14 +28,22 @@ class Column:
     """A value that each token of a sample has, beside its id and whether it is learned.
 
     default: of tokens that nobody gives a value for, such as those of a prompt.
+    summed: whether what counts is its sum over a sample; where a sample is cut, the values of what is cut off
+    are added to the last learned token that stays.
     """
 
     dtype: type[np.number[Any]]
     default: float = 0.0
+    summed: bool = False
 
 
-COLUMNS = {"logprobs": Column(np.float32), "advantages": Column(np.float32)}
-"""All columns: what the sampler gave each token, and how much better an answer is than others.
+COLUMNS = {
+    "logprobs": Column(np.float32),
+    "advantages": Column(np.float32),
+    "rewards": Column(np.float32, summed=True),
+}
+"""All columns: what the sampler gave each token, how much better an answer is than others, and, in the place
+of that, the rewards from which the trainer computes it.
 
 A further one needs an entry here and somebody who fills it in; batch files, packing and losses then have it.
 Samples need not have all columns, but those of one batch have the same ones.
@@ -143,8 +151,14 @@ class Sample:
         """The first `length` tokens."""
         if len(self.token_ids) <= length:
             return self
+        loss_mask = self.loss_mask[:length]
         columns = {name: values[:length] for name, values in self.columns.items()}
-        return Sample(self.token_ids[:length], self.loss_mask[:length], columns)
+        learned = np.flatnonzero(loss_mask)
+        for name in columns:
+            if COLUMNS[name].summed and len(learned):
+                columns[name] = columns[name].copy()
+                columns[name][learned[-1]] += self.columns[name][length:].sum()
+        return Sample(self.token_ids[:length], loss_mask, columns)
 
 
 def columns_of(samples: Iterable[Sample]) -> list[str]:
