@@ -178,12 +178,18 @@ def columns_of(samples: Iterable[Sample]) -> list[str]:
 class Batch:
     """One optimiser step's samples, and how they were sampled.
 
-    metrics: for the step's row in metrics.jsonl.
+    metrics: for the step's row in metrics.jsonl. together: so many samples in a row are a unit, such as the
+    two of a pair: they stay in one micro-batch, and count as one record.
     """
 
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: Sampling = field(kw_only=True)
+    together: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if len(self.samples) % self.together:
+            raise ValueError(f"{len(self.samples)} samples are no whole units of {self.together}")
 
     def digest(self) -> str:
         """Names what is learned from: the ledger notes it when a batch is shipped, the trainer's row when it

@@ -3,7 +3,7 @@
 import heapq
 import itertools
 from collections.abc import Callable, Iterable
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass, field, replace
 
 import numpy as np
 import torch
@@ -15,8 +15,12 @@ ALIGNMENT = 16
 """Bytes to whose multiples tensors begin in a transfer's buffer."""
 ROW_TOKENS = 64
 """Length of rows whose samples are all shorter, unless seq_len is less."""
-Arrange = Callable[[list[int], int], list[list[int]]]
-"""Which samples share a row, from their lengths and that of a row."""
+Arrange = Callable[[list[list[int]], int], list[list[list[int]]]]
+"""Blocks of rows from the lengths of each unit's samples and that of a row.
+
+A block is a list of rows, and a row a list of samples, by their numbers. Numbers count through all units. All
+samples of a unit are in one block, and a block's rows stay together.
+"""
 
 
 @dataclass
@@ -32,6 +36,7 @@ class MicroBatch:
     samples: how many there are, the padding of each row counted as one. longest: tokens of the longest.
     tokens: how many there are, without padding.
     index: its place among the step's micro-batches, on whichever rank it runs.
+    units: int64 [units, samples of each], which of the samples above are a unit, in the unit's order.
     """
 
     input_ids: torch.Tensor
@@ -45,16 +50,18 @@ class MicroBatch:
     longest: int
     tokens: int
     index: int
+    units: torch.Tensor = field(default_factory=lambda: torch.empty(0, 1, dtype=torch.int64))
 
     def to(self, device: torch.device) -> "MicroBatch":
         """The same on `device`, which one transfer brings there; a GPU's is not waited for."""
         if device.type == "cpu":
             return self
-        here = [self.input_ids, self.position_ids, self.loss_mask, self.is_token, self.learned, self.bounds]
+        here = [self.input_ids, self.position_ids, self.loss_mask, self.is_token]
+        here += [self.learned, self.bounds, self.units]
         computed = {name: values for name, values in self.columns.items() if values.device == device}
         to_move = {name: values for name, values in self.columns.items() if name not in computed}
         there = transfer([*here, *to_move.values()], device)
-        input_ids, position_ids, loss_mask, is_token, learned, bounds, *moved = there
+        input_ids, position_ids, loss_mask, is_token, learned, bounds, units, *moved = there
         return replace(
             self,
             input_ids=input_ids,
@@ -63,6 +70,7 @@ class MicroBatch:
             is_token=is_token,
             learned=learned,
             bounds=bounds,
+            units=units,
             columns=dict(zip(to_move, moved, strict=True)) | computed,
         )
 
@@ -91,7 +99,7 @@ class BatchCounts:
     """What a step's whole batch consists of.
 
     samples; tokens, of them after cutting; learned: tokens that are learned; cut: samples that were longer
-    than a row; unlearned: samples of which nothing is learned.
+    than a row; unlearned: samples of which nothing is learned; records: units of samples that stay together.
     """
 
     samples: int
@@ -99,6 +107,7 @@ class BatchCounts:
     learned: int
     cut: int
     unlearned: int
+    records: int = 0
 
     @classmethod
     def sum(cls, counts: "Iterable[BatchCounts]") -> "BatchCounts":
@@ -151,14 +160,16 @@ def make_rank_batch(
     """Cut what is too long, pack (or arrange in rows otherwise), and count.
 
     Args:
-        mini_batches: parts to divide the batch into. Each takes every so many-th sample, so that the answers
-            to one prompt are spread over the parts.
+        mini_batches: parts to divide the batch into. Each takes every so many-th unit of samples, so that the
+            answers to one prompt are spread over the parts.
         updates: of the weights; they go through the parts in turn.
     """
-    mini_batches = max(1, min(mini_batches, len(batch.samples)))
+    together = batch.together
+    mini_batches = max(1, min(mini_batches, len(batch.samples) // together))
     parts: list[Part] = []
     for number in range(mini_batches):
-        whole = batch.samples[number::mini_batches]
+        starts = range(number * together, len(batch.samples), mini_batches * together)
+        whole = [sample for start in starts for sample in batch.samples[start : start + together]]
         samples = [sample.cut(config.seq_len) for sample in whole]
         learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
         micros = make_micro_batches(
@@ -167,7 +178,8 @@ def make_rank_batch(
             rows_each=config.micro_batch_size,
             rank=rank,
             world_size=world_size,
-            arrange=arrange or pack,
+            arrange=arrange or shared_rows,
+            together=together,
         )
         counts = BatchCounts(
             samples=len(samples),
@@ -175,6 +187,7 @@ def make_rank_batch(
             learned=sum(learned),
             cut=sum(len(sample.token_ids) > config.seq_len for sample in whole),
             unlearned=learned.count(0),
+            records=len(samples) // together,
         )
         parts.append(Part(micros, counts))
     return RankBatch(
@@ -218,9 +231,22 @@ def pack(lengths: list[int], row_length: int) -> list[list[int]]:
     return even if max(filled)[0] <= row_length else tight
 
 
-def one_a_row(lengths: list[int], row_length: int) -> list[list[int]]:
+def shared_rows(units: list[list[int]], row_length: int) -> list[list[list[int]]]:
+    """As few rows as `pack` needs; the samples of a unit are neighbours in one row."""
+    numbers = _numbered(units)
+    rows = pack([sum(lengths) for lengths in units], row_length)
+    return [[[i for unit in row for i in numbers[unit]]] for row in rows]
+
+
+def one_a_row(units: list[list[int]], row_length: int) -> list[list[list[int]]]:
     """Every sample in a row of its own, with padding behind it."""
-    return [[i] for i in range(len(lengths))]
+    return [[[i] for i in unit] for unit in _numbered(units)]
+
+
+def _numbered(units: list[list[int]]) -> list[list[int]]:
+    """The numbers of each unit's samples."""
+    numbers = itertools.count()
+    return [[next(numbers) for _ in lengths] for lengths in units]
 
 
 def make_micro_batches(
@@ -230,35 +256,51 @@ def make_micro_batches(
     rows_each: int,
     rank: int,
     world_size: int,
-    arrange: Arrange = pack,
+    arrange: Arrange = shared_rows,
+    together: int = 1,
 ) -> list[MicroBatch]:
     """This rank's micro-batches of a step: number rank, rank + world_size, ... of the whole step's.
 
     A micro-batch has at most `rows_each` rows of `row_length` tokens, or a larger number of shorter rows with
-    as many tokens in all: attention costs less in short rows. Rows are dealt out evenly, the fullest first,
-    so that micro-batches that run at the same time take equally long.
+    as many tokens in all: attention costs less in short rows. A unit that does not fit into that has a
+    micro-batch of its own. Rows are dealt out evenly, the fullest first, so that micro-batches that run at
+    the same time take equally long.
 
     How samples are packed does not depend on the number of ranks. Every rank gets equally many micro-batches,
     since the ranks run in lockstep; empty ones, from which nothing is learned, make up the number.
+
+    Args:
+        together: so many samples in a row are a unit, whose row may be as many times longer.
     """
     lengths = [len(sample.token_ids) for sample in samples]
-    width = min(row_length, max(*lengths, ROW_TOKENS))
-    rows = arrange(lengths, width)
-    rows.sort(key=lambda row: -sum(lengths[i] for i in row))
-    count = -(-len(rows) // (rows_each * row_length // width))
-    ends = [len(rows) * (index + 1) // count for index in range(count)]
-    groups = [rows[start:end] for start, end in zip([0, *ends], ends, strict=False)]
+    units = [lengths[start : start + together] for start in range(0, len(samples), together)]
+    width = min(row_length * together, max(*map(sum, units), ROW_TOKENS))
+    blocks = arrange(units, width)
+    blocks.sort(key=lambda block: -sum(lengths[i] for row in block for i in row))
+    tallest = max(len(block) for block in blocks)
+    block_tokens = width if tallest == 1 else tallest * max(lengths)
+    count = -(-len(blocks) // max(rows_each * row_length // block_tokens, 1))
+    ends = [len(blocks) * (index + 1) // count for index in range(count)]
+    groups = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
     while len(groups) % world_size:
         groups.append([])
     names = columns_of(samples)
     return [
-        fill_rows([[samples[i] for i in row] for row in groups[index]], index, names)
+        fill_rows(
+            [[samples[i] for i in row] for block in groups[index] for row in block], index, names, together
+        )
         for index in range(rank, len(groups), world_size)
     ]
 
 
-def fill_rows(rows: list[list[Sample]], index: int = 0, columns: Iterable[str] = ()) -> MicroBatch:
-    """The micro-batch of these rows of samples, as long as the longest row; the samples have `columns`."""
+def fill_rows(
+    rows: list[list[Sample]], index: int = 0, columns: Iterable[str] = (), together: int = 1
+) -> MicroBatch:
+    """The micro-batch of these rows of samples, as long as the longest row; the samples have `columns`.
+
+    Args:
+        together: so many samples in a row, counted through all rows, are a unit.
+    """
     samples = [sample for row in rows for sample in row]
     lengths = np.array([len(sample.token_ids) for sample in samples], np.int64)
     row_of = np.repeat(np.arange(len(rows)), [len(row) for row in rows])
@@ -297,4 +339,5 @@ def fill_rows(rows: list[list[Sample]], index: int = 0, columns: Iterable[str] =
         longest=int(np.diff(bounds).max()),
         tokens=len(places),
         index=index,
+        units=torch.from_numpy(np.searchsorted(bounds, starts).reshape(-1, together)),
     )

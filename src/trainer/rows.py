@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.masking_utils import create_masks_for_generate
 
-from cairn.trainer.packing import Arrange, one_a_row, pack
+from cairn.trainer.packing import Arrange, one_a_row, shared_rows
 
 
 @dataclass(frozen=True)
@@ -51,8 +51,8 @@ def _masks(config: PreTrainedConfig, position_ids: torch.Tensor) -> dict[str, An
     return {"attention_mask": masks}
 
 
-BY_POSITIONS = Rows("packed", pack, _nothing)
-BY_MASKS = Rows("packed, with masks", pack, _masks)
+BY_POSITIONS = Rows("packed", shared_rows, _nothing)
+BY_MASKS = Rows("packed, with masks", shared_rows, _masks)
 ALONE = Rows("one sample a row", one_a_row, _nothing)
 ROWS = (BY_POSITIONS, BY_MASKS, ALONE)
 """The fastest first."""

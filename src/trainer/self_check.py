@@ -212,7 +212,8 @@ class _Check:
 
     def _arranged(self, first: Sample, rows: Rows) -> list[list[Sample]]:
         samples = [first, self.second]
-        return [[samples[i] for i in row] for row in rows.arrange(list(LENGTHS), sum(LENGTHS))]
+        blocks = rows.arrange([[length] for length in LENGTHS], sum(LENGTHS))
+        return [[samples[i] for i in row] for block in blocks for row in block]
 
     def _score(self, rows: list[list[Sample]]) -> torch.Tensor:
         """Logprobs of all tokens but each sample's first, sample by sample: float32 [n]."""

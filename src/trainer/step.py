@@ -68,7 +68,7 @@ def train_step(
     progress = state.progress
     progress.step = step
     progress.total_tokens += counts.tokens
-    progress.total_samples += counts.samples
+    progress.total_samples += counts.records
     return {
         **StepMetrics.over(rows),
         "lr": rate,
@@ -179,20 +179,31 @@ def _combine(
 
     Metrics are summed in the order of micro-batches whatever rank they ran on.
     """
-    means, maxima = list(all_sums[0].means), list(all_sums[0].maxima)
+    first = all_sums[0]
+    means, maxima, averages = list(first.means), list(first.maxima), list(first.averages)
     rows = [
         torch.stack(
-            [s.loss.detach(), *(s.means[k] for k in means), *(s.maxima[k] for k in maxima), norm]
+            [
+                s.loss.detach(),
+                *(s.means[k] for k in means),
+                *(summed for k in averages for summed in s.averages[k]),
+                *(s.maxima[k] for k in maxima),
+                norm,
+            ]
         ).double()
         for s in all_sums
     ]
     table = group.gather_rows(torch.stack(rows)).transpose(0, 1).flatten(0, 1)  # [micro-batch, metric]
     table, norms = table[:, :-1], table[:, -1]
-    totals = table[:, : 1 + len(means)].cumsum(0)[-1]
-    totals = torch.cat([totals[:1] / normaliser, totals[1:] / tokens])
-    peaks = table[:, 1 + len(means) :].amax(0)
+    of_means, of_averages = 1 + len(means), 1 + len(means) + 2 * len(averages)
+    totals = table[:, :of_averages].cumsum(0)[-1]
+    peaks = table[:, of_averages:].amax(0)
+    values, weights = totals[of_means:].view(-1, 2).T
+    found = torch.cat(
+        [totals[:1] / normaliser, totals[1:of_means] / tokens, values / weights.clamp(min=1e-9)]
+    )
     metrics = StepMetrics(
-        dict(zip(["loss", *means], totals.tolist(), strict=True)),
+        dict(zip(["loss", *means, *averages], found.tolist(), strict=True)),
         dict(zip(maxima, peaks.tolist(), strict=True)),
     )
     return metrics, norms.tolist()[0]

@@ -42,7 +42,16 @@ from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.clip import Clip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizers import make_optimizer
-from cairn.trainer.packing import BatchCounts, MicroBatch, make_micro_batches, make_rank_batch, pack
+from cairn.trainer.packing import (
+    Arrange,
+    BatchCounts,
+    MicroBatch,
+    make_micro_batches,
+    make_rank_batch,
+    one_a_row,
+    pack,
+    shared_rows,
+)
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
@@ -101,6 +110,49 @@ def test_rows_are_as_short_as_samples_allow():
     assert [micro.input_ids.shape[1] for micro in mixed] == [300, 240]
     long = make_micro_batches(make_samples([512, 400, 300]), **size)
     assert [tuple(micro.input_ids.shape) for micro in long] == [(1, 512), (2, 400)]
+
+
+@given(
+    LENGTHS,
+    st.integers(16, 40),
+    st.integers(1, 4),
+    st.integers(1, 3),
+    st.sampled_from([shared_rows, one_a_row]),
+)
+def test_samples_that_belong_together_are_in_one_micro_batch(
+    lengths: list[int], row_length: int, rows_each: int, world_size: int, arrange: Arrange
+):
+    """However they are laid in rows; `units` names them in their order, and nothing is lost."""
+    samples = make_samples([*lengths, *reversed(lengths)])
+    found = []
+    for rank in range(world_size):
+        for micro in make_micro_batches(
+            samples,
+            row_length=row_length,
+            rows_each=rows_each,
+            rank=rank,
+            world_size=world_size,
+            arrange=arrange,
+            together=2,
+        ):
+            assert micro.input_ids.numel() <= max(row_length * rows_each, 2 * row_length)
+            firsts = micro.input_ids.flatten()[micro.bounds[:-1].long()]
+            found += [[int(firsts[i]) // 100 - 1 for i in unit] for unit in micro.units.tolist()]
+    assert sorted(found) == [[i, i + 1] for i in range(0, len(samples), 2)]
+
+
+def test_parts_of_a_batch_are_made_of_whole_pairs():
+    batch = Batch(make_samples([5] * 8), sampling=FROM_TEXT, together=2)
+    config = TrainerConfig(seq_len=16)
+    whole = make_rank_batch(batch, config, rank=0, world_size=1, mini_batches=2, updates=2)
+    parts: list[list[int]] = []
+    for part in whole.parts:
+        starts = [(micro, micro.bounds[i]) for micro in part.micros for i in micro.units.flatten()]
+        parts.append(sorted(int(micro.input_ids.flatten()[at]) // 100 - 1 for micro, at in starts))
+    assert parts == [[0, 1, 4, 5], [2, 3, 6, 7]]
+    assert whole.counts.records == 4
+    with pytest.raises(ValueError, match="7 samples are no whole units of 2"):
+        Batch(batch.samples[1:], sampling=FROM_TEXT, together=2)
 
 
 def test_a_sample_that_is_longer_than_a_row():

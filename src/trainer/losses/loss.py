@@ -85,6 +85,15 @@ class LossInputs:
         learned = torch.where(self.mask, values, 0).flatten()
         return learned.new_zeros(self.micro.samples).index_add(0, self.sample_of.flatten(), learned)
 
+    def of_samples(self, name: str) -> torch.Tensor:
+        """A column that has one value for all tokens of a sample: [samples].
+
+        Raises:
+            UsageError: the batch has no such column.
+        """
+        self.column(name)
+        return self.micro.columns[name].flatten()[self.micro.bounds[:-1]]
+
 
 @dataclass
 class LossSums:
@@ -92,12 +101,14 @@ class LossSums:
 
     loss: scalar, with gradient; the step's loss is the sum over all micro-batches, divided by the loss's
     normaliser. The others are for metrics.jsonl, scalars without gradient, under the same names for every
-    micro-batch: `means` are divided by the number of the step's learned tokens.
+    micro-batch: `means` are divided by the number of the step's learned tokens, and `averages` by a sum of
+    their own, such as that of weights: (what is averaged, its weights), both summed over all micro-batches.
     """
 
     loss: torch.Tensor
     means: dict[str, torch.Tensor] = field(default_factory=dict)
     maxima: dict[str, torch.Tensor] = field(default_factory=dict)
+    averages: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
 
 
 class Loss(ABC):
