@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import hashlib
-import inspect
 import json
 import logging
 import threading
@@ -16,7 +15,7 @@ from cairn.orchestrator.completing import Completer, PromptRefused
 from cairn.orchestrator.conversation import Context, Conversation, Tokens
 from cairn.orchestrator.environments import EnvironmentFailed, Programs, Reply, Snapshot, no_tool_parser
 from cairn.orchestrator.environments.calls import Raised, shortened
-from cairn.orchestrator.environments.program import LARGEST_SNAPSHOT, on_loop
+from cairn.orchestrator.environments.program import Model
 from cairn.orchestrator.environments.rewards import in_parts
 from cairn.orchestrator.rollouts import AnswerGroup, Call, Turn
 from cairn.policy.generation import SamplingParams
@@ -55,21 +54,23 @@ class Run:
         """Fails if the run can't go on, whatever the program makes of it."""
         self._deadline = asyncio.timeout(None)
         self._paused = 0
+        self._skipped = False
+        """The program goes on behind turns that `_conversation` does not know."""
         self._ended = False
 
     def _branch(self, branch: int) -> Tokens:
         """The tokens of a branch of the conversation."""
         return self.runner.ledger.branch(self.group.place, self.sample, branch)
 
-    async def to_its_end(self) -> None:
-        """Run the program, and record its reward.
+    async def to_its_end(self, model: Model) -> None:
+        """Run the program, and record its reward. `model`: what it asks, which asks this.
 
         Raises:
             EnvironmentFailed: it raised, stood still for too long, or returned no reward.
         """
         environment, timeout = self.runner.environment, self.runner.config.reward_timeout
         whose = f"environment {environment.name!r}: {self.about}"
-        program = asyncio.ensure_future(environment.start(self.group.problem, ProgramModel(self)))
+        program = asyncio.ensure_future(environment.start(self.group.problem, model))
         try:
             async with self._deadline:
                 self.go_on()
@@ -169,6 +170,22 @@ class Run:
             self._answered += 1
             return known
 
+    async def skip_to(self, name: str) -> Call | None:
+        """Answer `Model.skip_to`: take all recorded calls up to the one of that name."""
+        with self._replay:
+            found = next((c for c in self._recorded.values() if isinstance(c, Call) and c.name == name), None)
+            if found is None or self._calls:
+                return None
+            skipped = [self._recorded.pop(n) for n in sorted(self._recorded) if n <= found.number]
+            turns = [one for one in skipped if isinstance(one, Turn) and one.finish_reason is not None]
+            self._answered += len(turns) + sum(isinstance(one, Call) for one in skipped)
+            self._calls, self._skipped = found.number + 1, True
+        for turn in turns[-1:]:
+            text, end = self.runner.chat.text(turn.token_ids), turn.finish_reason or ""
+            self._last = Reply(text, tuple(turn.token_ids), end, {}, 0)
+        self.go_on()
+        return found
+
     def _known_turn(self, number: int, request: str) -> Turn | None:
         """The same of an answer of the model's, by the digest of what is asked."""
         with self._replay:
@@ -208,6 +225,8 @@ class Run:
     ) -> Reply:
         """Answer `Model.generate`."""
         self._check_going_on()
+        if self._skipped:
+            raise RuntimeError("a rollout that has skipped its turns can't ask the model")
         task = asyncio.current_task()
         assert task is not None
         self._generating.add(task)
@@ -321,71 +340,6 @@ class Run:
             return None
         _, after, content = found
         return Snapshot(after, json.loads(content) if isinstance(content, str) else content)
-
-
-class ProgramModel:
-    """The `Model` of a run, for the program, which is on another event loop."""
-
-    def __init__(self, run: Run):
-        self.seed = run.rollout.seed
-        self._run = run
-        self._loop = asyncio.get_running_loop()
-
-    async def generate(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        *,
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        max_tokens: int | None = None,
-        stop_token_ids: Sequence[int] = (),
-    ) -> Reply:
-        """As in `Model`."""
-        number = self._run.begin()
-        work = self._run.generate(number, list(messages), tools, max_tokens, tuple(stop_token_ids))
-        return await on_loop(self._loop, work)
-
-    async def once(
-        self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
-    ) -> Any:
-        """As in `Model`."""
-        number = self._run.begin()
-        if known := self._run.known_call(number, name):
-            return json.loads(known.result)
-        result = _json(await self._result(call, number), f"the result of {name!r}")
-        state = None if snapshot is None else _snapshot(await self._result(snapshot), name)
-        await on_loop(self._loop, self._run.record(Call(number, name, result), state))
-        return json.loads(result)
-
-    async def each_time(self, call: Callable[[], Any]) -> Any:
-        """As in `Model`."""
-        found = await self._result(call)
-        self._loop.call_soon_threadsafe(self._run.go_on)
-        return found
-
-    async def snapshot(self) -> Snapshot | None:
-        """As in `Model`."""
-        return await on_loop(self._loop, self._run.newest_snapshot())
-
-    async def _result(self, call: Callable[[], Any], number: int | None = None) -> Any:
-        if inspect.iscoroutinefunction(call):
-            return await call()
-        return await on_loop(self._loop, self._run.in_thread(call, number))
-
-
-def _json(value: Any, what: str) -> str:
-    try:
-        return json.dumps(value, allow_nan=False)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{what} must be JSON: {error}") from error
-
-
-def _snapshot(value: Any, name: str) -> str | bytes:
-    """A snapshot, as the ledger keeps it."""
-    what = f"the snapshot after {name!r}"
-    content = bytes(value) if isinstance(value, bytes | bytearray) else _json(value, what)
-    if len(content) > LARGEST_SNAPSHOT:
-        raise ValueError(f"{what} has {len(content)} bytes, and may have {LARGEST_SNAPSHOT}")
-    return content
 
 
 def request_digest(context: Context, max_tokens: int | None, stops: Sequence[int]) -> str:

@@ -11,6 +11,7 @@ import time
 from cairn.orchestrator.answers import AnswerParser, PlainText, VllmParser
 from cairn.orchestrator.completing import Completer
 from cairn.orchestrator.environments import Programs
+from cairn.orchestrator.program_model import ProgramModel
 from cairn.orchestrator.program_run import Run
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.faults import fault_point
@@ -58,8 +59,12 @@ class ProgramRunner(Completer[Programs]):
             return
 
         async def attempt() -> None:
-            await Run(self, self.parser, group, sample).to_its_end()
+            run = Run(self, self.parser, group, sample)
+            await run.to_its_end(ProgramModel(run))
 
-        rollout.failed = await self.retrying.failure(attempt)
+        try:
+            rollout.failed = await self.retrying.failure(attempt)
+        finally:
+            await self.environment.over(group.problem, rollout.seed)
         if rollout.failed is not None:
             self.ledger.finish(group.place, sample, rollout, None)

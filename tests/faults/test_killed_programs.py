@@ -1,9 +1,11 @@
-"""The orchestrator's process is killed at every turn and every tool call of programs of 20 turns."""
+"""The orchestrator's process is killed at every turn and every tool call of programs and of agents."""
 
 import asyncio
+import json
 import multiprocessing
 import os
 import signal
+import sys
 from collections import Counter
 from dataclasses import asdict
 from pathlib import Path
@@ -26,15 +28,44 @@ MODEL = REPOSITORY / CONFIGS / "model"
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
 TURNS, SAMPLES = 20, 2
 POINTS = "orchestrator.turn:kill@1", "orchestrator.call:kill@1"
+AGENT_TURNS = 6
+AGENT = """
+import fcntl, json, os, sys, urllib.request
+
+problem = json.load(open(os.environ["CAIRN_PROBLEM"]))
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+alone = open(problem["log"] + ".lock", "w")
+fcntl.flock(alone, fcntl.LOCK_EX)  # who is killed at one agent's turn does not kill another's on its way
+messages = [{"role": "user", "content": problem["prompt"]}]
+for turn in range(int(sys.argv[1])):
+    body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
+    with urllib.request.urlopen(urllib.request.Request(url, body, headers)) as answer:
+        message = json.load(answer)["choices"][0]["message"]
+    with open(problem["log"], "a") as log:  # its own tool, of which nobody but the agent knows
+        log.write(f"{os.environ['CAIRN_SEED']} {turn} {message['content']}\\n")
+    messages += [message, {"role": "user", "content": message["content"][::-1] + str(turn)}]
+"""
 
 
 def configuration(folder: Path) -> OrchestratorConfig:
     """One batch of one prompt, of the environment that the folder is named after."""
+    kind = folder.parent.name
     arguments = {"turns": TURNS, "problems": 3, "log": str(folder / "visits")}
+    environment = EnvironmentConfig(name=f"errands:{kind}", args=arguments)
+    if kind == "agent":
+        environment = EnvironmentConfig(
+            name="agent",
+            args={
+                "command": [sys.executable, "-S", "-c", AGENT, str(AGENT_TURNS)],
+                "data": str(folder / "problems.jsonl"),
+                "reward": "errands:judged",
+            },
+        )
     return OrchestratorConfig(
         model=ModelConfig(name=str(MODEL)),
         output_dir=str(folder / "run"),
-        environment=EnvironmentConfig(name=f"errands:{folder.parent.name}", args=arguments),
+        environment=environment,
         sampling=SamplingConfig(max_tokens=8),
         prompts_per_step=1,
         samples_per_prompt=SAMPLES,
@@ -134,7 +165,33 @@ def test_a_world_goes_on_in_the_next_process(
     audit(stormy)
 
 
-def audit(stormy: Path) -> None:
+@pytest.mark.timeout(600)
+def test_agents_killed_at_every_turn(processes: multiprocessing.context.ForkServerContext, tmp_path: Path):
+    """Each answer is sampled once and each reward asked once; who lives on does not run an agent again."""
+    calm, stormy = tmp_path / "agent" / "calm", tmp_path / "agent" / "stormy"
+    for folder in (calm, stormy):
+        folder.mkdir(parents=True)
+        row = {"prompt": "ab", "log": str(folder / "visits")}
+        (folder / "problems.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
+    assert run(processes, calm, "") == 0
+    deaths = [0, 0]
+    for point, fault in enumerate(POINTS):
+        while deaths[point] < (AGENT_TURNS + 2, 4)[point] and run(processes, stormy, fault) != 0:
+            deaths[point] += 1
+    assert deaths[0] == AGENT_TURNS + 2  # at each turn of one agent, and at two of the other
+    assert deaths[1] == 4  # at the end of each agent, and at each reward
+    assert run(processes, stormy, "") == 0
+    assert shipped(stormy).digest() == shipped(calm).digest()
+    for name in ("rewards", "requests"):
+        assert lines(stormy, name) == lines(calm, name)
+        assert set(lines(stormy, name).values()) == {1}
+    assert len(lines(stormy, "rewards")) == SAMPLES
+    assert len(lines(stormy, "requests")) == AGENT_TURNS * SAMPLES
+    assert lines(stormy, "visits").keys() == lines(calm, "visits").keys(), "an agent has done something else"
+    audit(stormy, AGENT_TURNS)
+
+
+def audit(stormy: Path, turns: int = TURNS) -> None:
     """The audit finds nothing wrong with what was shipped."""
     batch, directory = shipped(stormy), configuration(stormy).run_directory()
     report = Report(str(directory.path), "rl", last_step=1)
@@ -144,6 +201,6 @@ def audit(stormy: Path) -> None:
     check_ledger(ledger, [row | {"batch/digest": batch.digest()}], {}, ATTEMPT, report)
     check_learned(directory, ATTEMPT, ledger, report)
     assert [asdict(violation) for violation in report.violations] == []
-    assert len(ledger.turns) == TURNS * SAMPLES
+    assert len(ledger.turns) == turns * SAMPLES
     assert batch.metrics["rollouts/diverged"] == batch.metrics["rollouts/failed"] == 0
-    assert batch.metrics["rollout/turns"] == TURNS
+    assert batch.metrics["rollout/turns"] == turns

@@ -78,6 +78,31 @@ def nothing(messages):
 
 def needy(messages, secret, **rest):
     return 1.0
+
+
+def fails_first(folder, messages):
+    marks = folder.parent.parent / "marks"
+    marks.mkdir(exist_ok=True)
+    mark = marks / folder.name
+    if not mark.exists():
+        mark.touch()
+        raise ConnectionError("the judge is away")
+    return float((folder / "problem.json").is_file())
+
+
+judged = set()
+
+
+async def judge(messages, exit_code):
+    key = str(messages)
+    if key not in judged:
+        judged.add(key)
+        raise ConnectionError("the judge is away")
+    return 1.0
+
+
+def plain(messages):
+    return len(messages)
 """
 ROWS = [{"prompt": text, "answer": text.upper()} for text in ("ab", "cd", "ef")]
 
@@ -195,6 +220,49 @@ def test_the_orchestrator_dies_at_every_turn(task: Path):
     pids = (task / "pids").read_text().split()
     assert len(pids) >= 2 * 3
     wait_until(lambda: all(is_gone(int(pid)) for pid in pids))
+
+
+@pytest.mark.parametrize("reward", ["fails_first", "judge"])
+def test_a_reward_that_fails_is_asked_again_without_the_agent(task: Path, reward: str):
+    group = work(task, reward=f"my_agent_rewards:{reward}")
+    assert group.rewards == [1.0, 1.0]
+    assert [len(rollout.turns) for rollout in group.rollouts] == [4, 4]
+    assert len((task / "pids").read_text().split()) == 2
+    assert not list((task / "run" / "agents").iterdir())
+
+
+@pytest.mark.parametrize(("reward", "agents"), [("plain", {2}), ("late", {3, 4})])
+def test_the_orchestrator_dies_before_the_reward(
+    task: Path, monkeypatch: pytest.MonkeyPatch, reward: str, agents: set[int]
+):
+    """Only a reward that wants the agent's folder needs the agent again."""
+    script = f"open({str(task / 'pids')!r}, 'a').write('1 ')\n{ASK}"
+    config = configuration(task, script=script, reward=f"my_agent_rewards:{reward}")
+    calm = finish(runner(config, task / "calm", Servers()))
+    (task / "pids").unlink()
+    servers = Servers()
+    one = runner(config, task / "again", servers)
+    record, ends = one.ledger.record_call, list[str]()
+
+    def die(place: int, sample: int, call: Any, snapshot: Any = None) -> None:
+        record(place, sample, call, snapshot)
+        ends.extend([call.name] if call.name == "end" else [])
+        if len(ends) == 2:
+            raise Power
+
+    monkeypatch.setattr(one.ledger, "record_call", die)
+    with pytest.raises(Power):
+        finish(one)
+    group = finish(runner(config, task / "again", servers))
+    assert group == calm
+    assert [rollout.diverged for rollout in group.rollouts] == [0, 0]
+    assert set(Counter(seed for seed, _ in servers.asked).values()) == {1}
+    assert len((task / "pids").read_text().split()) in agents
+
+
+def test_a_reward_file_that_is_a_pipe_blocks_nobody(task: Path):
+    script = ASK + "os.mkfifo(os.environ['CAIRN_REWARD'])"
+    assert "is no regular file" in (work(task, script=script, reward="file").failure or "")
 
 
 ORCHESTRATOR = """

@@ -5,7 +5,9 @@ import contextlib
 import functools
 import inspect
 import json
+import os
 import shutil
+import stat
 import sys
 import threading
 import uuid
@@ -40,9 +42,12 @@ def exit_code(exit_code: int) -> float:
 
 def file(folder: Path) -> Any:
     """What the agent wrote to the file CAIRN_REWARD: a number, or several by name, as JSON."""
-    path = folder / "reward.json"
     try:
-        with path.open("rb") as opened:
+        # A pipe that nobody writes to would block the thread for good.
+        descriptor = os.open(folder / "reward.json", os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+        with open(descriptor, "rb") as opened:
+            if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+                raise EnvironmentFailed("CAIRN_REWARD, which the agent made, is no regular file")
             return json.loads(opened.read(LARGEST_REWARD_FILE))
     except FileNotFoundError:
         raise EnvironmentFailed("the agent has not written its reward to the file CAIRN_REWARD") from None
@@ -157,6 +162,8 @@ class AgentPrograms(Programs):
         run = config.run_directory()
         self._folder = run.path / "agents"
         self._log_file = run.logs / "agents.log"
+        self._ended = set[str]()
+        """Names of the folders in which an agent has done its work and whose rollout is not over."""
 
     @staticmethod
     def wrong_with(environment: Any) -> str | None:
@@ -184,30 +191,49 @@ class AgentPrograms(Programs):
         super().close()
 
     async def rollout(self, problem: int, model: Model) -> Rewards:
-        """Let an agent work on a problem.
+        """Let an agent work on a problem, and ask for its reward.
+
+        What the reward is told of the agent's end is recorded. So where only the reward has failed, it is
+        asked again without the agent, unless it wants the folder and another process has made that.
 
         Raises:
-            EnvironmentFailed: it died, took too long, or its reward is none.
+            EnvironmentFailed: the agent died, took too long, or its reward is none.
         """
-        record = self.environment.record(problem)
-        folder = await asyncio.to_thread(self._make_folder, f"{problem}-{model.seed:016x}", record)
-        try:
-            ended, messages = await self._work(problem, model, folder)
-            codes = self.environment.exit_codes
-            if ended.code < 0 or (codes is not None and ended.code not in codes):
-                expected = "" if codes is None or ended.code < 0 else f", and exit_codes are {list(codes)}"
-                raise EnvironmentFailed(f"the agent {ended.how}{expected}{ended.last_words}")
-            offered = {
-                "problem": record,
-                "messages": messages,
-                "exit_code": ended.code,
-                "folder": folder,
-                "output": ended.output,
-            }
-            found = await model.once("reward", functools.partial(self._reward, offered))
-        finally:
-            await asyncio.to_thread(_remove, folder)
+        environment, name = self.environment, _name(problem, model.seed)
+        end = None
+        if "folder" not in environment.reward_names or name in self._ended:
+            end = await model.skip_to("end")
+        if end is None:
+            self._ended.discard(name)
+            end = await self._to_end(problem, model, name)
+            self._ended.add(name)
+        offered = {**end, "problem": environment.record(problem), "folder": self._folder / name}
+        found = await model.once("reward", functools.partial(self._reward, offered))
         return Rewards(found["parts"], found["weights"])
+
+    async def over(self, problem: int, seed: int) -> None:
+        """Remove the rollout's folder."""
+        name = _name(problem, seed)
+        self._ended.discard(name)
+        await asyncio.shield(asyncio.to_thread(_remove, self._folder / name))
+
+    async def _to_end(self, problem: int, model: Model, name: str) -> dict[str, Any]:
+        """What the reward is told of an agent that has done its work, as it is recorded."""
+        environment = self.environment
+        folder = await asyncio.to_thread(self._make_folder, name, environment.record(problem))
+        ended, messages = await self._work(problem, model, folder)
+        codes = environment.exit_codes
+        if ended.code < 0 or (codes is not None and ended.code not in codes):
+            expected = "" if codes is None or ended.code < 0 else f", and exit_codes are {list(codes)}"
+            raise EnvironmentFailed(f"the agent {ended.how}{expected}{ended.last_words}")
+        if environment.reward is file:
+            _recorded(await asyncio.to_thread(file, folder))  # without it, the agent has not done its work
+        told = {"exit_code": ended.code, "output": ended.output, "messages": messages}
+
+        async def end() -> dict[str, Any]:
+            return {name: value for name, value in told.items() if name in environment.reward_names}
+
+        return await model.once("end", end)
 
     async def _work(self, problem: int, model: Model, folder: Path) -> tuple[Ended, list[dict[str, Any]]]:
         """How the agent ended, and its latest conversation."""
@@ -259,6 +285,11 @@ class AgentPrograms(Programs):
         """The reward, as JSON."""
         found = self.environment.reward(**{name: offered[name] for name in self.environment.reward_names})
         return _later(found) if inspect.isawaitable(found) else _recorded(found)
+
+
+def _name(problem: int, seed: int) -> str:
+    """The name of a rollout's folder."""
+    return f"{problem}-{seed:016x}"
 
 
 async def _later(found: Awaitable[Any]) -> dict[str, dict[str, float]]:

@@ -92,6 +92,14 @@ class Model(Protocol):
         """
         ...
 
+    async def skip_to(self, name: str) -> Any:
+        """What the call `name` came to, if it is recorded; the rollout goes on behind it, else None.
+
+        For what needs nothing of the calls before it any more; the model can't be asked afterwards. Only the
+        first call of a rollout can skip.
+        """
+        ...
+
     async def snapshot(self) -> Snapshot | None:
         """The rollout's newest snapshot; None if it has none, or the call that has it is still to come."""
         ...
@@ -137,6 +145,9 @@ class Programs(AskedEnvironment):
             Raised: it raised.
         """
         return self.calls.on_own_loop(self.environment.rollout(problem, model))
+
+    async def over(self, problem: int, seed: int) -> None:
+        """Called when a rollout is not started again: it has its reward, has failed or was dropped."""
 
     async def answer(self, call: Callable[[], Any], waiting: AbstractContextManager[object]) -> Any:
         """The result of a function, which is called on a thread, or of the coroutine that it returns.
