@@ -3,9 +3,17 @@
 """Settings of the losses of SFT and RL; each type of loss has its own."""
 
 from collections.abc import Callable, Iterable
-from typing import Annotated, Any, ClassVar, Literal, cast
+from typing import Annotated, Any, ClassVar, Literal, Self, cast
 
-from pydantic import AliasChoices, BeforeValidator, Discriminator, Field, Tag, field_validator
+from pydantic import (
+    AliasChoices,
+    BeforeValidator,
+    Discriminator,
+    Field,
+    Tag,
+    field_validator,
+    model_validator,
+)
 
 from cairn.config.base import BaseConfig
 from cairn.config.hints import one_of
@@ -13,11 +21,14 @@ from cairn.config.hints import one_of
 EARLIER_NAME = "correction"
 """The earlier name of `type`, when all types had the same settings."""
 NAMES = AliasChoices("type", EARLIER_NAME)
+EARLIER_TYPES = {"clip": "ppo_clip", "truncate": "cispo", "mask": "icepop"}
+"""What types were called before, and what they are called now."""
 
 
 class LossConfig(BaseConfig):
     """The settings that all types of losses have."""
 
+    earlier_types: ClassVar[dict[str, str]] = EARLIER_TYPES
     is_own: ClassVar[bool] = False
     """Whether it is the user's own class."""
     type: Any
@@ -28,35 +39,142 @@ class LossConfig(BaseConfig):
         return self.model_dump(exclude={"type"})
 
 
-class ClipConfig(LossConfig):
+class PolicyConfig(LossConfig):
+    """The settings that all built-in losses of RL have."""
+
+    type: Any = Field(validation_alias=NAMES)
+    """How answers are learned from: ppo_clip, cispo, ... (docs/algorithms.md), or your own (module:Class)."""
+    aggregation: Literal["token", "sequence", "constant"] = "token"
+    """Mean over tokens, over the means of answers, or with a constant in the place of answers' lengths."""
+    aggregation_tokens: int | None = Field(default=None, ge=1)
+    """constant: what the sum of each answer is divided by, such as sampling.max_tokens (Dr. GRPO)."""
+    entropy_coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
+    """Weight of the entropy bonus; 0 only reports the entropy (default: it is not computed)."""
+    importance: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "off"
+    """off: ratios are to the sampler; else to the weights at the batch's start, and weights correct the rest."""
+    importance_min: float = Field(default=0.0, ge=0, le=1)
+    """importance: the least ratio to the sampler; a smaller one is set to it, or masked."""
+    importance_max: float = Field(default=3.0, ge=1, allow_inf_nan=False)
+    """importance: the largest ratio to the sampler; a larger one is set to it, or masked."""
+    geometric_min: float | None = Field(default=None, gt=0, le=1)
+    """Leave out answers whose geometric mean of ratios to the sampler is smaller (default: none)."""
+    geometric_max: float | None = Field(default=None, ge=1, allow_inf_nan=False)
+    """Leave out answers whose geometric mean of ratios to the sampler is larger (default: none)."""
+
+    @model_validator(mode="after")
+    def _settings_that_go_together(self) -> Self:
+        if self.aggregation == "constant" and self.aggregation_tokens is None:
+            raise ValueError(
+                "aggregation = 'constant' needs aggregation_tokens, the number that each answer's sum is "
+                "divided by: give sampling.max_tokens"
+            )
+        if self.aggregation != "constant" and self.aggregation_tokens is not None:
+            raise ValueError(
+                f"aggregation_tokens = {self.aggregation_tokens} is for aggregation = 'constant', and "
+                f"aggregation is {self.aggregation!r}: set that, or leave aggregation_tokens out"
+            )
+        bounds = self.model_fields_set & {"importance_min", "importance_max"}
+        if self.importance == "off" and any(getattr(self, name) != self._default(name) for name in bounds):
+            raise ValueError(
+                f"{min(bounds)} bounds the weights of importance, which is off: choose one of "
+                "token_truncate, token_mask, sequence_truncate, sequence_mask"
+            )
+        return self
+
+    def _default(self, name: str) -> Any:
+        return type(self).model_fields[name].default
+
+
+class PPOClipConfig(PolicyConfig):
     """Policy gradient with a ratio per token: its probability now over its probability when sampled."""
 
-    type: Literal["clip"] = Field(default="clip", validation_alias=NAMES)
-    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
+    type: Literal["ppo_clip"] = Field(default="ppo_clip", validation_alias=NAMES)
     clip_low: float = Field(default=0.2, ge=0, lt=1)
-    """clip: the lower bound of the ratio is 1 - clip_low."""
+    """ppo_clip: the lower bound of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
-    """clip: the upper bound of the ratio is 1 + clip_high."""
+    """ppo_clip: the upper bound of the ratio is 1 + clip_high."""
+    dual_clip: float | None = Field(default=None, gt=1, allow_inf_nan=False)
+    """ppo_clip, gspo: the ratio's bound for negative advantages, such as 3 (default: none)."""
+
+    @model_validator(mode="after")
+    def _dual_clip_is_the_outer_bound(self) -> Self:
+        if self.dual_clip is not None and self.dual_clip <= 1 + self.clip_high:
+            raise ValueError(
+                f"dual_clip = {self.dual_clip:g} must be above 1 + clip_high = {1 + self.clip_high:g}: it "
+                "bounds ratios that clip_high leaves alone, those of tokens with a negative advantage"
+            )
+        return self
 
 
-class TruncateConfig(LossConfig):
-    """Truncated importance sampling."""
+class CispoConfig(PolicyConfig):
+    """Truncated importance sampling of tokens."""
 
-    type: Literal["truncate"] = Field(default="truncate", validation_alias=NAMES)
-    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
+    type: Literal["cispo"] = Field(default="cispo", validation_alias=NAMES)
     ratio_max: float = Field(default=2.0, ge=1)
-    """truncate: larger ratios are reduced to this."""
+    """cispo: larger ratios are reduced to this."""
 
 
-class MaskConfig(LossConfig):
+class IcePopConfig(PolicyConfig):
     """Importance sampling that excludes tokens whose ratio is out of bounds."""
 
-    type: Literal["mask"] = Field(default="mask", validation_alias=NAMES)
-    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
+    type: Literal["icepop"] = Field(default="icepop", validation_alias=NAMES)
     ratio_min: float = Field(default=0.5, ge=0, le=1)
-    """mask: tokens with a smaller ratio are excluded."""
+    """icepop: tokens with a smaller ratio are excluded."""
     ratio_max: float = Field(default=2.0, ge=1)
-    """mask: tokens with a larger ratio are excluded."""
+    """icepop: tokens with a larger ratio are excluded."""
+
+
+class GspoConfig(PPOClipConfig):
+    """PPO's objective with one ratio for each answer."""
+
+    type: Literal["gspo"] = Field(default="gspo", validation_alias=NAMES)
+    clip_low: float = Field(default=3e-4, ge=0, lt=1)
+    """gspo: the same for an answer's ratio (0.0003)."""
+    clip_high: float = Field(default=4e-4, ge=0)
+    """gspo: the same for an answer's ratio (0.0004)."""
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+
+
+class DppoConfig(PolicyConfig):
+    """Importance sampling that excludes tokens whose probability has moved too far."""
+
+    type: Literal["dppo"] = Field(default="dppo", validation_alias=NAMES)
+    divergence: Literal["tv", "kl"] = "tv"
+    """dppo: how far a token's probability has moved: the difference (tv), or the KL divergence (kl)."""
+    delta_low: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    """dppo: tokens to learn from less whose probability has fallen by more are excluded."""
+    delta_high: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    """dppo: tokens to learn from more whose probability has risen by more are excluded."""
+
+
+class SapoConfig(PolicyConfig):
+    """A soft gate in the place of clipping."""
+
+    type: Literal["sapo"] = Field(default="sapo", validation_alias=NAMES)
+    tau_pos: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """sapo: how narrow the gate is for positive advantages."""
+    tau_neg: float = Field(default=1.05, gt=0, allow_inf_nan=False)
+    """sapo: how narrow the gate is for other advantages."""
+    aggregation: Literal["token", "sequence", "constant"] = "sequence"
+
+
+class GpgConfig(PolicyConfig):
+    """Plain policy gradient; its weights bound the ratio of the current policy to the sampler."""
+
+    type: Literal["gpg"] = Field(default="gpg", validation_alias=NAMES)
+    importance: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = (
+        "token_truncate"
+    )
+
+    @field_validator("importance")
+    @classmethod
+    def _weights_old_tokens(cls, value: str) -> str:
+        if value == "off":
+            raise ValueError(
+                "gpg has no ratio of its own, so without weights it would learn wrongly from tokens of older "
+                "policies; with token_truncate the weights are 1 for tokens of the current one"
+            )
+        return value
 
 
 class LikelihoodConfig(LossConfig):
@@ -71,7 +189,7 @@ class CustomLossConfig(LossConfig):
 
     is_own = True
     type: str = Field(validation_alias=NAMES)
-    """How to bound the ratio: clip (PPO), truncate, mask, or your own loss (module:Class)."""
+    """How answers are learned from: ppo_clip, cispo, ... (docs/algorithms.md), or your own (module:Class)."""
     args: dict[str, Any] = {}
     """module:Class: arguments of its constructor."""
 
@@ -108,25 +226,32 @@ class CustomSFTLossConfig(CustomLossConfig):
 
 
 POLICY_LOSSES: dict[str, type[LossConfig]] = {
-    "clip": ClipConfig,
-    "truncate": TruncateConfig,
-    "mask": MaskConfig,
+    "ppo_clip": PPOClipConfig,
+    "cispo": CispoConfig,
+    "icepop": IcePopConfig,
+    "gspo": GspoConfig,
+    "dppo": DppoConfig,
+    "sapo": SapoConfig,
+    "gpg": GpgConfig,
 }
 """The losses of RL by type; the first is the default."""
 SFT_LOSSES: dict[str, type[LossConfig]] = {"likelihood": LikelihoodConfig}
 """Those of SFT, likewise."""
+OF_ALL_EARLIER_TYPES = {"type", "clip_low", "clip_high", "ratio_min", "ratio_max"}
+"""The settings of a loss when all types had the same ones."""
 
 
 def _with_type(data: Any) -> Any:
-    """Converts older files, in which `type` had another name and all types had the same settings."""
+    """Converts older files, in which `type` and its values had other names and all types the same settings."""
     if not isinstance(data, dict):
         return data
     data = dict(cast("dict[str, Any]", data))
     if EARLIER_NAME in data:
         data["type"] = data.pop(EARLIER_NAME)
-    everything = {name for config in POLICY_LOSSES.values() for name in config.model_fields}
-    kind = data.get("type", "clip")
-    if data.keys() | {"type"} == everything and kind in POLICY_LOSSES:
+    kind = data.get("type", "ppo_clip")
+    if isinstance(kind, str) and kind in EARLIER_TYPES:
+        kind = data["type"] = EARLIER_TYPES[kind]
+    if data.keys() | {"type"} == OF_ALL_EARLIER_TYPES and kind in POLICY_LOSSES:
         data = {name: value for name, value in data.items() if name in POLICY_LOSSES[kind].model_fields}
     return data
 
@@ -146,9 +271,13 @@ def _tag(built_in: dict[str, type[LossConfig]]) -> Callable[[Any], str]:
 
 
 PolicyLossConfig = Annotated[
-    Annotated[ClipConfig, Tag("clip")]
-    | Annotated[TruncateConfig, Tag("truncate")]
-    | Annotated[MaskConfig, Tag("mask")]
+    Annotated[PPOClipConfig, Tag("ppo_clip")]
+    | Annotated[CispoConfig, Tag("cispo")]
+    | Annotated[IcePopConfig, Tag("icepop")]
+    | Annotated[GspoConfig, Tag("gspo")]
+    | Annotated[DppoConfig, Tag("dppo")]
+    | Annotated[SapoConfig, Tag("sapo")]
+    | Annotated[GpgConfig, Tag("gpg")]
     | Annotated[CustomLossConfig, Tag("module:Class")],
     Discriminator(_tag(POLICY_LOSSES)),
     BeforeValidator(_with_type),

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.gpus import Gpus
-from cairn.config.loss import ClipConfig, LikelihoodConfig, LossConfig, PolicyLossConfig, SFTLossConfig
+from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.slurm import SlurmConfig
@@ -234,7 +234,7 @@ class TrainerConfig(TrainerBase):
     task = "rl"
     beside_servers = True
     unlisted = frozenset({"colocated"})
-    loss: PolicyLossConfig = ClipConfig()
+    loss: PolicyLossConfig = PPOClipConfig()
     updates_per_batch: int = Field(default=1, ge=1)
     """Optimiser updates in each step; several of them use a batch's answers more than once, or in parts."""
     mini_batches: int | None = Field(default=None, ge=1)

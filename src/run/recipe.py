@@ -44,6 +44,8 @@ TRAINER: Settings = {
 that each record of an epoch is trained on once, has a name by which the user may accept another value."""
 EARLIER_NAMES = {"loss.correction": "loss.type"}
 """What settings were called in recipes of earlier runs, and what they are called now."""
+EARLIER_VALUES = {"loss.type": {"clip": "ppo_clip", "truncate": "cispo", "mask": "icepop"}}
+"""By setting, what values were called in recipes of earlier runs, and what they are called now."""
 ORCHESTRATOR: Settings = {
     "environment.code": None,
     "environment.label": None,
@@ -158,6 +160,9 @@ def _covers(key: str, name: str) -> bool:
 def changed_settings(saved: Mapping[str, Any], now: Mapping[str, Any], allowed: Settings) -> list[Change]:
     """The settings that both recipes have, with different values."""
     saved = _with_whole_tables({EARLIER_NAMES.get(name, name): value for name, value in saved.items()})
+    for name, values in EARLIER_VALUES.items():
+        if name in saved:
+            saved = {**saved, name: values.get(saved[name], saved[name])}
     return [
         Change(name, saved[name], now[name], next(allowed[key] for key in allowed if _covers(key, name)))
         for name in now

@@ -6,7 +6,7 @@ to keep up with PyTorch's and vLLM's versions. Where it can't compile, each oper
 """
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -89,24 +89,25 @@ PURE = Passes(_score_purely, _differentiate_purely)
 """What is compiled: no operation changes its arguments, so that all can be fused."""
 
 
-def compiled() -> Passes:
-    """`PURE`, each pass compiled to as few kernels as torch.compile makes of it.
+def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of tensors with equally many rows, compiled once for any number of them.
 
-    One compilation serves any number of rows. Inductor measures no kernels, since the choice among them could
-    differ from one process to the next and with it the bits of a resumed run.
+    Inductor measures no kernels, since the choice among them could differ from one process to the next and
+    with it the bits of a resumed run.
     """
+    fused = torch.compile(function, options={"deterministic": True})
 
-    def compile_rows(function: Callable[..., Any]) -> Callable[..., Any]:
-        fused = torch.compile(function, options={"deterministic": True})
+    def call(*arguments: Any) -> Any:
+        for argument in arguments:
+            if isinstance(argument, torch.Tensor):
+                torch._dynamo.maybe_mark_dynamic(argument, 0)  # pyright: ignore[reportPrivateUsage] (documented)
+        return fused(*arguments)
 
-        def call(*arguments: Any) -> Any:
-            for argument in arguments:
-                if isinstance(argument, torch.Tensor):
-                    torch._dynamo.maybe_mark_dynamic(argument, 0)  # pyright: ignore[reportPrivateUsage] (documented)
-            return fused(*arguments)
+    return call
 
-        return call
 
+def compiled() -> Passes:
+    """`PURE`, each pass compiled to as few kernels as torch.compile makes of it."""
     return Passes(compile_rows(PURE.score), compile_rows(PURE.differentiate))
 
 
@@ -226,25 +227,55 @@ class _InChunks(torch.autograd.Function):
     ) -> tuple[torch.Tensor | None, ...]:
         hidden, weight, bias, tokens, normalisers, kept = ctx.saved_tensors
         head: Head = ctx.head
-        of_hidden = torch.empty_like(hidden)
-        of_weight = torch.zeros_like(weight, dtype=torch.float32)
-        of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
-        columns = (hidden, of_hidden, tokens, normalisers, gradient)
-        # Sums over a chunk's rows are those of float32 gradients where a bias needs them.
-        dtype = weight.dtype if bias is None else torch.float32
-        for piece, of_piece, wanted, normaliser, scale in zip(
-            *(column.split(ctx.rows) for column in columns), strict=True
-        ):
-            logits = head.logits(piece, weight, bias) if kept is None else kept
-            of_chunk = head.passes.differentiate(logits, normaliser, wanted, scale, ctx.temperature, dtype)
-            if of_bias is not None:
-                of_bias += of_chunk.sum(0)
-            of_chunk = of_chunk.to(weight.dtype)
-            torch.mm(of_chunk, weight, out=of_piece)
-            if of_weight.dtype == weight.dtype:
-                of_weight.addmm_(of_chunk.T, piece)
-            else:
-                of_weight += of_chunk.T @ piece
-        if bias is not None and of_bias is not None:
-            of_bias = of_bias.to(bias.dtype)
-        return of_hidden, of_weight.to(weight.dtype), of_bias, None, None, None, None
+
+        def differentiate(logits: torch.Tensor, dtype: torch.dtype, *columns: torch.Tensor) -> torch.Tensor:
+            wanted, normaliser, scale = columns
+            return head.passes.differentiate(logits, normaliser, wanted, scale, ctx.temperature, dtype)
+
+        columns = (tokens, normalisers, gradient)
+        of_hidden, of_weight, of_bias = gradients_in_chunks(
+            head, hidden, weight, bias, columns, rows=ctx.rows, kept=kept, differentiate=differentiate
+        )
+        return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def gradients_in_chunks(
+    head: Head,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    columns: Sequence[torch.Tensor],
+    *,
+    rows: int,
+    kept: torch.Tensor | None,
+    differentiate: Callable[..., torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """The gradients of hidden states, weights and biases, with no more than `rows` rows of logits at a time.
+
+    Args:
+        columns: values of each row, [L] each.
+        kept: the logits of the only chunk, if they were kept.
+        differentiate: from a chunk's logits, a data type and the chunk's part of each column, the gradient of
+            the logits in that type.
+    """
+    of_hidden = torch.empty_like(hidden)
+    of_weight = torch.zeros_like(weight, dtype=torch.float32)
+    of_bias = torch.zeros_like(bias, dtype=torch.float32) if bias is not None else None
+    # Sums over a chunk's rows are those of float32 gradients where a bias needs them.
+    dtype = weight.dtype if bias is None else torch.float32
+    for piece, of_piece, *values in zip(
+        *(column.split(rows) for column in (hidden, of_hidden, *columns)), strict=True
+    ):
+        logits = head.logits(piece, weight, bias) if kept is None else kept
+        of_chunk = differentiate(logits, dtype, *values)
+        if of_bias is not None:
+            of_bias += of_chunk.sum(0)
+        of_chunk = of_chunk.to(weight.dtype)
+        torch.mm(of_chunk, weight, out=of_piece)
+        if of_weight.dtype == weight.dtype:
+            of_weight.addmm_(of_chunk.T, piece)
+        else:
+            of_weight += of_chunk.T @ piece
+    if bias is not None and of_bias is not None:
+        of_bias = of_bias.to(bias.dtype)
+    return of_hidden, of_weight.to(weight.dtype), of_bias

@@ -63,8 +63,10 @@ class PolicyLearner(Learner):
     def sums(self, micro: MicroBatch, temperature: float) -> LossSums:
         """Logprobs of the learned tokens, and the loss of them."""
         with self._state.balance.watching():
-            logprobs = self._state.scorer.logprobs(micro, temperature)
-        return self._loss(LossInputs.of(logprobs, micro))
+            logprobs, entropies = self._state.scorer.scores(
+                micro, temperature, entropies=self._loss.needs_entropies
+            )
+        return self._loss(LossInputs.of(logprobs, micro, entropies))
 
     def added_to(
         self, loss: torch.Tensor, sums: LossSums, micro: MicroBatch, counts: BatchCounts, ranks: int

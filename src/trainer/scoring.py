@@ -5,6 +5,9 @@ its output embeddings unchanged, logprobs are computed from hidden states, chunk
 or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these places itself.
 """
 
+from collections.abc import Callable
+from functools import partial
+
 import numpy as np
 import torch
 from torch import nn
@@ -12,6 +15,7 @@ from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 
 from cairn.run.batches import Sample
+from cairn.trainer import entropy
 from cairn.trainer.attention import Attention, dense
 from cairn.trainer.head import CHUNK_LOGITS, Head, of_logits
 from cairn.trainer.model import reshard
@@ -59,6 +63,32 @@ class Scorer:
             micro: on the model's device.
             temperature: logits are divided by it.
         """
+        return self._values(micro, temperature, self.method.logprobs, of_logits)
+
+    def scores(
+        self, micro: MicroBatch, temperature: float, *, entropies: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`logprobs`, and, if asked for, the entropies of the distributions of these tokens, likewise."""
+        if not entropies:
+            return self.logprobs(micro, temperature), None
+        both = self._values(
+            micro, temperature, partial(entropy.logprobs_and_entropies, self.method), entropy.of_logits
+        )
+        return both[0], both[1]
+
+    def _values(
+        self,
+        micro: MicroBatch,
+        temperature: float,
+        of_hidden: Callable[..., torch.Tensor],
+        of_all_logits: Callable[..., torch.Tensor],
+    ) -> torch.Tensor:
+        """What is computed of each learned token, [..., R, T - 1], and 0 for other tokens.
+
+        Args:
+            of_hidden: computes [..., L] from hidden states, as `Head.logprobs` does.
+            of_all_logits: the same from logits.
+        """
         learned = micro.learned
         tokens = micro.input_ids.flatten()[learned]
         found: list[torch.Tensor] = []
@@ -68,7 +98,7 @@ class Scorer:
             return inputs[0][:, :0] if self.is_plain else found[0][None]
 
         def score(head: nn.Linear, inputs: tuple[torch.Tensor], none: torch.Tensor) -> torch.Tensor:
-            return self.method.logprobs(found[0], head.weight, head.bias, tokens, temperature)
+            return of_hidden(found[0], head.weight, head.bias, tokens, temperature)
 
         hooks: list[RemovableHandle] = []
         if self.head is not None:
@@ -85,9 +115,10 @@ class Scorer:
             values = result
         else:
             logits = result[0] if self.head is not None else result.flatten(0, 1)[learned - 1]
-            values = of_logits(logits, tokens, temperature)
-        everywhere = values.new_zeros(micro.input_ids.numel()).index_copy(0, learned, values)
-        return everywhere.view_as(micro.input_ids)[:, 1:]
+            values = of_all_logits(logits, tokens, temperature)
+        before, shape = values.shape[:-1], micro.input_ids.shape
+        everywhere = values.new_zeros(*before, shape.numel()).index_copy(-1, learned, values)
+        return everywhere.view(*before, *shape)[..., 1:]
 
     def _run(self, micro: MicroBatch) -> torch.Tensor:
         # Models tell samples apart by their positions only if they keep no cache.

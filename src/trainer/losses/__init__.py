@@ -5,19 +5,27 @@ A loss of your own extends `Loss` and is named as module:Class; see "A loss" in 
 
 from cairn.config.loss import LossConfig
 from cairn.run.extensions import BadExtension, load, make
-from cairn.trainer.losses.clip import Clip
+from cairn.trainer.losses.cispo import Cispo
+from cairn.trainer.losses.dppo import Dppo
+from cairn.trainer.losses.gpg import Gpg
+from cairn.trainer.losses.gspo import Gspo
+from cairn.trainer.losses.icepop import IcePop
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.losses.loss import OLD_LOGPROBS, Loss, LossInputs, LossSums
-from cairn.trainer.losses.mask import Mask
-from cairn.trainer.losses.truncate import Truncate
+from cairn.trainer.losses.ppo_clip import PPOClip
+from cairn.trainer.losses.sapo import Sapo
 
 __all__ = ["LOSSES", "OLD_LOGPROBS", "Likelihood", "Loss", "LossInputs", "LossSums", "make_loss"]
 
 LOSSES: dict[str, type[Loss]] = {
     "likelihood": Likelihood,
-    "clip": Clip,
-    "truncate": Truncate,
-    "mask": Mask,
+    "ppo_clip": PPOClip,
+    "cispo": Cispo,
+    "icepop": IcePop,
+    "gspo": Gspo,
+    "dppo": Dppo,
+    "sapo": Sapo,
+    "gpg": Gpg,
 }
 """By type; `cairn.config.loss` says which are for SFT and which for RL, and what each is made with."""
 

@@ -4,7 +4,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import ClassVar
 
 import torch
 
@@ -25,18 +24,26 @@ class LossInputs:
     logprobs: float32 [R, N], of each token under the weights that are trained, with gradient.
     mask: bool [R, N], which tokens are learned.
     columns: what else the batch says of each token, by name, [R, N]; see `cairn.run.batches.COLUMNS`.
+    all_entropies: `entropies`, or None for a loss that does not need them.
     """
 
     logprobs: torch.Tensor
     mask: torch.Tensor
     columns: Mapping[str, torch.Tensor]
     micro: MicroBatch = field(repr=False)
+    all_entropies: torch.Tensor | None = None
 
     @classmethod
-    def of(cls, logprobs: torch.Tensor, micro: MicroBatch) -> "LossInputs":
-        """Of logprobs of tokens 1 to T - 1 (float32 [R, T - 1]) and the micro-batch of T tokens a row."""
+    def of(
+        cls, logprobs: torch.Tensor, micro: MicroBatch, entropies: torch.Tensor | None = None
+    ) -> "LossInputs":
+        """Of logprobs of tokens 1 to T - 1 (float32 [R, T - 1]) and the micro-batch of T tokens a row.
+
+        Args:
+            entropies: of the distributions that these tokens are drawn from, like logprobs.
+        """
         columns = {name: values[:, 1:] for name, values in micro.columns.items()}
-        return cls(logprobs, micro.loss_mask[:, 1:], columns, micro)
+        return cls(logprobs, micro.loss_mask[:, 1:], columns, micro, entropies)
 
     def column(self, name: str) -> torch.Tensor:
         """A column of the batch, [R, N].
@@ -68,6 +75,18 @@ class LossInputs:
         """
         return self.columns.get(OLD_LOGPROBS, self.logprobs.detach())
 
+    @property
+    def entropies(self) -> torch.Tensor:
+        """Entropy in nats of the distribution that each token is drawn from, float32 [R, N], with gradient;
+        0 for tokens that are not learned.
+
+        Raises:
+            UsageError: the loss does not say that it needs them.
+        """
+        if self.all_entropies is None:
+            raise UsageError("the loss uses entropies, and must set needs_entropies = True to be given them")
+        return self.all_entropies
+
     @cached_property
     def sample_of(self) -> torch.Tensor:
         """Which sample of the micro-batch each token belongs to: int64 [R, N], counted from 0, row by row.
@@ -84,6 +103,11 @@ class LossInputs:
         """
         learned = torch.where(self.mask, values, 0).flatten()
         return learned.new_zeros(self.micro.samples).index_add(0, self.sample_of.flatten(), learned)
+
+    @cached_property
+    def lengths(self) -> torch.Tensor:
+        """How many tokens of each sample are learned, float32 [samples]."""
+        return self.sum_by_sample(torch.ones_like(self.logprobs))
 
     def of_samples(self, name: str) -> torch.Tensor:
         """A column that has one value for all tokens of a sample: [samples].
@@ -114,8 +138,10 @@ class LossSums:
 class Loss(ABC):
     """What a step minimises. Its constructor gets the settings of the loss's type as keyword arguments."""
 
-    needs_old: ClassVar[bool] = False
+    needs_old: bool = False
     """Whether it asks for `LossInputs.old_logprobs`."""
+    needs_entropies: bool = False
+    """Whether it uses `LossInputs.entropies`, which cost a second pass over the logits."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossSums:
