@@ -141,6 +141,8 @@ def _explained(leaf: Setting) -> str:
 
 def _row(flag: str, text: str, width: int) -> list[str]:
     body = _fill(text, width, " " * FLAG_COLUMN) or [""]
+    if len(flag) + 2 > width:  # its choices, on a line of their own
+        flag = flag.replace(" ", "\n      ", 1)
     if len(flag) + 4 > FLAG_COLUMN:
         return [f"  {flag}", *body]
     return [f"  {flag}".ljust(FLAG_COLUMN) + body[0].lstrip(), *body[1:]]

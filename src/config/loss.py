@@ -51,7 +51,7 @@ class PolicyConfig(LossConfig):
     entropy_coef: float | None = Field(default=None, ge=0, allow_inf_nan=False)
     """Weight of the entropy bonus; 0 only reports the entropy (default: it is not computed)."""
     importance: Literal["off", "token_truncate", "token_mask", "sequence_truncate", "sequence_mask"] = "off"
-    """off: ratios are to the sampler; else to the weights at the batch's start, and weights correct the rest."""
+    """off: ratios are to the sampler; else to the weights at a batch's start, weighted for the rest."""
     importance_min: float = Field(default=0.0, ge=0, le=1)
     """importance: the least ratio to the sampler; a smaller one is set to it, or masked."""
     importance_max: float = Field(default=3.0, ge=1, allow_inf_nan=False)
@@ -85,10 +85,9 @@ class PolicyConfig(LossConfig):
         return type(self).model_fields[name].default
 
 
-class PPOClipConfig(PolicyConfig):
-    """Policy gradient with a ratio per token: its probability now over its probability when sampled."""
+class ClippedConfig(PolicyConfig):
+    """A clipped ratio."""
 
-    type: Literal["ppo_clip"] = Field(default="ppo_clip", validation_alias=NAMES)
     clip_low: float = Field(default=0.2, ge=0, lt=1)
     """ppo_clip: the lower bound of the ratio is 1 - clip_low."""
     clip_high: float = Field(default=0.2, ge=0)
@@ -104,6 +103,12 @@ class PPOClipConfig(PolicyConfig):
                 "bounds ratios that clip_high leaves alone, those of tokens with a negative advantage"
             )
         return self
+
+
+class PPOClipConfig(ClippedConfig):
+    """Policy gradient with a ratio per token: its probability now over its probability when sampled."""
+
+    type: Literal["ppo_clip"] = Field(default="ppo_clip", validation_alias=NAMES)
 
 
 class CispoConfig(PolicyConfig):
@@ -124,7 +129,7 @@ class IcePopConfig(PolicyConfig):
     """icepop: tokens with a larger ratio are excluded."""
 
 
-class GspoConfig(PPOClipConfig):
+class GspoConfig(ClippedConfig):
     """PPO's objective with one ratio for each answer."""
 
     type: Literal["gspo"] = Field(default="gspo", validation_alias=NAMES)
@@ -242,7 +247,7 @@ OF_ALL_EARLIER_TYPES = {"type", "clip_low", "clip_high", "ratio_min", "ratio_max
 
 
 def _with_type(data: Any) -> Any:
-    """Converts older files, in which `type` and its values had other names and all types the same settings."""
+    """Converts older files: `type` and its values had other names, and all types the same settings."""
     if not isinstance(data, dict):
         return data
     data = dict(cast("dict[str, Any]", data))

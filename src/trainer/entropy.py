@@ -1,11 +1,13 @@
 """Entropies of the distributions that tokens are drawn from, beside the tokens' logprobs.
 
-With logits z / T, log normaliser n and probabilities p, the entropy is H = n - sum(p z / T), and its gradient
-with regard to z is -p (log p + H) / T. As in `cairn.trainer.head`, no more than a chunk of logits is in memory.
+With logits z / T, log normaliser n and probabilities p, the entropy is H = n - sum(p z / T), and its
+gradient with regard to z is -p (log p + H) / T. As in `cairn.trainer.head`, no more than a chunk of logits is
+in memory.
 """
 
 import functools
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -47,11 +49,13 @@ def _differentiate(
 
 
 class Passes:
-    """`_score` and `_differentiate`, each compiled to as few kernels as torch.compile makes of it, or as is."""
+    """`_score` and `_differentiate`; fused: each compiled to as few kernels as torch.compile makes of it."""
 
     def __init__(self, *, fused: bool):
-        self.score = compile_rows(_score) if fused else _score
-        self.differentiate = compile_rows(_differentiate) if fused else _differentiate
+        self.score: Callable[..., tuple[torch.Tensor, ...]] = compile_rows(_score) if fused else _score
+        self.differentiate: Callable[..., torch.Tensor] = (
+            compile_rows(_differentiate) if fused else _differentiate
+        )
 
 
 PLAIN = Passes(fused=False)

@@ -13,15 +13,15 @@ import torch
 from pydantic import TypeAdapter, ValidationError
 
 from cairn.config.loss import (
-    ClipConfig,
+    CispoConfig,
     CustomLossConfig,
     CustomSFTLossConfig,
+    IcePopConfig,
     LikelihoodConfig,
     LossConfig,
-    MaskConfig,
     PolicyLossConfig,
+    PPOClipConfig,
     SFTLossConfig,
-    TruncateConfig,
 )
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.commands import start
@@ -68,7 +68,7 @@ def random_micro(seed: int) -> tuple[torch.Tensor, MicroBatch]:
 def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, float]):
     """Token by token, with its gradient, and nothing from tokens that are not learned."""
     logprobs, micro = random_micro(seed)
-    loss = make_loss(ClipConfig(clip_low=clip[0], clip_high=clip[1]))
+    loss = make_loss(PPOClipConfig(clip_low=clip[0], clip_high=clip[1]))
     sums = loss(LossInputs.of(logprobs, micro))
     sums.loss.backward()
     total, clipped, ratios, gaps, kl = 0.0, 0, [], [], 0.0
@@ -100,18 +100,18 @@ def test_the_policy_loss_is_that_of_the_paper(seed: int, clip: tuple[float, floa
     assert sums.maxima["mismatch/logprob_max"].item() == pytest.approx(max(gaps), rel=1e-5)
 
 
-@pytest.mark.parametrize("kind", ["truncate", "mask"])
+@pytest.mark.parametrize("kind", ["cispo", "icepop"])
 @pytest.mark.parametrize("seed", range(3))
 def test_tokens_of_older_policies_count_by_their_ratio(seed: int, kind: str):
     """The gradient is that of plain policy gradient, weighted with a ratio that is bounded or left out."""
     logprobs, micro = random_micro(seed)
-    config = TruncateConfig(ratio_max=1.3) if kind == "truncate" else MaskConfig(ratio_min=0.8, ratio_max=1.3)
+    config = CispoConfig(ratio_max=1.3) if kind == "cispo" else IcePopConfig(ratio_min=0.8, ratio_max=1.3)
     sums = make_loss(config)(LossInputs.of(logprobs, micro))
     sums.loss.backward()
     gradient, bounded = torch.zeros(5, 12), 0
     for row, place in micro.loss_mask[:, 1:].nonzero().tolist():
         ratio = math.exp(logprobs[row, place].item() - micro.columns["logprobs"][row, place + 1].item())
-        weight = min(ratio, 1.3) if kind == "truncate" else ratio if 0.8 <= ratio <= 1.3 else 0.0
+        weight = min(ratio, 1.3) if kind == "cispo" else ratio if 0.8 <= ratio <= 1.3 else 0.0
         bounded += weight != ratio
         gradient[row, place] = -weight * micro.columns["advantages"][row, place + 1].item()
     torch.testing.assert_close(logprobs.grad, gradient, atol=1e-5, rtol=1e-4)
@@ -151,12 +151,13 @@ def test_every_built_in_loss_has_its_settings():
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ({}, ClipConfig()),
-        ({"correction": "truncate"}, TruncateConfig()),
-        ({"correction": "mask", "ratio_max": 3.0}, MaskConfig(ratio_max=3.0)),
+        ({}, PPOClipConfig()),
+        ({"type": "clip", "clip_low": 0.1}, PPOClipConfig(clip_low=0.1)),
+        ({"correction": "truncate"}, CispoConfig()),
+        ({"correction": "mask", "ratio_max": 3.0}, IcePopConfig(ratio_max=3.0)),
         (  # as config.json of an earlier run has it
             {"correction": "truncate", "clip_low": 0.2, "clip_high": 0.2, "ratio_min": 0.5, "ratio_max": 1.5},
-            TruncateConfig(ratio_max=1.5),
+            CispoConfig(ratio_max=1.5),
         ),
         ({"type": "a:B", "args": {"x": 1}}, CustomLossConfig(type="a:B", args={"x": 1})),
     ],
@@ -167,7 +168,9 @@ def test_sections_of_today_and_of_earlier_runs(section: dict, expected: LossConf
     assert TrainerConfig.model_validate(TrainerConfig(loss=config).model_dump()).loss == expected
 
 
-@pytest.mark.parametrize("section", [{"type": "clip", "ratio_max": 2.0}, {"type": "other"}, {"type": ":B"}])
+@pytest.mark.parametrize(
+    "section", [{"type": "ppo_clip", "ratio_max": 2.0}, {"type": "other"}, {"type": ":B"}]
+)
 def test_sections_that_are_refused(section: dict):
     with pytest.raises(ValidationError):
         PARSE(section)
@@ -188,7 +191,11 @@ def test_sft_has_losses_of_its_own():
         (SFTConfig, {"type": "likelyhood"}, "did you mean likelihood?"),
         (SFTConfig, {"type": "likelihood", "clip_low": 0.1}, "clip_low"),
         (SFTConfig, {"correction": "likelihood"}, "correction"),
-        (TrainerConfig, {"type": "likelihood"}, "not one of clip, truncate, mask, nor module:Class"),
+        (
+            TrainerConfig,
+            {"type": "likelihood"},
+            "not one of ppo_clip, cispo, icepop, gspo, dppo, sapo, gpg, nor module:Class",
+        ),
     ],
 )
 def test_the_losses_of_one_command_are_not_for_the_other(config: Any, section: dict, message: str):
@@ -346,12 +353,13 @@ def test_a_column_that_batches_lack_is_an_error():
     micro = fill_rows([[Sample.of_answer([1], [2, 3], logprobs=0.0)]], 0, ["logprobs"])
     inputs = LossInputs.of(torch.zeros(1, 2), micro)
     with pytest.raises(UsageError, match=r"needs the column 'advantages', and .* have logprobs"):
-        make_loss(ClipConfig())(inputs)
+        make_loss(PPOClipConfig())(inputs)
 
 
 def test_recipes_of_earlier_runs_tell_the_type_by_another_name():
     earlier = {"loss.correction": "clip", "loss.clip_low": 0.2, "loss.ratio_max": 2.0}
-    for kind, changes in (("clip", []), ("truncate", [Change("loss.type", "clip", "truncate")])):
+    of_cispo = [Change("loss.type", "ppo_clip", "cispo")]
+    for kind, changes in (("clip", []), ("ppo_clip", []), ("truncate", of_cispo)):
         now = settings_of(TrainerConfig(loss={"type": kind}).model_dump(), TRAINER)
         assert changed_settings(earlier, now, {"loss": None}) == changes
 

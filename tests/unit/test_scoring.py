@@ -24,6 +24,8 @@ from transformers import (
 
 from cairn.config.trainer import PrecisionConfig
 from cairn.run.batches import Sample
+from cairn.trainer import entropy
+from cairn.trainer.entropy import logprobs_and_entropies
 from cairn.trainer.head import IN_PLACE, PURE, Head, Passes, tried
 from cairn.trainer.packing import MicroBatch, fill_rows, transfer
 from cairn.trainer.scoring import ON_CPU, Scorer
@@ -175,6 +177,61 @@ def test_there_is_never_more_than_a_chunk_of_logits():
         assert largest[0] == most
     for few, all_ in zip(*results, strict=True):
         torch.testing.assert_close(few, all_, atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("chunk", [1 << 26, 350])
+@pytest.mark.parametrize("with_bias", [True, False])
+def test_entropies_are_those_of_full_logits(with_bias: bool, chunk: int):
+    """With logprobs beside them, and gradients of both, against float64."""
+    torch.manual_seed(0)
+    vocabulary, learned, width, temperature = 100, 33, 8, 0.7
+    hidden, weight, bias = (
+        torch.randn(learned, width),
+        torch.randn(vocabulary, width),
+        torch.randn(vocabulary),
+    )
+    tokens = torch.randint(vocabulary, (learned,))
+    scale = torch.randn(2, learned)
+    results = []
+    for dtype in (torch.float32, torch.float64):
+        leaves = [one.to(dtype).requires_grad_() for one in (hidden, weight, *[bias] * with_bias)]
+        if dtype == torch.float32:
+            head = replace(ON_CPU, chunk_logits=chunk)
+            given = (leaves[0], leaves[1], leaves[2] if with_bias else None)
+            both = logprobs_and_entropies(head, *given, tokens, temperature)
+        else:
+            logits = torch.nn.functional.linear(*leaves) / temperature
+            all_ = logits.log_softmax(-1)
+            both = torch.stack([all_.gather(1, tokens[:, None])[:, 0], -(all_.exp() * all_).sum(-1)])
+        results.append((both, *torch.autograd.grad((both * scale).sum(), leaves)))
+    for ours, exact in zip(*results, strict=True):
+        torch.testing.assert_close(ours.double(), exact, atol=2e-5, rtol=1e-4)
+
+
+def test_entropies_of_logits_that_exclude_tokens():
+    """Minus infinity is no number's end: the entropy is that of the others."""
+    logits = torch.tensor([[0.0, 0.0, -torch.inf, 0.0]], requires_grad=True)
+    _, entropies = entropy.of_logits(logits, torch.tensor([1]), 1.0)
+    assert entropies.item() == pytest.approx(np.log(3))
+    entropies.sum().backward()
+    assert logits.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("kind", ["tied", "with a bias", "capped"])
+def test_a_scorer_gives_entropies_where_they_are_asked_for(kind: str):
+    """At the places of the logprobs, also of models that change their logits; 0 where nothing is learned."""
+    model, micro = make_model(MODELS[kind][0]), make_micro()
+    scorer = Scorer(model, torch.device("cpu"))
+    plain, none = scorer.scores(micro, 0.7, entropies=False)
+    assert none is None
+    assert torch.equal(plain, scorer.logprobs(micro, 0.7))
+    logprobs, entropies = scorer.scores(micro, 0.7, entropies=True)
+    torch.testing.assert_close(logprobs, plain, atol=1e-5, rtol=1e-5)
+    logits = model(input_ids=micro.input_ids, position_ids=micro.position_ids, use_cache=False).logits
+    exact = torch.distributions.Categorical(logits=logits[:, :-1].double() / 0.7).entropy()
+    exact = torch.where(micro.loss_mask[:, 1:], exact, 0.0)
+    torch.testing.assert_close(entropies.double(), exact, atol=1e-4, rtol=1e-4)
+    assert all(one.isfinite().all() for one in gradients(model, entropies).values())
 
 
 def test_in_bfloat16_the_gradient_of_the_embeddings_is_summed_up_in_float32():

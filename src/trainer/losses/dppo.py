@@ -8,10 +8,10 @@ from cairn.trainer.losses.policy import Objective, PolicyLoss, Terms
 
 
 class Dppo(PolicyLoss):
-    """-r A for each token, without those whose probability has left a trust region (arXiv:2602.04879, eq. 12).
+    """-r A for each token, without those whose probability has left a trust region (arXiv:2602.04879).
 
-    Left out are tokens whose probability has risen (A > 0) or fallen (A <= 0) and is too far from what it was:
-    by more than delta_high or delta_low as a difference of probabilities (`tv`), or as the KL divergence
+    Left out are tokens whose probability has risen (A > 0) or fallen (A <= 0) too far from what it was: by
+    more than delta_high or delta_low as a difference of probabilities (`tv`), or as the KL divergence
     between the two-valued distributions of this token and all others (`kl`).
     """
 

@@ -17,7 +17,8 @@ class Gpg(PolicyLoss):
     has_ratio: ClassVar[bool] = False
 
     def __init__(self, **settings: Any):
-        super().__init__(**{"importance": "token_truncate"} | settings)
+        settings.setdefault("importance", "token_truncate")
+        super().__init__(**settings)
 
     def objective(self, terms: Terms) -> Objective:
         """See `PolicyLoss.objective`."""

@@ -9,10 +9,10 @@ from cairn.trainer.losses.ppo_clip import PPOClip
 
 
 class Gspo(PPOClip):
-    """PPO's objective with the ratio of a sample: the geometric mean of its tokens' (arXiv:2507.18071, eq. 5, 7).
+    """PPO's objective with one ratio for a sample: the geometric mean of its tokens' (arXiv:2507.18071).
 
-    Its gradient reaches each token's logprob by itself (GSPO-token, eq. 13 and 14), which is the same where all
-    tokens of a sample have one advantage.
+    Its gradient reaches each token's logprob by itself (GSPO-token, eq. 13 and 14), which is the same where
+    all tokens of a sample have one advantage.
     """
 
     def __init__(
@@ -22,7 +22,8 @@ class Gspo(PPOClip):
         dual_clip: float | None = None,
         **settings: Any,
     ):
-        super().__init__(clip_low, clip_high, dual_clip, **{"aggregation": "sequence"} | settings)
+        settings.setdefault("aggregation", "sequence")
+        super().__init__(clip_low, clip_high, dual_clip, **settings)
 
     def ratio(self, inputs: LossInputs, of_tokens: torch.Tensor, logarithms: torch.Tensor) -> torch.Tensor:
         """See `PolicyLoss.ratio`."""

@@ -10,8 +10,8 @@ from cairn.trainer.losses.policy import Objective, PolicyLoss, Terms
 class IcePop(PolicyLoss):
     """-sg(r) A log p for each token with ratio_min <= r <= ratio_max, 0 for others; sg stops the gradient.
 
-    Source: IcePop (arXiv:2510.18855, section 3), where r is trainer over sampler. There a clipped ratio to the
-    weights at the start of the batch stands beside it; this is `ppo_clip` with importance = "token_mask".
+    Source: IcePop (arXiv:2510.18855), where r is trainer over sampler. There a clipped ratio to the weights
+    at the start of the batch stands beside it; this is `ppo_clip` with importance = "token_mask".
     """
 
     def __init__(self, ratio_min: float = 0.5, ratio_max: float = 2.0, **settings: Any):

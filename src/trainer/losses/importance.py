@@ -15,7 +15,7 @@ Importance = Literal["off", "token_truncate", "token_mask", "sequence_truncate",
 
 
 class Weights(NamedTuple):
-    """values: float32 [R, N], without gradient. bounded: bool [R, N], where a bound has changed the weight."""
+    """values: float32 [R, N], without gradient. bounded: bool [R, N], where a bound has changed it."""
 
     values: torch.Tensor
     bounded: torch.Tensor
@@ -26,10 +26,10 @@ class Correction:
     """How the difference between two policies becomes a weight.
 
     kind: token_* takes the ratio of each token, sequence_* the product of those of its sample; *_truncate
-    limits it to least..most (arXiv:1802.01561, section 4.1), *_mask makes it 0 outside of that. The kinds, and
-    `most` for a sequence, are those of TRL's vllm_importance_sampling_mode.
-    geometric_least, geometric_most: samples whose geometric mean of ratios lies outside get the weight 0; they
-    apply to all kinds, off included.
+    limits it to least..most (arXiv:1802.01561, section 4.1), *_mask makes it 0 outside of that. The kinds are
+    those of TRL's vllm_importance_sampling_mode.
+    geometric_least, geometric_most: samples whose geometric mean of ratios lies outside get the weight 0;
+    they apply to all kinds, off included.
     """
 
     kind: Importance = "off"

@@ -28,8 +28,8 @@ class Terms:
 
 
 class Objective(NamedTuple):
-    """values: float32 [R, N], what each token adds to the objective, with gradient. low, high: bool [R, N], for
-    which tokens the ratio was bounded because it is small, or large."""
+    """values: float32 [R, N], what each token adds to the objective, with gradient. low, high: bool [R, N],
+    for which tokens the ratio was bounded because it is small, or large."""
 
     values: torch.Tensor
     low: torch.Tensor
@@ -65,9 +65,7 @@ class PolicyLoss(Loss):
         self.aggregation_tokens = aggregation_tokens
         self.entropy_coef = entropy_coef
         self.needs_entropies = entropy_coef is not None
-        self.correction = Correction(
-            importance, importance_min, importance_max, geometric_min, geometric_max
-        )
+        self.correction = Correction(importance, importance_min, importance_max, geometric_min, geometric_max)
         self.is_decoupled = importance != "off" and self.has_ratio
         self.needs_old = self.has_ratio and (self.is_decoupled or self.correction.masks_samples)
 
@@ -120,17 +118,13 @@ class PolicyLoss(Loss):
         if not self.correction.does_something:
             return None
         now = inputs.old_logprobs if self.needs_old else inputs.logprobs.detach()
-        return self.correction.weights(
-            inputs, torch.where(inputs.mask, now - inputs.sampler_logprobs, 0.0)
-        )
+        return self.correction.weights(inputs, torch.where(inputs.mask, now - inputs.sampler_logprobs, 0.0))
 
     def normaliser(self, counts: BatchCounts) -> float:
         """The number of learned tokens, of samples with any, or of all samples times a constant."""
-        match self.aggregation:
-            case "token":
-                return super().normaliser(counts)
-            case "sequence":
-                return max(counts.samples - counts.unlearned, 1)
-            case "constant":
-                assert self.aggregation_tokens is not None, "the configuration has checked it"
-                return max(counts.samples, 1) * self.aggregation_tokens
+        if self.aggregation == "token":
+            return super().normaliser(counts)
+        if self.aggregation == "sequence":
+            return max(counts.samples - counts.unlearned, 1)
+        assert self.aggregation_tokens is not None, "the configuration has checked it"
+        return max(counts.samples, 1) * self.aggregation_tokens

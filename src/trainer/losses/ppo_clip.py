@@ -12,7 +12,7 @@ class PPOClip(PolicyLoss):
 
     A token whose ratio has left the bounds in the direction of its advantage has no gradient. A larger
     clip_high than clip_low is DAPO's clip-higher (arXiv:2503.14476, section 3.1). With `dual_clip` a token of
-    negative advantage adds at most -dual_clip A, so that a huge ratio has no gradient (arXiv:1912.09729, eq. 5).
+    negative advantage adds at most -dual_clip A, so that a huge ratio has no gradient (arXiv:1912.09729).
     """
 
     def __init__(
