@@ -4,7 +4,6 @@ from typing import Any, ClassVar
 
 from cairn.config.base import BaseConfig
 
-
 GAE = "gae"
 """The type with which the orchestrator ships rewards, and the trainer's critic says what they are worth."""
 

@@ -30,7 +30,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
-from cairn.trainer.losses.clip import Clip
+from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import make_rank_batch
@@ -229,7 +229,7 @@ def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
 def step_of(state: TrainerState, number: int) -> dict[str, float]:
     group = state.group
     work = make_rank_batch(make_batch(), state.config, rank=group.rank, world_size=group.world_size)
-    return train_step(state, work, number, Clip())
+    return train_step(state, work, number, PPOClip())
 
 
 def write(state: TrainerState, folder: Path, row: dict[str, float]) -> None:

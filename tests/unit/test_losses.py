@@ -242,7 +242,7 @@ def test_the_documented_loss_sees_samples_however_they_are_packed(rows: list[lis
     loss = make_loss(PARSE({"type": "my_losses:SequenceRatio", "args": {"clip": 0.02}}))
     samples = random_samples(0, [9, 6, 12, 5])
     change = [torch.randn(12, generator=torch.Generator().manual_seed(i)) * 0.2 for i in range(4)]
-    micro = fill_rows([[samples[i] for i in row] for row in rows], 0, COLUMNS)
+    micro = fill_rows([[samples[i] for i in row] for row in rows], 0, ["logprobs", "advantages"])
     now = torch.zeros(micro.input_ids.shape)
     for r, row in enumerate(rows):
         start = 0

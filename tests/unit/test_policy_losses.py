@@ -10,7 +10,7 @@ import torch
 from pydantic import ValidationError
 
 from cairn.config.trainer import TrainerConfig
-from cairn.run.batches import COLUMNS, Sample
+from cairn.run.batches import Sample
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, make_loss
 from cairn.trainer.losses.policy import PolicyLoss
 from cairn.trainer.packing import BatchCounts, fill_rows
@@ -56,7 +56,7 @@ def of_cairn(section: dict[str, Any], these: list[Answer], packing: Any = PACKIN
         Sample.of_answer([1] * prompt, [2] * n, logprobs=one.sampler.tolist(), advantages=one.advantage)
         for (prompt, n), one in zip(LENGTHS, these, strict=True)
     ]
-    micro = fill_rows([[samples[i] for i in row] for row in packing], 0, COLUMNS)
+    micro = fill_rows([[samples[i] for i in row] for row in packing], 0, ["logprobs", "advantages"])
 
     def spread(of: Callable[[Answer], torch.Tensor]) -> torch.Tensor:
         whole = torch.zeros(micro.input_ids.shape)

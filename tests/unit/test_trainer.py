@@ -39,7 +39,7 @@ from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.rendering import encode
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
-from cairn.trainer.losses.clip import Clip
+from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import (
@@ -400,7 +400,7 @@ def test_a_step_is_the_same_however_it_is_cut_and_packed(step: Step, model_folde
 def test_a_policy_step_is_the_same_however_it_is_cut_and_packed(step: Step, layout: dict):
     """All its metrics are, too."""
     samples = random_samples(2, [12, 9, 8, 12, 7, 3])
-    loss = Clip()
+    loss = PPOClip()
     row, found = step(samples, loss, **layout)
     plain_row, plain = step(samples, loss, seq_len=12, micro_batch_size=1)
     assert row == pytest.approx(plain_row, rel=1e-3)
@@ -459,9 +459,9 @@ def test_the_temperature_of_sampling_is_that_of_the_loss(step: Step, model_folde
     with torch.no_grad():
         logprobs = (model(ids[None]).logits[0, :-1] / 0.7).log_softmax(-1).gather(-1, ids[1:, None])[:, 0]
     sample.columns["logprobs"][1:] = logprobs.numpy()
-    row, _ = step([sample], Clip(), 0.7)
+    row, _ = step([sample], PPOClip(), 0.7)
     assert row["mismatch/logprob_max"] < 1e-5
-    row, _ = step([sample], Clip())
+    row, _ = step([sample], PPOClip())
     assert row["mismatch/logprob_max"] > 0.1
 
 
@@ -479,7 +479,7 @@ def test_a_gradient_that_is_not_finite_ends_training(step: Step):
     samples = random_samples(7, [12])
     samples[0].columns["advantages"][:] = np.nan
     with pytest.raises(TrainingDiverged, match="step 1: the gradient's norm is nan"):
-        step(samples, Clip())
+        step(samples, PPOClip())
 
 
 # The learning rate
