@@ -25,7 +25,8 @@ class TrainerRecord:
 
     progress: step, total_tokens, total_samples. rows: how samples were packed into rows. optimizer: its
     class.
-    recipe: the trainer's part of the run's recipe.
+    recipe: the trainer's part of the run's recipe. spikes: what the guard against spikes goes by; written if
+    there is one.
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])
@@ -34,6 +35,7 @@ class TrainerRecord:
     optimizer: str | None = None
     scheduler: dict[str, Any] | None = None
     recipe: dict[str, Any] | None = None
+    spikes: dict[str, float] | None = None
     config: dict[str, Any] | None = None
     """The settings, from versions without a recipe."""
     data: dict[str, Any] | None = None
@@ -41,7 +43,8 @@ class TrainerRecord:
 
     def to_json(self) -> bytes:
         """The bytes of the file."""
-        return _to_json({key: value for key, value in asdict(self).items() if key not in ("config", "data")})
+        left_out = {"config", "data"} | ({"spikes"} if self.spikes is None else set[str]())
+        return _to_json({key: value for key, value in asdict(self).items() if key not in left_out})
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PP
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.slurm import SlurmConfig
+from cairn.config.spike import SpikeConfig
 from cairn.config.supervision import SupervisionConfig
 
 
@@ -102,6 +103,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     task: ClassVar[str]
     """The kind of training: a name in `cairn.trainer.tasks`."""
+    loss_is_positive: ClassVar[bool] = False
+    """Whether the loss has a mean that a spike of it can be told by; a policy's loss is around 0."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
     workers: int | None = Field(default=None, ge=1)
@@ -120,6 +123,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Rows of seq_len tokens (or shorter rows with as many tokens in all) per forward and backward pass."""
     optimizer: OptimizerConfig = AdamWConfig()
     scheduler: SchedulerConfig = SchedulerConfig()
+    spike: SpikeConfig = SpikeConfig()
     precision: PrecisionConfig = PrecisionConfig()
     activation_checkpointing: bool = False
     """Recompute each layer's activations in the backward pass: slower, but needs less memory."""
@@ -167,6 +171,15 @@ class TrainerBase(SharedConfig, SupervisionConfig):
             raise ValueError(problem)
         return self
 
+    @model_validator(mode="after")
+    def _spikes_of_a_loss(self) -> "TrainerBase":
+        if self.spike.loss is not None and not self.loss_is_positive:
+            raise ValueError(
+                f"spike.loss = {self.spike.loss} is for a loss that is above 0, and that of a policy is "
+                "around it; spike.grad_norm is what can be used"
+            )
+        return self
+
     def problem_of_replicas(self, ranks: int) -> str | None:
         """Why `ranks` can't be divided among the replicas; None if they can."""
         if ranks % self.replicas == 0:
@@ -212,6 +225,7 @@ class SFTConfig(TrainerBase):
     """Supervised fine-tuning (SFT) with FSDP2 on Ray workers."""
 
     task = "sft"
+    loss_is_positive = True
     output_dir: str = Field(default="outputs/sft", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: SFTDataConfig = SFTDataConfig()

@@ -25,6 +25,7 @@ TRAINER: Settings = {
     "micro_batch_size": None,
     "optimizer": None,
     "scheduler": None,
+    "spike": None,
     "precision": None,
     "attention": None,
     "activation_checkpointing": None,

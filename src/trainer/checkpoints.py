@@ -240,6 +240,7 @@ class TrainerCheckpoints:
                 optimizer=type(state.policy.optimizer).__name__,
                 scheduler=state.config.scheduler.model_dump(),
                 recipe=dict(self.recipe),
+                spikes=state.spikes.saved(),
             )
             files[TRAINER_STATE] = record.to_json()
         self._saver.save(step, tensors, files, self._about(metrics, tensors))

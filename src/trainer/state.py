@@ -18,6 +18,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.head import Head
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.self_check import find_rows
+from cairn.trainer.spikes import SpikeGuard
 from cairn.trainer.trained import Trained
 
 logger = logging.getLogger(__name__)
@@ -50,6 +51,11 @@ class TrainerState:
     progress: TrainerProgress
     rows: str | None = None
     """How samples lay in rows in the loaded checkpoint's run."""
+
+    @cached_property
+    def spikes(self) -> SpikeGuard:
+        """What leaves out updates that would harm the model."""
+        return SpikeGuard(self.config.spike)
 
     @property
     def policy(self) -> Trained:
@@ -124,6 +130,7 @@ class TrainerState:
                 f"{folder} has the state of {saved.optimizer}, and this run uses {optimizer}"
             )
         self.progress = TrainerProgress(**saved.progress)
+        self.spikes.restore(saved.spikes)
         group = self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():

@@ -9,17 +9,13 @@ import torch
 from torch.distributed.tensor import DTensor
 
 from cairn.run import heartbeat
-from cairn.run.errors import CairnError, UsageError
+from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
 from cairn.trainer.learner import Learner, PolicyLearner
 from cairn.trainer.losses import Loss, LossSums
 from cairn.trainer.packing import BatchCounts, Part, RankBatch
 from cairn.trainer.state import TrainerState
-
-
-class TrainingDiverged(CairnError):
-    """The gradient is not finite; the weights are as they were before the step."""
 
 
 def _nothing() -> None:
@@ -43,34 +39,43 @@ def train_step(
     never of the whole model.
     Weights and optimiser state change only after `before_update` has returned. `meanwhile` is called before
     the last backward pass of the policy, during which this thread needs neither Python nor, on a GPU, the
-    processor.
+    processor. Updates that the guard against spikes refuses change nothing.
 
     Args:
         loss: of the policy.
         others: models that learn from the same batch, each with a loss of its own.
 
     Raises:
-        TrainingDiverged: a gradient is not finite.
+        TrainingDiverged: a gradient is not finite, or too many in a row spike.
     """
     config, counts = state.config, batch.counts
     rate = config.scheduler.rate(step, config.optimizer.lr, config.scheduler.steps or config.max_steps)
     learners = [PolicyLearner(state, loss), *others]
     rows: list[StepMetrics] = []
+    skipped = 0
     for number in range(batch.updates):
         update = Update(state, batch.parts[number % len(batch.parts)], batch.temperature, step, number)
         last = number == batch.updates - 1
         rows.append(update.gradients(learners, meanwhile if last else _nothing))
+        skip = state.spikes.skips(rows[-1].means, update.name)
+        skipped += skip
         if number == 0:
             before_update()
         for learner in learners:
-            _apply(learner, rate)
+            if not skip:
+                _apply(learner, rate)
+            learner.model.optimizer.zero_grad(set_to_none=True)
 
     progress = state.progress
     progress.step = step
     progress.total_tokens += counts.tokens
     progress.total_samples += counts.records
+    metrics = StepMetrics.over(rows)
+    if skipped:
+        metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
+        metrics["skipped_updates"] = skipped
     return {
-        **StepMetrics.over(rows),
+        **metrics,
         "lr": rate,
         "learned_tokens": counts.learned,
         **({"cut_samples": counts.cut} if counts.cut else {}),
@@ -105,12 +110,13 @@ class Update:
     step: int
     number: int
 
-    def gradients(self, learners: Sequence[Learner], meanwhile: Callable[[], None]) -> StepMetrics:
-        """Accumulate and clip the gradient of each learner; the first one's last backward pass is meanwhile.
+    @property
+    def name(self) -> str:
+        """For messages."""
+        return f"step {self.step}" + (f", update {self.number + 1}" if self.number else "")
 
-        Raises:
-            TrainingDiverged: one is not finite.
-        """
+    def gradients(self, learners: Sequence[Learner], meanwhile: Callable[[], None]) -> StepMetrics:
+        """Accumulate and clip each learner's gradient; `meanwhile` comes before the first's last backward pass."""
         found = StepMetrics({}, {})
         for learner in learners:
             metrics = self._gradient(learner, meanwhile)
@@ -141,13 +147,6 @@ class Update:
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # Metrics are read here together with the norm, which must be known before the weights change.
         metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
-        if not math.isfinite(gradient_norm):
-            whose = f" of the {learner.name}" if learner.name else ""
-            which = f", update {self.number + 1}" if self.number else ""
-            raise TrainingDiverged(
-                f"step {self.step}{which}: the gradient's norm{whose} is {gradient_norm}; lower "
-                "optimizer.lr, or look at the batch"
-            )
         metrics.means["grad_norm"] = gradient_norm
         return metrics
 
@@ -162,7 +161,6 @@ def _apply(learner: Learner, rate: float) -> None:
     for parameters in optimizer.param_groups:
         parameters["lr"] = rate
     optimizer.step()
-    optimizer.zero_grad(set_to_none=True)
 
 
 def _normaliser(learner: Learner, counts: BatchCounts) -> float:

@@ -54,8 +54,9 @@ from cairn.trainer.packing import (
 )
 from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.spikes import TrainingDiverged
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import TrainingDiverged, train_step
+from cairn.trainer.step import train_step
 from cairn.trainer.trained import Trained
 from cairn.trainer.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
 

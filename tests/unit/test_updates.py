@@ -19,8 +19,9 @@ from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.model import weights
 from cairn.trainer.packing import BatchCounts, MicroBatch, make_rank_batch
 from cairn.trainer.scoring import Scorer, add_logprobs
+from cairn.trainer.spikes import TrainingDiverged
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import TrainingDiverged, train_step
+from cairn.trainer.step import train_step
 from cairn.trainer.trained import Trained, make_policy
 
 group = one_rank

@@ -16,7 +16,14 @@ from cairn.tools.audit.positions import check_records
 from cairn.tools.audit.programs import check_learned
 from cairn.tools.audit.recipes import check_recipes, read_recipes
 from cairn.tools.audit.report import Report
-from cairn.tools.audit.steps import check_lineage, check_manifests, check_steps, read_manifests, read_metrics
+from cairn.tools.audit.steps import (
+    check_lineage,
+    check_manifests,
+    check_steps,
+    note_skipped,
+    read_manifests,
+    read_metrics,
+)
 
 __all__ = ["Report", "audit"]
 
@@ -40,6 +47,7 @@ def audit(path: Path) -> Report:
     manifests = read_manifests(store, report)
     rows = read_metrics(run.metrics, report)
     check_steps(rows, manifests, attempt, store, report)
+    note_skipped(rows, report)
     check_lineage(manifests, config, attempt, report)
     check_manifests(store, manifests, rows, report)
     recipes = read_recipes(store, manifests, config, run, report)

@@ -29,6 +29,18 @@ def read_metrics(metrics: MetricsLog, report: Report) -> list[Row]:
     return rows
 
 
+def note_skipped(rows: list[Row], report: Report) -> None:
+    """Note the updates that the guard against spikes left out."""
+    skipped = {row["step"]: number for row in rows if (number := row.get("skipped_updates"))}
+    if skipped:
+        steps = [str(step) for step in skipped]
+        more = f" and {len(steps) - 10} more" if len(steps) > 10 else ""
+        report.notes.append(
+            f"{sum(skipped.values())} updates were skipped as spikes (spike.on_spike), in steps "
+            f"{', '.join(steps[:10])}{more}: their samples changed no weights"
+        )
+
+
 def check_steps(
     rows: list[Row],
     manifests: dict[int, Manifest],
