@@ -116,7 +116,11 @@ class Update:
         return f"step {self.step}" + (f", update {self.number + 1}" if self.number else "")
 
     def gradients(self, learners: Sequence[Learner], meanwhile: Callable[[], None]) -> StepMetrics:
-        """Accumulate and clip each learner's gradient; `meanwhile` comes before the first's last backward pass."""
+        """Accumulate and clip each learner's gradient.
+
+        Args:
+            meanwhile: called before the last backward pass of the first learner.
+        """
         found = StepMetrics({}, {})
         for learner in learners:
             metrics = self._gradient(learner, meanwhile)

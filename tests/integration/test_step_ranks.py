@@ -71,7 +71,7 @@ def make_batch() -> Batch:
     return Batch(samples, sampling=Sampling(0.8))
 
 
-class Watching(Clip):
+class Watching(PPOClip):
     """The loss, noting how many values of gradients a rank holds when a micro-batch begins."""
 
     def __init__(self, model: PreTrainedModel):
