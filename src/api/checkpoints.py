@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.formats import FORMATS, Source
+from cairn.checkpoint.formats.adapters import is_adapter
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
 from cairn.checkpoint.steps import verify
@@ -34,10 +35,13 @@ class Checkpoint:
 
     @property
     def tensors(self) -> "dict[str, torch.Tensor]":
-        """The model's weights, by their names in the files, which are those of the hub."""
+        """The model's weights, by their names in the files, which are those of the hub.
+
+        Those of a step that holds an adapter are the base's with the adapter added.
+        """
         folder = StepFolder(self.folder).model
         try:
-            return _read(FORMATS["hf"].read(folder).tensors[MODEL])
+            return _read(FORMATS["peft" if is_adapter(folder) else "hf"].read(folder).tensors[MODEL])
         except FileNotFoundError as error:
             raise CheckpointError(f"{folder}: {error.strerror}") from None
 

@@ -4,13 +4,13 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.formats import FORMATS, Content, Source, format_of, read_foreign
 from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
-from cairn.checkpoint.step import MODEL, OPTIMIZER, OrchestratorRecord, StepFolder, TrainerRecord
+from cairn.checkpoint.step import ADAPTER, MODEL, OPTIMIZER, OrchestratorRecord, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
 from cairn.run.progress import Stage, no_progress
 
@@ -71,8 +71,11 @@ def _side(path: Path) -> Side:
     if (path / FILE_NAME).exists():
         from cairn.checkpoint.exporting import content_of_step  # imports torch
 
-        manifest = load_manifest(path)
-        return Side(path, "cairn", content_of_step(path), manifest)
+        manifest, content = load_manifest(path), content_of_step(path)
+        if ADAPTER in content.tensors:  # two adapters' states can be compared, if not taken over
+            state = StepFolder(path).tensors(OPTIMIZER)
+            content = replace(content, tensors={**content.tensors, **({OPTIMIZER: state} if state else {})})
+        return Side(path, "cairn", content, manifest)
     name = format_of(path) if path.exists() else None
     if name is None:
         raise UsageError(f"{path}: is neither a step of Cairn nor of one of the formats {', '.join(FORMATS)}")

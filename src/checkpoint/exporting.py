@@ -13,10 +13,20 @@ from typing import Any
 
 from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.exports import RECORD, UNFINISHED, Exports, refuse_options
-from cairn.checkpoint.formats import EXPORTERS, Content, Stage, Verification, WriteOptions, no_progress
+from cairn.checkpoint.formats import (
+    EXPORTERS,
+    FORMATS,
+    Content,
+    Stage,
+    Verification,
+    WriteOptions,
+    no_progress,
+)
+from cairn.checkpoint.formats.adapters import is_adapter
+from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.conversion import written_bytes
 from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
-from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder, TrainerRecord
+from cairn.checkpoint.step import ADAPTER, MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_atomic
@@ -27,12 +37,20 @@ NOTHING: Mapping[str, bytes] = MappingProxyType({})
 def content_of_step(folder: Path) -> Content:
     """The content of a step of Cairn, as formats write it.
 
+    A step that holds an adapter is given as the whole model, merged, and the adapter; the state of the
+    adapter's optimiser, which no format has a place for, is left out.
+
     Raises:
-        CheckpointError: the folder is not a checkpoint, or is damaged.
+        CheckpointError: the folder is not a checkpoint, or is damaged; or the base of its adapter is not
+            there, or is another model.
     """
     step = StepFolder(folder)
     record = step.trainer_state()
-    tensors = {MODEL: step.tensors(MODEL), OPTIMIZER: step.tensors(OPTIMIZER)}
+    tensors: dict[str, Mapping[str, Source]]
+    if is_adapter(step.model):
+        tensors = {MODEL: FORMATS["peft"].read(step.model).tensors[MODEL], ADAPTER: step.tensors(ADAPTER)}
+    else:
+        tensors = {MODEL: step.tensors(MODEL), OPTIMIZER: step.tensors(OPTIMIZER)}
     if not tensors[MODEL]:
         raise Damaged(f"{step.model}: holds no weights")
     content = Content({stem: named for stem, named in tensors.items() if named}, model=step.model)

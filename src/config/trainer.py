@@ -8,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.gpus import Gpus
+from cairn.config.lora import LoraConfig
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig
 from cairn.config.shared import SharedConfig
@@ -131,6 +132,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """host: weights, gradients and optimiser state in host memory, stepped by `threads` CPU threads: slow."""
     freeze: list[str] = []
     """Weights that are not trained: names in transformers, or patterns such as model.layers.[0-7].*"""
+    lora: LoraConfig | None = None
     router_aux_coef: float | None = Field(default=None, ge=0)
     """Weight of a mixture of experts' load-balancing loss (default: as its config.json says; 0: without)."""
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto"
@@ -185,6 +187,15 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         if ranks % self.replicas == 0:
             return None
         return f"replicas = {self.replicas} does not divide the ranks into equal parts: workers = {ranks}"
+
+    @model_validator(mode="after")
+    def _freeze_fits(self) -> "TrainerBase":
+        if self.lora and self.freeze:
+            raise ValueError(
+                f"freeze = {self.freeze} beside lora: an adapter's base is frozen already; lora.targets and "
+                "lora.modules_to_save say what is trained"
+            )
+        return self
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":

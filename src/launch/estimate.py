@@ -83,14 +83,15 @@ def rank_need(
         chunk_logits: largest number of logits at a time.
     """
     elements = footprint.shard(ranks // config.replicas)
+    trained = footprint.trained_shard(ranks // config.replicas)
     compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
     on_host = config.state_on == "host"
-    state = _state(footprint, config, elements)
+    state = _state(footprint, config, trained)
     parts: list[Part] = []
     if not (gpu and on_host):
         parts = [
             Part("weights, float32", 4 * elements, kept=True),
-            Part("gradients, float32", 4 * elements),
+            Part("gradients, float32", 4 * trained),
             Part(state.what, state.bytes, counted=state.counted, kept=True),
         ]
     rows, tokens = config.micro_batch_size, config.seq_len
@@ -136,11 +137,13 @@ def host_need(footprint: "Footprint", rank: Need, config: TrainerBase, *, ranks:
             *parts,
         ]
     if gpu and config.state_on == "host":
-        elements = footprint.shard(ranks // config.replicas)
-        state = (8 * elements + _state(footprint, config, elements).bytes) * ranks
+        elements, trained = (
+            of(ranks // config.replicas) for of in (footprint.shard, footprint.trained_shard)
+        )
+        state = (4 * elements + 4 * trained + _state(footprint, config, trained).bytes) * ranks
         parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
-        elements = footprint.elements
+        elements = footprint.trained_shard(1)
         copied = _state(footprint, config, elements).bytes if config.ckpt.training_state else 0
         parts.append(Part("a copy of the state while it is saved", 4 * elements + copied, False))
     return Need("of the machine's memory", tuple(parts))

@@ -58,6 +58,7 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
         activation_checkpointing=config.activation_checkpointing,
         capability=min((gpu.capability for gpu in machine.gpus), default=None),
         attention=config.attention,
+        lora=config.lora,
     )
     from cairn.trainer.head import CHUNK_LOGITS
 

@@ -2,11 +2,13 @@
 
 import contextlib
 import hashlib
+import shutil
 from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.formats.adapters import is_adapter
 from cairn.checkpoint.manifest import CheckpointError, Manifest, load_manifest
 from cairn.checkpoint.remote import RemoteStore
 from cairn.checkpoint.step import StepFolder, TrainerRecord
@@ -18,6 +20,7 @@ from cairn.launch.model import is_step, resolve_model
 from cairn.run.addresses import is_url
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.imports import importing
 from cairn.run.messages import PolicyName
 from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_paths import store_in
@@ -70,7 +73,13 @@ class Policy:
                 done = stage(f"downloading step {self.step}", nbytes)
                 folder = self.source.fetch(self.step, store, on_bytes=done)
             try:
-                yield StepFolder(folder).model
+                model = StepFolder(folder).model
+                if is_adapter(model):
+                    raise CheckpointError(
+                        f"{self.given}: step {self.step} holds an adapter; fetch it with ckpt copy, and "
+                        "give the folder"
+                    )
+                yield model
             finally:
                 store.delete(self.step)
         elif self.run_id is None:
@@ -79,13 +88,33 @@ class Policy:
             nbytes = load_manifest(self.source).nbytes
             with progress_bars() as stage:
                 verify(self.source, on_bytes=stage(f"verifying step {self.step}", nbytes))
-            yield StepFolder(self.source).model
+            model = StepFolder(self.source).model
+            with _merged(model, near) if is_adapter(model) else contextlib.nullcontext(model) as whole:
+                yield whole
 
     def recipe(self, model: Path) -> dict[str, Any]:
         """The trainer's part of the recipe of the step whose Hugging Face directory is `model`, or empty."""
         folder = StepFolder.holding(model)
+        if folder is None and self.run_id is not None and isinstance(self.source, Path):
+            folder = self.source
         record = StepFolder(folder).trainer_state() if folder else None
         return (record or TrainerRecord()).recipe or {}
+
+
+@contextlib.contextmanager
+def _merged(adapter: Path, near: Path) -> Generator[Path]:
+    """The whole model of an adapter, in the folder `near` as long as the context lasts."""
+    with importing():
+        from cairn.checkpoint.converting import convert
+
+    folder = near / "merged"
+    shutil.rmtree(folder, ignore_errors=True)
+    try:
+        with progress_bars() as stage:
+            convert(adapter, folder, "peft", stage=stage)
+        yield folder
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def policies_of(config: EvaluateConfig) -> list[Policy]:

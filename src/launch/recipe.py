@@ -7,8 +7,11 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats import FORMATS
+from cairn.checkpoint.formats.adapters import base_of_adapter
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.kinds import RunConfig, RunKind
+from cairn.config.lora import LoraConfig
 from cairn.config.trainer import SFTDataConfig
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since
@@ -63,6 +66,7 @@ def plan_recipe(
         return recipe
 
     check_model(config.model.name, start)
+    check_adapter(trainer.lora, start, kind.flags("trainer"))
     saved = _saved_recipe(start)
     _check_optimizer(start, saved["settings"], settings["optimizer.type"], kind.flags("trainer"))
     changes = changed_settings(saved["settings"], recipe["trainer"]["settings"], TRAINER)
@@ -179,6 +183,54 @@ def check_model(name: str, start: Start) -> None:
             f"--model.name {name} is not the model in {start.folder}: {'; '.join(different)}. "
             "Leave --model.name as it was to resume, or start a new run in another --output-dir"
         )
+
+
+def check_adapter(lora: LoraConfig | None, start: Start, flags: str) -> None:
+    """Check that a run goes on with an adapter of the same shape if the checkpoint has one, and of its base.
+
+    Args:
+        flags: what the flags of the trainer's settings begin with.
+
+    Raises:
+        UsageError: it does not, or the base is not there.
+    """
+    assert start.folder is not None
+    model = StepFolder(start.folder).model
+    record = base_of_adapter(model)
+    if record is None or lora is None:
+        if lora is not None:
+            raise UsageError(
+                f"{flags}lora: {start.folder} was trained in full, and an adapter can't go on with that; "
+                f"start a new run from its weights: --model.name {start.folder}"
+            )
+        if record is not None:
+            raise UsageError(
+                f"{start.folder} holds an adapter, and this run has no [lora]: give the section that it had "
+                f"({_shown(record.lora, flags)}), or start a new run from the merged weights: --model.name "
+                f"{start.folder}"
+            )
+        return
+    different = {key: was for key, was in record.lora.items() if lora.shape.get(key) != was}
+    if different:
+        here = _shown({key: lora.shape.get(key) for key in different}, flags)
+        raise UsageError(
+            f"{here}: the adapter in {start.folder} has {_shown(different, flags)}. Give that to go on, or "
+            f"start a new run from the merged weights: --model.name {start.folder}"
+        )
+    try:
+        record.find(model, lora.base)
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
+
+
+def _shown(settings: Mapping[str, Any], flags: str) -> str:
+    """Settings of an adapter as they are given on the command line."""
+    given = {
+        key.replace("_", "-"): ",".join(value) if isinstance(value, list) else json.dumps(value)
+        for key, value in settings.items()
+        if value != []
+    }
+    return " ".join(f"{flags}lora.{key} {value}" for key, value in given.items())
 
 
 def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:

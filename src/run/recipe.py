@@ -31,6 +31,7 @@ TRAINER: Settings = {
     "activation_checkpointing": None,
     "state_on": None,
     "freeze": None,
+    "lora.dropout": None,
     "router_aux_coef": None,
     "compile": None,
     "deterministic": None,

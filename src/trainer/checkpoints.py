@@ -173,7 +173,10 @@ class TrainerCheckpoints:
         self._others = others if ckpt.training_state else ()
         self._parts = ["trainer", *self._others] if ckpt.training_state else ["model"]
         group = state.group
-        self._companions = companions(state.policy.module, context.model_folder) if group.rank == 0 else {}
+        self._companions: Mapping[str, bytes] = {}
+        if group.rank == 0:
+            policy = state.policy
+            self._companions = {**companions(policy.module, context.model_folder), **policy.beside()}
         self._saved_at = time.monotonic()
         waiting = AllWaiting(context, ckpt)
         self.metrics = waiting.metrics

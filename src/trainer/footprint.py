@@ -3,7 +3,7 @@
 """What of a model takes memory while it is trained, counted without any: on torch's meta device."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from math import prod
 from typing import Any, Literal, cast
@@ -13,7 +13,9 @@ from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, P
 from transformers.utils import logging as transformers_logging
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.config.lora import LoraConfig
 from cairn.trainer.attention import Device, caps_attention, choose
+from cairn.trainer.lora import adapt
 from cairn.trainer.model import layers_of
 
 COUNTED_TOKENS = 16
@@ -47,7 +49,8 @@ class Growth:
 class Footprint:
     """What of a model takes memory.
 
-    shapes: of all parameters, a tied one once. layers: numbers of elements in each decoder layer. embeddings,
+    shapes: of all parameters, a tied one once. trained: of those that are trained, if that is an adapter;
+    None: all. layers: numbers of elements in each decoder layer. embeddings,
     head: those of the input and output embeddings; head is 0 if it is tied or there is none. vocabulary: the
     number of logits per token. kept: what the forward pass keeps of activations for the backward pass, of all
     layers. layer: the same of one layer whose activations are all kept. width: bytes of an element in the
@@ -62,6 +65,7 @@ class Footprint:
     kept: Growth
     layer: Growth
     width: int
+    trained: tuple[tuple[int, ...], ...] | None = None
 
     @property
     def elements(self) -> int:
@@ -70,7 +74,15 @@ class Footprint:
 
     def shard(self, ranks: int) -> int:
         """The elements that the fullest rank holds: FSDP2 cuts each parameter along its first dimension."""
-        return sum(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in self.shapes)
+        return _shard(self.shapes, ranks)
+
+    def trained_shard(self, ranks: int) -> int:
+        """The same of what is trained."""
+        return _shard(self.shapes if self.trained is None else self.trained, ranks)
+
+
+def _shard(shapes: Iterable[tuple[int, ...]], ranks: int) -> int:
+    return sum(-(-shape[0] // ranks) * prod(shape[1:]) if shape else 1 for shape in shapes)
 
 
 def footprint_of(
@@ -80,6 +92,7 @@ def footprint_of(
     activation_checkpointing: bool,
     capability: tuple[int, int] | None = None,
     attention: Literal["auto", "dense", "varlen", "flex"] = "auto",
+    lora: LoraConfig | None = None,
 ) -> Footprint:
     """Count the model that the Hugging Face directory (or hub name) `folder` describes; needs no weights.
 
@@ -88,7 +101,7 @@ def footprint_of(
 
     Args:
         capability: CUDA's, of the GPU that trains; None on a CPU.
-        attention: the setting of this name.
+        attention, lora: the settings of these names.
 
     Raises:
         UsageError: the model can't have the attention that is asked for.
@@ -111,6 +124,10 @@ def footprint_of(
         if activation_checkpointing:
             model.gradient_checkpointing_enable({"use_reentrant": False})
             kept = _growth(model)
+    trained = None
+    if lora:
+        adapt(model, lora)
+        trained = tuple(tuple(p.shape) for p in model.parameters() if p.requires_grad)
     embeddings: Any = model.get_input_embeddings()
     weight: Any = getattr(model.get_output_embeddings(), "weight", None)
     head = 0 if weight is None or weight is embeddings.weight else int(weight.numel())
@@ -123,6 +140,7 @@ def footprint_of(
         kept=kept,
         layer=whole.times(1 / len(layers)),
         width=dtype.itemsize,
+        trained=trained,
     )
 
 

@@ -21,13 +21,13 @@ from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.policy import make_policy
 from cairn.trainer.prefetch import OnDemand, Prefetch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context, Decision, Earlier
 from cairn.trainer.tasks import make_task, task_class
 from cairn.trainer.tracking import make_tracker
-from cairn.trainer.trained import make_policy
 
 logger = logging.getLogger(__name__)
 

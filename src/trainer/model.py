@@ -24,12 +24,13 @@ from transformers.initialization import no_init_weights
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
+from cairn.checkpoint.formats.hub import Place, layout_of, tensors_in_memory
 from cairn.checkpoint.shares import Stored, at_places
 from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.trainer.attention import caps_attention
+from cairn.trainer.lora import adapt
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +49,8 @@ def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrain
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     freeze(model, config.freeze)
+    if config.lora:
+        adapt(model, config.lora)
     if config.activation_checkpointing:
         model.gradient_checkpointing_enable({"use_reentrant": False})
     precision = config.precision.settled(gpu=mesh.device_type == "cuda")
@@ -214,6 +217,16 @@ def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
         FileNotFoundError: there are no files.
         Damaged: a file is damaged.
     """
+    return at_places(tensors_in_memory(model), places_in(model, folder))
+
+
+def places_in(model: PreTrainedModel, folder: Path) -> dict[str, Place]:
+    """The places in memory of the tensors in `folder`, by the names that its files give them.
+
+    Raises:
+        FileNotFoundError: there are no files.
+        Damaged: a file is damaged.
+    """
     layout, stored = layout_of(model), FORMATS["hf"].read(folder).tensors[MODEL].keys()
     places = layout.find(stored)
     if left_out := sorted(stored - places.keys() - layout.tied.keys()):
@@ -225,7 +238,7 @@ def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
             ", ".join(left_out[:3]),
             more,
         )
-    return at_places(tensors_in_memory(model), places)
+    return places
 
 
 def companions(model: PreTrainedModel, source: Path) -> dict[str, bytes]:

@@ -10,17 +10,13 @@ from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors import Stored, read_tensors
-from cairn.config.trainer import TrainerBase
-from cairn.trainer.group import RankGroup
 from cairn.trainer.model import (
-    build_model,
     config_of,
     frozen_weights,
     published_dtypes,
     weights,
     weights_in,
 )
-from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.optimizers.saved import state_of
 
 
@@ -70,6 +66,10 @@ class Trained:
     def saved(self) -> Mapping[str, Stored]:
         """What checkpoints hold, by the hub's names."""
         return weights(self.module)
+
+    def beside(self) -> Mapping[str, bytes]:
+        """Files that checkpoints hold beside the weights, and beside those of the model's folder."""
+        return {}
 
     def constant(self) -> Collection[str]:
         """The names in `saved` whose values no step changes."""
@@ -123,9 +123,3 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
-
-
-def make_policy(folder: Path, config: TrainerBase, group: RankGroup) -> Trained:
-    """The policy that the Hugging Face directory `folder` describes, its weights not yet loaded."""
-    module = build_model(folder, config, group.mesh)
-    return Trained(module, make_optimizer(module.named_parameters(), config.optimizer))

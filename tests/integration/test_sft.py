@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
+from peft import AutoPeftModelForCausalLM
 from runs import (
     CONFIGS,
     REPOSITORY,
@@ -27,6 +28,7 @@ from runs import (
 )
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cairn.api.checkpoints import load_checkpoint
 from cairn.config.trainer import SFTDataConfig
 from cairn.run.directory import RunDirectory
 from cairn.trainer.data.batches import SFTData
@@ -332,3 +334,29 @@ def test_no_process_outlives_a_killed_launcher(shell: Shell, sft: tuple, tmp_pat
         command.process.kill()
         command.process.wait()
         command.assert_nothing_survives()
+
+
+def test_an_adapter_goes_on_on_any_number_of_ranks(shell: Shell, sft: tuple, tmp_path: Path):
+    """On as many ranks bit for bit, dropout and all; on others apart from rounding. PEFT opens the step."""
+    run = tmp_path / "run"
+    lora = ("--lora.rank", 4, "--lora.dropout", 0.1, "--optimizer.lr", 1e-2, "--ckpt.interval", 3)
+    command = (*sft, *lora, "--max-steps", 6, "--output-dir", run)
+    shell.succeed(*command)
+    straight, expected = whole_rows(run, 6), tensors(step_folder(run, 6))
+    shell.succeed(*command, "--ckpt.resume-step", 3)
+    assert untimed(whole_rows(run, 6)) == untimed(straight)
+    assert_same_bits(tensors(step_folder(run, 6)), expected)
+    shell.succeed(*command, "--ckpt.resume-step", 3, "--workers", 2)
+    losses = [row["loss"] for row in whole_rows(run, 6)]
+    assert losses == pytest.approx([row["loss"] for row in straight], rel=1e-4)
+    assert losses[-1] < losses[0]
+
+    model = AutoPeftModelForCausalLM.from_pretrained(step_folder(run, 6) / "model")
+    merged = load_checkpoint(step_folder(run, 6)).tensors
+    for name, tensor in model.merge_and_unload().state_dict().items():
+        if name in merged:
+            torch.testing.assert_close(tensor, merged[name], rtol=1e-5, atol=1e-6)
+    refused = shell.run(*command, "--ckpt.resume-step", 3, "--lora.rank", 8)
+    assert refused.code == 2
+    assert "--lora.rank 8: the adapter in" in refused.output
+    assert "has --lora.rank 4" in refused.output

@@ -19,6 +19,7 @@ from cairn.checkpoint.formats.hf_trainer import HuggingFaceTrainer
 from cairn.checkpoint.formats.huggingface import HuggingFace
 from cairn.checkpoint.formats.megatron import Megatron
 from cairn.checkpoint.formats.onnx import Onnx
+from cairn.checkpoint.formats.peft import Peft
 from cairn.checkpoint.formats.plain import PlainFile
 from cairn.checkpoint.formats.tf import TensorFlow
 from cairn.checkpoint.formats.verl import Verl
@@ -49,6 +50,7 @@ FORMATS: dict[str, Format] = {
     "verl": Verl(),
     "gguf": Gguf(),
     "tf": TensorFlow(),
+    "peft": Peft(),
     "hf-trainer": HuggingFaceTrainer(),
     "pt": PlainFile(),
     "hf": HuggingFace(),
@@ -62,6 +64,7 @@ EXPORTERS: dict[str, Exporter] = {
     "hf-trainer": HuggingFaceTrainer(),
     "megatron": Megatron(),
     "onnx": Onnx(),
+    "peft": Peft(),
     "prime-rl": PrimeRl(),
     "pt": PlainFile(),
     "tf": TensorFlow(),

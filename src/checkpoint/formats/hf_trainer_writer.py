@@ -36,7 +36,7 @@ def write(content: Content, folder: Path, options: WriteOptions) -> None:
     """
     if content.model is None or content.step is None or OPTIMIZER not in content.tensors:
         raise CheckpointError(
-            "the step holds weights only, and Trainer's checkpoint needs the optimiser's state; "
+            "the step holds weights only or an adapter, and Trainer's checkpoint needs the state of AdamW; "
             "export its weights with --format hf"
         )
     if content.optimizer not in (None, "AdamW"):

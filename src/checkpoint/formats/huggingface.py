@@ -11,7 +11,7 @@ from cairn.checkpoint.formats.content import Content, Source, Verification, Writ
 from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step import MODEL
+from cairn.checkpoint.step import MODEL, OF_ADAPTERS
 
 if TYPE_CHECKING:
     pass
@@ -87,6 +87,8 @@ def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
     if content.model is None or not (content.model / "config.json").is_file():
         raise CheckpointError(f"{content.model}: has no config.json, which the new folder needs")
     for path in sorted(content.model.iterdir()):
+        if path.name in OF_ADAPTERS:
+            continue
         if path.is_file() and path.suffix in COMPANIONS and ".safetensors" not in path.name:
             shutil.copyfile(path, folder / path.name)
     if dtype is not None:

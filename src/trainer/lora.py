@@ -1,0 +1,139 @@
+"""Puts low-rank adapters (LoRA, Hu et al. 2021) into a model, through PEFT's layers.
+
+A layer of weights W [outputs, inputs] computes W x + s B A x, where A [rank, inputs] and B [outputs, rank]
+are trained, W is not, and s is alpha / rank (or alpha / sqrt(rank)). A begins with random values, B with
+zeros.
+"""
+
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.config.lora import ALL_LINEAR, LoraConfig
+from cairn.run.errors import UsageError
+
+NAME = "default"
+"""What PEFT calls the one adapter of a model."""
+
+
+def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
+    """Put adapters into a model whose weights are on the meta device, and have nothing else trained.
+
+    Raises:
+        UsageError: a target is no linear layer of the model, or can't be adapted.
+    """
+    from peft import inject_adapter_in_model  # which takes a second to import
+
+    targets = targets_in(model, config)
+    kept = modules_in(model, config)
+    if inside := [name for name in targets if any(_within(name, module) for module in kept)]:
+        raise UsageError(
+            f"lora.modules_to_save = {config.modules_to_save}: {inside[0]} is trained in full with it, and "
+            "has an adapter by lora.targets; choose one of them"
+        )
+    # PEFT would keep a copy of what is trained in full; here it is trained in place.
+    peft = peft_config(config, model, targets, [])
+    inject_adapter_in_model(peft, model, NAME, low_cpu_mem_usage=True)
+    for name, parameter in model.named_parameters():
+        whole = any(_within(name, module) for module in kept)
+        parameter.requires_grad_(whole or is_adapters(name))
+
+
+def targets_in(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """The names of the layers that get an adapter.
+
+    Raises:
+        UsageError: a name matches none, or the head.
+    """
+    head = model.get_output_embeddings()
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    allowed = [name for name, module in linear.items() if module is not head]
+    if config.targets == [ALL_LINEAR]:
+        chosen = allowed
+    else:
+        chosen = [name for name in allowed if any(_ends(name, target) for target in config.targets)]
+    ends = sorted({name.rpartition(".")[2] for name in allowed})
+    unmatched = [t for t in config.targets if t != ALL_LINEAR and not any(_ends(n, t) for n in chosen)]
+    if unmatched or not chosen:
+        what = unmatched[0] if unmatched else ALL_LINEAR
+        others = [name for name, _ in model.named_parameters() if any(_within(name, t) for t in unmatched)]
+        why = f"; {others[0]} is not of a linear layer" if others else ""
+        if any(module is head and _ends(name, what) for name, module in linear.items()):
+            why = "; it is the head, which can be trained in full: lora.modules_to_save"
+        raise UsageError(
+            f"lora.targets: {what!r} matches no linear layer of {type(model).__name__} that can have an "
+            f"adapter{why}. There are: {', '.join(ends) or 'none'}"
+        )
+    return chosen
+
+
+def modules_in(model: PreTrainedModel, config: LoraConfig) -> list[str]:
+    """The names of the modules that are trained in full.
+
+    Raises:
+        UsageError: a name matches none with weights, or one with weights that are tied to another module's.
+    """
+    with_weights = [
+        name for name, module in model.named_modules() if name and any(True for _ in module.parameters())
+    ]
+    kept: list[str] = []
+    for wanted in config.modules_to_save:
+        found = [name for name in with_weights if _ends(name, wanted)]
+        if not found:
+            ends = sorted({name.rpartition(".")[2] for name in with_weights} - {str(n) for n in range(1000)})
+            raise UsageError(
+                f"lora.modules_to_save: {wanted!r} matches no module of {type(model).__name__}. There are: "
+                + ", ".join(ends)
+            )
+        kept += found
+    tied = model.all_tied_weights_keys
+    for name in (*tied, *tied.values()):
+        if any(_within(name, module) for module in kept):
+            raise UsageError(
+                f"lora.modules_to_save = {config.modules_to_save}: {name} is tied to another module's weight "
+                f"in {type(model).__name__}, and programs that load an adapter would untie them"
+            )
+    return kept
+
+
+def peft_config(config: LoraConfig, model: PreTrainedModel, targets: list[str], kept: list[str]) -> Any:
+    """The same as PEFT has it."""
+    from peft import LoraConfig as PeftConfig
+
+    alpha = config.alpha
+    return PeftConfig(
+        r=config.rank,
+        lora_alpha=int(alpha) if alpha == int(alpha) else alpha,  # pyright: ignore[reportArgumentType]
+        lora_dropout=config.dropout,
+        target_modules=short(model, targets),
+        use_rslora=config.rslora,
+        modules_to_save=kept or None,
+        task_type="CAUSAL_LM",
+    )
+
+
+def short(model: PreTrainedModel, targets: list[str]) -> list[str]:
+    """The last parts of names if they mean just these modules, as is usual in PEFT; else the names."""
+    ends = sorted({name.rpartition(".")[2] for name in targets})
+    meant = {name for name, _ in model.named_modules() if any(_ends(name, end) for end in ends)}
+    return ends if meant == set(targets) else targets
+
+
+def plain(name: str) -> str:
+    """The name of a parameter without what PEFT adds to it."""
+    return name.replace(".base_layer.", ".").replace(f".{NAME}.", ".")
+
+
+def is_adapters(name: str) -> bool:
+    return ".lora_A." in name or ".lora_B." in name
+
+
+def _ends(name: str, end: str) -> bool:
+    """Whether a module's name is `end`, or ends with it after a dot."""
+    return name == end or name.endswith(f".{end}")
+
+
+def _within(name: str, module: str) -> bool:
+    """Whether a parameter's or module's name is in a module, of which the name or its end is given."""
+    return f".{module}." in f".{name}."

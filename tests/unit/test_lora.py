@@ -1,0 +1,273 @@
+"""Low-rank adapters: what they compute, what a step of them holds, and what is refused."""
+
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+from one_rank import one_rank
+from peft import LoraConfig as PeftConfig
+from peft import PeftModel, get_peft_model
+from runs import ABOUT
+from safetensors.torch import load_file
+from tiny import write_example
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from cairn.checkpoint.exporting import export
+from cairn.checkpoint.formats import FORMATS, WriteOptions
+from cairn.checkpoint.importing import import_checkpoint
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.saver import Saver, SavingRank
+from cairn.checkpoint.step import MODEL, TRAINER_STATE, TrainerRecord
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors import read_tensor
+from cairn.config.lora import LoraConfig
+from cairn.config.optimizer import AdamWConfig
+from cairn.config.trainer import SFTConfig
+from cairn.run.errors import UsageError
+from cairn.trainer.adapter import Adapter
+from cairn.trainer.group import RankGroup
+from cairn.trainer.model import companions
+from cairn.trainer.policy import make_policy
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+
+group = one_rank
+TOKENS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model."""
+    return write_example(tmp_path_factory.mktemp("base"))
+
+
+def config_with(**lora: object) -> SFTConfig:
+    """Settings of a run with an adapter."""
+    return SFTConfig(lora=LoraConfig.model_validate({"rank": 4, **lora}), optimizer=AdamWConfig(lr=1e-2))
+
+
+def state_of(base: Path, group: RankGroup, config: SFTConfig) -> TrainerState:
+    """A trainer whose adapter has no values yet."""
+    return TrainerState(config, group, {POLICY: make_policy(base, config, group)}, TrainerProgress())
+
+
+def descend(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[float]:
+    """The losses of some optimiser steps on TOKENS."""
+    losses = []
+    for _ in range(steps):
+        loss = module(input_ids=TOKENS, labels=TOKENS).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item())
+    return losses
+
+
+def save(state: TrainerState, step: int, root: Path) -> Path:
+    """A step as a trainer saves it; returns its folder."""
+    state.progress.step = step
+    store = CheckpointStore(root)
+    saver = Saver(store, SavingRank(0, 1, "0" * 16), roles={})
+    policy = state.policy
+    assert isinstance(policy, Adapter)
+    record = TrainerRecord(progress=asdict(state.progress), optimizer="AdamW", recipe={"settings": {}})
+    beside = {**companions(policy.module, Path(policy.base.folder)), **policy.beside()}
+    files = {f"model/{name}": content for name, content in beside.items()} | {TRAINER_STATE: record.to_json()}
+    saver.save(step, state.tensors(), files, ABOUT)
+    saver.finish()
+    saver.close()
+    return store.folder(step)
+
+
+def learned(
+    base: Path, group: RankGroup, root: Path, steps: int = 3, **lora: object
+) -> tuple[TrainerState, Path]:
+    """A trainer after some steps, and the last of them, saved."""
+    state = state_of(base, group, config_with(**lora))
+    state.begin(base)
+    descend(state.policy.module, state.policy.optimizer, steps)
+    return state, save(state, steps, root)
+
+
+def original(base: Path) -> PreTrainedModel:
+    """The base as transformers opens it."""
+    return AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+
+
+def test_it_learns_as_peft_does(base: Path, group: RankGroup, tmp_path: Path):
+    """PEFT's own model, from the same values, has the same losses; and it opens what is saved."""
+    ours, start = learned(base, group, tmp_path / "start", steps=1)
+    theirs = PeftModel.from_pretrained(original(base), start / "model", is_trainable=True).train()
+    policy = ours.policy
+    prefix = "base_model.model."
+    assert policy.trained().keys() == {
+        name.removeprefix(prefix) for name, p in theirs.named_parameters() if p.requires_grad
+    }
+    decay = ours.config.optimizer.weight_decay
+    of_peft = torch.optim.AdamW(
+        [p for p in theirs.parameters() if p.requires_grad], lr=1e-2, betas=(0.9, 0.95), weight_decay=decay
+    )
+    policy.optimizer.state.clear()
+    expected = descend(theirs, of_peft, 6)
+    assert descend(policy.module, policy.optimizer, 6) == pytest.approx(expected, rel=1e-6)
+    assert expected[-1] < 0.8 * expected[0]
+
+    opened = PeftModel.from_pretrained(original(base), save(ours, 7, tmp_path / "end") / "model").eval()
+    with torch.no_grad():
+        assert torch.equal(opened(TOKENS).logits, policy.module.eval()(TOKENS).logits)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_servers_get_merged_weights(tied: bool, group: RankGroup, tmp_path: Path):
+    """They are those of PEFT's merge, and the same memory is used at the next step."""
+    base = write_example(tmp_path / "base", tied=tied)
+    kept = ["model.norm"] if tied else ["lm_head", "layers.0.input_layernorm"]
+    targets = ["q_proj", "up_proj"]
+    state, step = learned(base, group, tmp_path / "run", rslora=True, modules_to_save=kept, targets=targets)
+    first = dict(state.policy.served())
+    merged = PeftModel.from_pretrained(original(base), step / "model").merge_and_unload().state_dict()
+    was = load_file(base / "model.safetensors")
+    assert first.keys() == was.keys()
+    for name, tensor in first.items():
+        torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
+    changed = {name.split(".")[-2] for name in was if not torch.equal(first[name], was[name])}
+    assert changed == {*targets, *(name.rpartition(".")[2] for name in kept)}
+    name = "model.layers.0.self_attn.q_proj.weight"
+    before = first[name].clone()
+    descend(state.policy.module, state.policy.optimizer, 1)
+    assert state.policy.served()[name] is first[name]
+    assert not torch.equal(first[name], before)
+
+
+def test_a_resumed_run_has_the_same_bits(base: Path, group: RankGroup, tmp_path: Path):
+    """Adapter and optimiser state come from the step, the base from where it was."""
+    straight, step = learned(base, group, tmp_path / "run")
+    expected = descend(straight.policy.module, straight.policy.optimizer, 3)
+    resumed = state_of(step / "model", group, straight.config)
+    resumed.load(step)
+    assert descend(resumed.policy.module, resumed.policy.optimizer, 3) == expected
+    for name, tensor in straight.policy.trained().items():
+        assert torch.equal(resumed.policy.trained()[name], tensor)
+    saved = load_file(step / "model" / "adapter_model.safetensors")
+    assert resumed.policy.saved().keys() == saved.keys()
+    whole = 3 * (base / "model.safetensors").stat().st_size  # weights and two moments
+    assert sum(file.stat().st_size for file in step.rglob("*.safetensors")) < 0.1 * whole
+
+
+def test_another_base_is_refused_by_name(base: Path, group: RankGroup, tmp_path: Path):
+    """One of the same shape, one that is gone, and one that moved."""
+    near = write_example(tmp_path / "near")
+    state, step = learned(near, group, tmp_path / "run")
+    write_example(near, seed=1)
+    with pytest.raises(
+        CheckpointError, match=r"near is not the base of the adapter .* other contents of model"
+    ):
+        state_of(step / "model", group, state.config)
+    out = tmp_path / "out"
+    with pytest.raises(CheckpointError, match="near is not the base of the adapter"):
+        export(step, out, "hf", WriteOptions())
+    assert not out.exists()
+    shutil.rmtree(near)
+    with pytest.raises(CheckpointError, match=r"no longer in .*near; put it back, or .* --lora.base FOLDER"):
+        state_of(step / "model", group, state.config)
+    moved = config_with(base=str(base))  # the same seed, so the same weights
+    state_of(step / "model", group, moved).load(step)
+
+
+def test_exports_hold_the_merged_model_or_the_adapter(base: Path, group: RankGroup, tmp_path: Path):
+    """Transformers opens the one, PEFT the other, and both give the trainer's logits."""
+    state, step = learned(base, group, tmp_path / "run")
+    with torch.no_grad():
+        expected = state.policy.module.eval()(TOKENS).logits
+        for name in ("hf", "peft"):
+            export(step, tmp_path / name, name, WriteOptions())
+        merged = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
+        torch.testing.assert_close(merged(TOKENS).logits, expected, rtol=1e-4, atol=1e-4)
+        assert not (tmp_path / "hf" / "adapter_config.json").exists()
+        adapter = PeftModel.from_pretrained(original(base), tmp_path / "peft").eval()
+        assert torch.equal(adapter(TOKENS).logits, expected)
+
+    _, _, content = import_checkpoint(tmp_path / "peft", tmp_path / "imported", "peft")
+    assert content.model == base
+    whole = tmp_path / "imported" / "checkpoints" / "step_1"
+    again = load_file(whole / "model" / "model.safetensors")
+    served = load_file(tmp_path / "hf" / "model.safetensors")
+    assert again.keys() == served.keys()
+    assert all(torch.equal(again[name], served[name]) for name in served)
+    with pytest.raises(
+        CheckpointError, match=r"trained without \[lora\], so there is no adapter; --format hf"
+    ):
+        export(whole, tmp_path / "none", "peft", WriteOptions())
+
+
+def test_an_adapter_of_another_program_is_merged_as_peft_does(base: Path, tmp_path: Path):
+    """One with ranks of its own, in any parts; and one whose merge is more than a product is refused."""
+    about = {
+        "r": 4,
+        "lora_alpha": 3,
+        "target_modules": ["v_proj", "down_proj"],
+        "rank_pattern": {"v_proj": 2},
+    }
+    model = get_peft_model(original(base), PeftConfig(**about, init_lora_weights=False))
+    model.save_pretrained(tmp_path / "plain")
+    content = FORMATS["peft"].read(tmp_path / "plain", base)
+    expected = model.merge_and_unload().state_dict()
+    for name, source in content.tensors[MODEL].items():
+        whole = read_tensor(source)
+        torch.testing.assert_close(whole, expected[name], rtol=1e-6, atol=1e-6)
+        part = torch.empty(whole.numel() // 2)
+        source.fill(whole.numel() // 3, part)
+        assert torch.equal(part, whole.view(-1)[whole.numel() // 3 :][: len(part)])
+
+    get_peft_model(original(base), PeftConfig(**about, use_dora=True)).save_pretrained(tmp_path / "dora")
+    with pytest.raises(CheckpointError, match="use_dora = True; PEFT's merge_and_unload can do that"):
+        FORMATS["peft"].read(tmp_path / "dora", base)
+
+
+@pytest.mark.parametrize(
+    ("lora", "message"),
+    [
+        (
+            {"targets": ["experts"]},
+            r"'experts' matches no linear layer of Qwen3ForCaus.* There are: down_proj, g",
+        ),
+        ({"targets": ["lm_head"]}, "it is the head, which can be trained in full: lora.modules_to_save"),
+        ({"targets": ["embed_tokens"]}, r"model.embed_tokens.weight is not of a linear layer"),
+        (
+            {"modules_to_save": ["nothing"]},
+            r"'nothing' matches no module of Qwen3ForCausalLM. There are: .*mlp",
+        ),
+        ({"modules_to_save": ["lm_head"]}, "lm_head.weight is tied to another module's weight"),
+        (
+            {"modules_to_save": ["layers.1.mlp"]},
+            r"1.mlp.gate_proj is trained in full with it, and has an adapter",
+        ),
+    ],
+)
+def test_what_a_model_has_no_adapter_for_is_refused(base: Path, group: RankGroup, lora: dict, message: str):
+    """With what there is."""
+    with pytest.raises(UsageError, match=message):
+        make_policy(base, config_with(**lora), group)
+
+
+def test_wrong_settings_are_refused():
+    """Before a model is there."""
+    with pytest.raises(ValueError, match="an adapter's base is frozen already"):
+        SFTConfig(lora=LoraConfig(), freeze=["model.norm.*"])
+    with pytest.raises(ValueError, match="all-linear stands for all of them"):
+        LoraConfig(targets=["all-linear", "q_proj"])
+
+
+def test_first_values_depend_on_the_seed_and_the_name_alone(base: Path, group: RankGroup):
+    """Not on the other targets."""
+    name = "model.layers.1.self_attn.q_proj.lora_A.default.weight"
+
+    def first(**lora: object) -> torch.Tensor:
+        policy = make_policy(base, config_with(**lora), group)
+        policy.begin(base)
+        return policy.trained()[name].detach()
+
+    assert torch.equal(first(), first(targets=["q_proj"]))
+    assert first().abs().max() <= 128**-0.5
+    assert first().std() > 0.5 * 128**-0.5
