@@ -55,7 +55,7 @@ class MixedEnvironmentConfig(EnvironmentConfig):
 
     weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
     """Its share of the prompts, in relation to the weights of the other environments."""
-    samples_per_prompt: int | None = Field(default=None, ge=2)
+    samples_per_prompt: int | None = Field(default=None, ge=1)
     """Answers to each of its prompts (default: that of the run)."""
     sampling: EnvironmentSamplingConfig = EnvironmentSamplingConfig()
     advantage: AdvantageConfig | None = None

@@ -6,7 +6,7 @@ from typing import Any, Self, cast
 
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
-from cairn.config.advantage import GAE, AdvantageConfig
+from cairn.config.advantage import COMPARING, GAE, NOT_SHAPED, AdvantageConfig
 from cairn.config.base import BaseConfig
 from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from cairn.config.evaluation import EvalConfig
@@ -65,8 +65,8 @@ class OrchestratorConfig(SharedConfig):
     """Evaluations of the run's policies, as [[eval]] tables; see docs/training.md."""
     prompts_per_step: int = Field(default=16, ge=1)
     """Prompts in one batch (one optimiser step)."""
-    samples_per_prompt: int = Field(default=8, ge=2)
-    """Answers to each prompt; each answer's advantage is relative to the others."""
+    samples_per_prompt: int = Field(default=8, ge=1)
+    """Answers to each prompt; most advantages compare them, and need two or more."""
     redraw: int = Field(default=0, ge=0)
     """Prompts per step that other prompts replace because all their answers have the same reward."""
     reward_threads: int = Field(default=1, ge=0)
@@ -158,6 +158,23 @@ class OrchestratorConfig(SharedConfig):
                     f"overlong.buffer = {shape.buffer} is more than sampling.max_tokens = {longest} of "
                     f"environment {one.environment.called!r}: give the last tokens of an answer over which "
                     "its punishment grows"
+                )
+        return self
+
+    @model_validator(mode="after")
+    def _advantages_fit(self) -> Self:
+        for one in self.of_environments():
+            kind, called = one.advantage.type, one.environment.called
+            if one.samples_per_prompt == 1 and kind in COMPARING:
+                raise ValueError(
+                    f"samples_per_prompt = 1, and advantage.type = {kind!r} compares the answers to a "
+                    f"prompt, of which environment {called!r} would have one: give 2 or more, or take "
+                    "reinforce_plus_plus, which compares the answers of the whole batch"
+                )
+            if one.overlong.type == "shape" and kind in NOT_SHAPED:
+                raise ValueError(
+                    f"overlong.type = 'shape' and advantage.type = {kind!r} of environment {called!r} don't "
+                    f"go together: {NOT_SHAPED[kind]}. Choose overlong.type = 'mask', or another advantage"
                 )
         return self
 

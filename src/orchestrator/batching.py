@@ -6,13 +6,13 @@ import logging
 import statistics
 from collections import Counter
 
-from cairn.orchestrator.advantages import compares, have_spread, to_samples
+from cairn.orchestrator.advantages import batch_samples, teaches
 from cairn.orchestrator.answering import Answering
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed
 from cairn.orchestrator.kept_rollouts import rows_of
 from cairn.orchestrator.ledger import RESTS, to_ranges
-from cairn.orchestrator.metrics import batch_metrics, of_environment, rollout_counts
+from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
 from cairn.orchestrator.pools import Pools
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup
@@ -133,7 +133,7 @@ class BatchMaker:
         """Why nothing can be learned from the group; None if something can."""
         source = self.state.source(group)
         overlong = source.overlong
-        if compares(source.advantage) and not have_spread(overlong.compared(group.learned).rewards):
+        if not teaches(source.advantage, overlong.compared(group.learned)):
             return NO_SPREAD
         return ALL_MASKED if all(map(overlong.masks, group.learned.rollouts)) else None
 
@@ -214,7 +214,8 @@ class BatchMaker:
         """The batch of `step`: samples, header and metrics."""
         attempt = self.state.attempt
         learned = [group.learned for group in groups]
-        samples = list(itertools.chain.from_iterable(map(self._samples, learned)))
+        by_group = self._samples(learned)
+        samples = list(itertools.chain.from_iterable(by_group))
         sampling = Sampling(self.state.config.sampling.temperature)
         row = ShippedBatch(
             step=step,
@@ -230,10 +231,11 @@ class BatchMaker:
             samples,
             {
                 **batch_metrics(learned, step),
+                **advantage_metrics(samples),
                 **rollout_counts(groups),
                 **self._overlong(groups),
                 **{name: counts.total() for name, counts in self._counts().items()},
-                **self._of_environments(groups, step),
+                **self._of_environments(groups, by_group, step),
                 **self._of_pools(step),
                 "epoch": progress.total_problems / problems_of(self.state.sources),
                 "total_problems": progress.total_problems,
@@ -252,10 +254,19 @@ class BatchMaker:
             ),
         )
 
-    def _samples(self, group: AnswerGroup) -> list[Sample]:
-        """The training samples of a group, none of whose answers has failed."""
-        source = self.state.source(group)
-        return to_samples(source.overlong.compared(group), source.advantage, source.overlong.masks)
+    def _samples(self, groups: list[AnswerGroup]) -> list[list[Sample]]:
+        """The training samples of each group of a batch, none of whose answers has failed.
+
+        Advantages that look at a whole batch look at that of each environment.
+        """
+        found: list[list[Sample]] = [[] for _ in groups]
+        for number, source in enumerate(self.state.sources):
+            own = [i for i, group in enumerate(groups) if group.environment == number]
+            compared = [source.overlong.compared(groups[i]) for i in own]
+            made = batch_samples(compared, source.advantage, source.overlong.masks)
+            for i, samples in zip(own, made, strict=True):
+                found[i] = samples
+        return found
 
     def _counts(self) -> dict[str, Counter[int]]:
         """What became of prompts that are in no batch since the last one, by environment."""
@@ -296,8 +307,14 @@ class BatchMaker:
             )
         return found
 
-    def _of_environments(self, groups: list[AnswerGroup], step: int) -> dict[str, float]:
-        """The metrics of each environment in the batch of `step`, if there are several."""
+    def _of_environments(
+        self, groups: list[AnswerGroup], samples: list[list[Sample]], step: int
+    ) -> dict[str, float]:
+        """The metrics of each environment in the batch of `step`, if there are several.
+
+        Args:
+            samples: of each group.
+        """
         sources, order = self.state.sources, self.state.ledger.run.order
         if len(sources) == 1:
             return {}
@@ -305,6 +322,10 @@ class BatchMaker:
         for number, source in enumerate(sources):
             own = [group for group in groups if group.environment == number]
             about = of_environment(own, step)
+            of_own = zip(groups, samples, strict=True)
+            about |= advantage_metrics(
+                sample for group, found in of_own if group.environment == number for sample in found
+            )
             about |= self._overlong(own) if own else {}
             about |= {name: counts[number] for name, counts in self._counts().items()}
             if own:

@@ -1,10 +1,14 @@
 """The metrics of a batch's answers, for metrics.jsonl."""
 
 import statistics
+from collections.abc import Iterable
+
+import numpy as np
 
 from cairn.orchestrator.advantages import have_spread
 from cairn.orchestrator.environments import TOOL_COUNTS
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.run.batches import Sample
 from cairn.run.messages import PolicyName
 
 
@@ -39,10 +43,31 @@ def batch_metrics(groups: list[AnswerGroup], step: int) -> dict[str, float]:
         "groups/zero_spread": sum(not have_spread(group.rewards) for group in groups),
         "rollout/tokens": tokens,
         "rollout/length": tokens / len(rollouts),
+        "rollout/length_min": min(len(rollout.token_ids) for rollout in rollouts),
+        "rollout/length_max": max(len(rollout.token_ids) for rollout in rollouts),
         "rollout/cut_off": sum(rollout.finish_reason != "stop" for rollout in rollouts) / len(rollouts),
         "staleness/mean": sum(steps * count for steps, count in behind) / max(tokens, 1),
         "staleness/max": max((steps for steps, _ in behind), default=0),
         **_turns(rollouts),
+    }
+
+
+def advantage_metrics(samples: Iterable[Sample]) -> dict[str, float]:
+    """How far advantages are spread over the learned tokens; nothing if there are none.
+
+    A trainer that computes advantages itself reports them.
+    """
+    found = [
+        sample.columns["advantages"][sample.loss_mask] for sample in samples if "advantages" in sample.columns
+    ]
+    values = np.concatenate(found).astype(np.float64) if found else np.empty(0)
+    if not values.size:
+        return {}
+    return {
+        "advantage/mean": float(values.mean()),
+        "advantage/std": float(values.std()),
+        "advantage/min": float(values.min()),
+        "advantage/max": float(values.max()),
     }
 
 

@@ -211,7 +211,10 @@ def test_failures_and_redrawn_prompts_are_counted_by_environment(
         ({"environments": [{"weight": 0}]}, "greater than 0"),
         ({"environments": [{"label": "a/b"}]}, "pattern"),
         ({"environments": [{"sampling": {"temperature": 0.5}}]}, "set sampling.temperature of the run"),
-        ({"environments": [{"samples_per_prompt": 1}]}, "greater than or equal to 2"),
+        (
+            {"environments": [{"samples_per_prompt": 1}]},
+            "samples_per_prompt = 1, and advantage.type = 'grpo'",
+        ),
     ],
 )
 def test_what_environments_can_not_be(settings: dict[str, Any], message: str):

@@ -237,7 +237,10 @@ def test_an_advantage_may_be_one_for_each_token():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        ({"type": "ppo"}, r"orchestrator\.advantage\.type = 'ppo': not one of grpo, nor module:Class"),
+        (
+            {"type": "ppo"},
+            r"orchestrator\.advantage\.type = 'ppo': not one of grpo, dr_grpo, .*, nor module:Class",
+        ),
         ({"type": f"{__name__}:Own"}, r"advantage\.type .* can't be called with a group of answers"),
         (
             {"args": {"normalise": False}},
@@ -345,6 +348,8 @@ def test_what_is_told_of_a_batch():
             "groups/zero_spread": 1,
             "rollout/tokens": 8,
             "rollout/length": 2.0,
+            "rollout/length_min": min(len(one.token_ids) for group in GROUPS for one in group.rollouts),
+            "rollout/length_max": max(len(one.token_ids) for group in GROUPS for one in group.rollouts),
             "rollout/cut_off": 0.25,
             "staleness/mean": (3 * 1 + 2) / 8,
             "staleness/max": 2,
