@@ -20,6 +20,10 @@ ADAPTER_CONFIG = "adapter_config.json"
 BASE_RECORD = "cairn_base.json"
 OF_ADAPTERS = frozenset({ADAPTER_CONFIG, BASE_RECORD})
 """Files beside an adapter that must not lie beside a whole model: transformers would look for the adapter."""
+CRITIC = "trainer/critic/model"
+"""Stem of the weights of PPO's critic."""
+CRITIC_OPTIMIZER = "trainer/critic/optimizer"
+"""Stem of its optimiser state."""
 TRAINER_STATE = "trainer/state.json"
 ORCHESTRATOR_STATE = "orchestrator/state.json"
 LEDGER = "orchestrator/ledger.sqlite"
@@ -78,6 +82,8 @@ class StepFolder:
         self.path = Path(path)
         self.model = self.path / "model"
         """The Hugging Face directory."""
+        self.critic = (self.path / CRITIC).parent
+        """The folder of PPO's critic, if there is one."""
         self.ledger = self.path / LEDGER
 
     @staticmethod

@@ -35,6 +35,11 @@ class RunKind:
         """The configuration of the trainer."""
         return self.of("trainer", config)
 
+    def with_trainer(self, config: RunConfig, trainer: TrainerBase) -> RunConfig:
+        """The configuration with another one of the trainer."""
+        changed: Any = config.model_copy(update={"trainer": trainer}) if self.sections else trainer
+        return changed
+
     def flags(self, role: str) -> str:
         """The prefix of a role's flags."""
         return f"--{role}." if self.sections else "--"

@@ -189,8 +189,8 @@ class OrchestratorConfig(SharedConfig):
         if GAE in types and len(types) > 1:
             others = ", ".join(sorted(types - {GAE}))
             raise ValueError(
-                f"advantage.type = {GAE!r} of some environments, and {others} of others: a batch's values "
-                "all come from the trainer's critic, or none do. Give all environments the same type"
+                f"advantage.type = {GAE!r} of some environments, and {others} of others: the advantages of a "
+                "batch all come from the trainer's critic, or none do. Give all environments the same type"
             )
         return self
 

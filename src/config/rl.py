@@ -59,6 +59,12 @@ class RLConfig(SharedConfig, SupervisionConfig):
             roles[role].update({key: shared[key] for key in keys if key in shared})
         return {**data, **shared, **roles}
 
+    @model_validator(mode="after")
+    def _critic_and_advantages_agree(self) -> Self:
+        if problem := self.trainer.problem_with_advantages(self.orchestrator.advantage_types):
+            raise ValueError(problem)
+        return self
+
     def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:
         roles = {role: getattr(self, role).settled(gpu=gpu, gpu_servers=gpu_servers) for role in ROLES}
         return self.model_copy(update=roles)

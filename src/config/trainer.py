@@ -2,10 +2,12 @@
 
 import math
 import os
-from typing import ClassVar, Literal, Self
+from collections.abc import Collection, Mapping
+from typing import ClassVar, Literal, NamedTuple, Self
 
 from pydantic import Field, field_validator, model_validator
 
+from cairn.config.advantage import GAE
 from cairn.config.base import BaseConfig
 from cairn.config.gpus import Gpus
 from cairn.config.lora import LoraConfig
@@ -41,6 +43,16 @@ class SchedulerConfig(BaseConfig):
         done = min((step - self.warmup_steps) / max(end - self.warmup_steps, 1), 1.0)
         fall = (1 + math.cos(math.pi * done)) / 2 if self.type == "cosine" else 1 - done
         return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
+
+    def problem(self, max_steps: int, section: str) -> str | None:
+        """Why no schedule of so many steps can be like this; None if one can."""
+        end = self.steps or max_steps
+        if self.type == "constant" or self.warmup_steps < end:
+            return None
+        return (
+            f"{section}.warmup_steps = {self.warmup_steps} leaves no step for the {self.type} schedule, "
+            f"which ends at step {end}; lower it or raise {section}.steps"
+        )
 
 
 class PrecisionConfig(BaseConfig):
@@ -97,6 +109,17 @@ class WandbConfig(BaseConfig):
     """Name of the run in W&B (default: the name of the output folder)."""
     mode: Literal["online", "offline"] = "online"
     """online needs a login; offline writes into the output folder, for `wandb sync` later."""
+
+
+POLICY_AGAIN = "policy"
+"""In the place of a model's name: another copy of the run's own."""
+
+
+class ModelBeside(NamedTuple):
+    """A model that is trained beside the policy: its name or folder, or POLICY_AGAIN; and its optimiser."""
+
+    model: str
+    optimizer: OptimizerConfig
 
 
 class TrainerBase(SharedConfig, SupervisionConfig):
@@ -167,6 +190,15 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         """The loss, if it is the user's own class."""
         return None
 
+    @property
+    def models_beside(self) -> Mapping[str, ModelBeside]:
+        """The models that are trained beside the policy, by the section that describes them."""
+        return {}
+
+    def beginning_as(self, folders: Mapping[str, str]) -> Self:
+        """With local folders, by section, in the place of the names of models beside the policy."""
+        return self
+
     @model_validator(mode="after")
     def _replicas_fit(self) -> "TrainerBase":
         if self.workers is not None and (problem := self.problem_of_replicas(self.workers)):
@@ -199,12 +231,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":
-        end = self.scheduler.steps or self.max_steps
-        if self.scheduler.type != "constant" and self.scheduler.warmup_steps >= end:
-            raise ValueError(
-                f"scheduler.warmup_steps = {self.scheduler.warmup_steps} leaves no step for the "
-                f"{self.scheduler.type} schedule, which ends at step {end}; lower it or raise scheduler.steps"
-            )
+        if problem := self.scheduler.problem(self.max_steps, "scheduler"):
+            raise ValueError(problem)
         return self
 
 
@@ -253,6 +281,45 @@ class SFTConfig(TrainerBase):
         return self.loss if self.loss.is_own else None
 
 
+def critic_problem(critic: bool, types: Collection[str]) -> str | None:
+    """Why a trainer with or without a critic can't train on such advantages; None if it can.
+
+    Args:
+        types: of advantages (`advantage.type`); a class of the user's own may ship rewards as `gae` does.
+    """
+    others = sorted(name for name in types if name != GAE and ":" not in name)
+    if critic and others:
+        return (
+            f"trainer.critic with orchestrator.advantage.type = {others[0]!r}: a critic's values are used by "
+            f"advantage.type = {GAE!r} alone; set that, or leave out the critic"
+        )
+    if GAE in types and not critic:
+        return (
+            f"orchestrator.advantage.type = {GAE!r} without trainer.critic: the advantages are computed from "
+            "a critic's values; give the trainer a [critic] section (--trainer.critic), or another type"
+        )
+    return None
+
+
+class CriticConfig(BaseConfig):
+    """PPO's critic: a model that predicts the reward still to come, and is trained beside the policy."""
+
+    model: str = POLICY_AGAIN
+    """What it begins as: policy (the run's model), or a folder, a step_N folder, or a name on the hub."""
+    optimizer: OptimizerConfig = AdamWConfig()
+    scheduler: SchedulerConfig = SchedulerConfig()
+    warmup_steps: int = Field(default=0, ge=0)
+    """First steps of the run, in which the critic is trained and the policy is not."""
+    clip: float = Field(default=0.2, ge=0, allow_inf_nan=False)
+    """Change of a value within a step beyond which it earns nothing; 0: values are not clipped."""
+    gamma: float = Field(default=1.0, gt=0, le=1)
+    """Discount of rewards per token."""
+    gae_lambda: float = Field(default=0.95, ge=0, le=1)
+    """GAE's lambda: 1 compares rewards with values; lower ones trust values more, for less variance."""
+    whiten: bool = True
+    """Shift and scale the advantages of each batch to mean 0 and standard deviation 1."""
+
+
 class TrainerConfig(TrainerBase):
     """The trainer of an RL run: trains on the orchestrator's batches and publishes policies."""
 
@@ -264,6 +331,7 @@ class TrainerConfig(TrainerBase):
     """Optimiser updates in each step; several of them use a batch's answers more than once, or in parts."""
     mini_batches: int | None = Field(default=None, ge=1)
     """Parts that a batch is divided into; updates go through them in turn (default: updates_per_batch)."""
+    critic: CriticConfig | None = None
     weight_transport: Literal["files", "network"] = "files"
     """How servers get policies: files, or network (from the trainer's memory, over TCP)."""
     publish_dtype: Literal["auto", "float32", "bfloat16"] = "auto"
@@ -279,6 +347,18 @@ class TrainerConfig(TrainerBase):
         """The data type in which servers get policies from a trainer on a GPU or CPU."""
         return self.precision.settled(gpu=gpu).compute if self.publish_dtype == "auto" else self.publish_dtype
 
+    @property
+    def models_beside(self) -> Mapping[str, ModelBeside]:
+        """The critic."""
+        return {"critic": ModelBeside(self.critic.model, self.critic.optimizer)} if self.critic else {}
+
+    def beginning_as(self, folders: Mapping[str, str]) -> Self:
+        """With the critic's folder."""
+        if self.critic is None:
+            return self
+        critic = self.critic.model_copy(update={"model": folders.get("critic", self.critic.model)})
+        return self.model_copy(update={"critic": critic})
+
     @model_validator(mode="after")
     def _updates_use_all_parts(self) -> Self:
         if self.updates_per_batch % (self.mini_batches or self.updates_per_batch):
@@ -286,6 +366,20 @@ class TrainerConfig(TrainerBase):
                 f"updates_per_batch = {self.updates_per_batch} is no multiple of mini_batches = "
                 f"{self.mini_batches}: each part of a batch is trained on equally often"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _the_policy_is_trained(self) -> Self:
+        critic = self.critic
+        if critic is None:
+            return self
+        if critic.warmup_steps >= self.max_steps:
+            raise ValueError(
+                f"critic.warmup_steps = {critic.warmup_steps} leaves no step for the policy, as max_steps = "
+                f"{self.max_steps}: lower it"
+            )
+        if problem := critic.scheduler.problem(self.max_steps, "critic.scheduler"):
+            raise ValueError(problem)
         return self
 
     @field_validator("weight_host")
@@ -301,3 +395,7 @@ class TrainerConfig(TrainerBase):
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is the user's own class."""
         return self.loss if self.loss.is_own else None
+
+    def problem_with_advantages(self, types: Collection[str]) -> str | None:
+        """Why batches with these types of advantages can't be trained on; None if they can."""
+        return critic_problem(self.critic is not None, types)

@@ -20,6 +20,7 @@ from cairn.config.rl import RLConfig
 from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.launch.attempt import begin
+from cairn.launch.beside_policy import with_models_beside
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
@@ -78,10 +79,13 @@ def start(command: str, config: RunConfig) -> int:
         from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
 
         make_loss(own_loss)
-    if kind.trainer(config).optimizer.is_own:
+    optimizers = [kind.trainer(config).optimizer]
+    optimizers += [one.optimizer for one in kind.trainer(config).models_beside.values()]
+    if any(one.is_own for one in optimizers):
         from cairn.trainer.optimizers import check_optimizer  # likewise
 
-        check_optimizer(kind.trainer(config).optimizer)
+        for optimizer in optimizers:
+            check_optimizer(optimizer)
     if config.preemption:
         asking(config.preemption)
     config = with_exports(with_ratings(config))
@@ -194,6 +198,7 @@ def _see_through(
                 else resolve_model(model, run.path / CONVERTED)
             )
             config = config.sharing(model=ModelConfig(name=name))
+            config = with_models_beside(kind, config, chosen, run.path / CONVERTED)
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
             config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cairn.config.optimizer import State
+from cairn.config.optimizer import BaseOptimizerConfig, State
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, bytes_of
@@ -72,8 +72,28 @@ class Need:
         ]
 
 
+@dataclass(frozen=True)
+class Beside:
+    """A model that is trained beside the policy; `name` is that of its section."""
+
+    name: str
+    footprint: "Footprint"
+    optimizer: BaseOptimizerConfig
+
+    def bytes(self, elements: int) -> tuple[int, bool]:
+        """Weights, gradients and optimiser state of so many elements, and whether that is counted."""
+        state = _state(self.footprint, self.optimizer, elements)
+        return 8 * elements + state.bytes, state.counted
+
+
 def rank_need(
-    footprint: "Footprint", config: TrainerBase, *, ranks: int, gpu: bool, chunk_logits: int
+    footprint: "Footprint",
+    config: TrainerBase,
+    *,
+    ranks: int,
+    gpu: bool,
+    chunk_logits: int,
+    beside: Sequence[Beside] = (),
 ) -> Need:
     """What one rank of the trainer needs of its device, at the end of a backward pass.
 
@@ -81,12 +101,14 @@ def rank_need(
         config: settled.
         gpu: whether it trains on a GPU.
         chunk_logits: largest number of logits at a time.
+        beside: models that are trained beside the policy. They go forward and backward after it, so that
+            their activations take no further memory, unless they are larger.
     """
     elements = footprint.shard(ranks // config.replicas)
     trained = footprint.trained_shard(ranks // config.replicas)
     compute, reduce = footprint.width, WIDTHS[config.precision.reduce]
     on_host = config.state_on == "host"
-    state = _state(footprint, config, trained)
+    state = _state(footprint, config.optimizer, trained)
     parts: list[Part] = []
     if not (gpu and on_host):
         parts = [
@@ -94,6 +116,9 @@ def rank_need(
             Part("gradients, float32", 4 * trained),
             Part(state.what, state.bytes, counted=state.counted, kept=True),
         ]
+        for one in beside:
+            size, counted = one.bytes(one.footprint.shard(ranks // config.replicas))
+            parts.append(Part(f"the {one.name}'s weights, gradients and state", size, counted, kept=True))
     rows, tokens = config.micro_batch_size, config.seq_len
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
@@ -123,7 +148,15 @@ def rank_need(
     return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
 
 
-def host_need(footprint: "Footprint", rank: Need, config: TrainerBase, *, ranks: int, gpu: bool) -> Need:
+def host_need(
+    footprint: "Footprint",
+    rank: Need,
+    config: TrainerBase,
+    *,
+    ranks: int,
+    gpu: bool,
+    beside: Sequence[Beside] = (),
+) -> Need:
     """What all ranks of one machine need of its memory.
 
     The copy of the state that a save takes is estimated, as a save goes in pieces where it does not fit.
@@ -140,19 +173,24 @@ def host_need(footprint: "Footprint", rank: Need, config: TrainerBase, *, ranks:
         elements, trained = (
             of(ranks // config.replicas) for of in (footprint.shard, footprint.trained_shard)
         )
-        state = (4 * elements + 4 * trained + _state(footprint, config, trained).bytes) * ranks
+        state = (4 * elements + 4 * trained + _state(footprint, config.optimizer, trained).bytes) * ranks
+        state += sum(one.bytes(one.footprint.shard(ranks // config.replicas))[0] for one in beside) * ranks
         parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
         elements = footprint.trained_shard(1)
-        copied = _state(footprint, config, elements).bytes if config.ckpt.training_state else 0
+        copied = 0
+        if config.ckpt.training_state:
+            copied = _state(footprint, config.optimizer, elements).bytes
+            for one in beside:
+                copied += one.bytes(one.footprint.elements)[0] - 4 * one.footprint.elements  # no gradients
         parts.append(Part("a copy of the state while it is saved", 4 * elements + copied, False))
     return Need("of the machine's memory", tuple(parts))
 
 
-def _state(footprint: "Footprint", config: TrainerBase, elements: int) -> State:
+def _state(footprint: "Footprint", optimizer: BaseOptimizerConfig, elements: int) -> State:
     """The optimiser's state of a shard of so many elements."""
     hidden = elements * sum(footprint.layers) // footprint.elements
-    return config.optimizer.state(hidden, elements - hidden)
+    return optimizer.state(hidden, elements - hidden)
 
 
 def server_need(parameters: int, dtype: str, *, tensor_parallel: int) -> Need:

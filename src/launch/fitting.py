@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.away import away_files
 from cairn.config.inference import InferenceConfig
-from cairn.config.trainer import TrainerBase
+from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.estimate import (
+    Beside,
     Need,
     check_rank,
     check_serving,
@@ -52,20 +53,23 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
         Uncountable: the model can't be counted.
         UsageError: it can't have the attention that is asked for.
     """
-    footprint = _count(
-        folder,
-        compute=config.precision.compute,
-        activation_checkpointing=config.activation_checkpointing,
-        capability=min((gpu.capability for gpu in machine.gpus), default=None),
-        attention=config.attention,
-        lora=config.lora,
-    )
+    how: dict[str, Any] = {
+        "compute": config.precision.compute,
+        "activation_checkpointing": config.activation_checkpointing,
+        "capability": min((gpu.capability for gpu in machine.gpus), default=None),
+        "attention": config.attention,
+    }
+    footprint = _count(folder, lora=config.lora, **how)
+    beside = [
+        Beside(name, _count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
+        for name, one in config.models_beside.items()
+    ]
     from cairn.trainer.head import CHUNK_LOGITS
 
     gpu, ranks = machine.has_gpus, config.ranks
     chunk = CHUNK_LOGITS["cuda" if gpu else "cpu"]
-    rank = rank_need(footprint, config, ranks=ranks, gpu=gpu, chunk_logits=chunk)
-    return TrainingNeeds(rank, host_need(footprint, rank, config, ranks=ranks, gpu=gpu))
+    rank = rank_need(footprint, config, ranks=ranks, gpu=gpu, chunk_logits=chunk, beside=beside)
+    return TrainingNeeds(rank, host_need(footprint, rank, config, ranks=ranks, gpu=gpu, beside=beside))
 
 
 def serving_needs(folder: str, config: InferenceConfig) -> Need:
@@ -90,7 +94,11 @@ def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine,
         UsageError: it does not fit.
     """
     ranks = config.ranks
-    if not machine.has_gpus and _at_most(folder, ranks) < machine.memory:
+    folders = [
+        folder,
+        *(folder if m.model == POLICY_AGAIN else m.model for m in config.models_beside.values()),
+    ]
+    if not machine.has_gpus and sum(_at_most(one, ranks) for one in folders) < machine.memory:
         return
     try:
         needs = training_needs(folder, config, machine)

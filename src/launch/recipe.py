@@ -12,7 +12,8 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
-from cairn.config.trainer import SFTDataConfig
+from cairn.config.trainer import SFTDataConfig, critic_problem
+from cairn.launch.beside_policy import check_models_beside
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since
 from cairn.run.attempt import Attempt
@@ -68,6 +69,7 @@ def plan_recipe(
     check_model(config.model.name, start)
     check_adapter(trainer.lora, start, kind.flags("trainer"))
     saved = _saved_recipe(start)
+    check_models_beside(trainer, start, kind.flags("trainer"))
     _check_optimizer(start, saved["settings"], settings["optimizer.type"], kind.flags("trainer"))
     changes = changed_settings(saved["settings"], recipe["trainer"]["settings"], TRAINER)
     if "data" in recipe["trainer"]:
@@ -140,6 +142,7 @@ def join_recipe(
             accepted that, or the trainer has not begun the new branch that the change requires.
     """
     recipe = read_json(run.recipe, dict) or {"trainer": {}}
+    _check_advantages(orchestrator, recipe["trainer"])
     part = {**orchestrator, **{key: recipe["trainer"][key] for key in ("date",) if key in recipe["trainer"]}}
     if attempt.resume_from:
         checkpoint = Path(attempt.resume_from)
@@ -155,6 +158,20 @@ def join_recipe(
         noted = [change.at(attempt.start_step, bool(change.accept)) for change in changes]
         part["changes"] = [*recipe["trainer"].get("changes", []), *noted]
     write_json(run.recipe, {**recipe, "orchestrator": part}, durable=True)
+
+
+def _check_advantages(orchestrator: Mapping[str, Any], trainer: Mapping[str, Any]) -> None:
+    """Check that a trainer can make use of an orchestrator's advantages.
+
+    Raises:
+        UsageError: it can't.
+    """
+    several: Mapping[str, Mapping[str, Any]] = orchestrator.get("environments", {})
+    settings = [orchestrator["settings"], *several.values()]
+    types = {str(one["advantage.type"]) for one in settings if "advantage.type" in one}
+    critic = any(name.startswith("critic.") for name in trainer.get("settings", {}))
+    if problem := critic_problem(critic, types):
+        raise UsageError(problem)
 
 
 def check_model(name: str, start: Start) -> None:

@@ -39,6 +39,10 @@ TRAINER: Settings = {
     "loss": None,
     "updates_per_batch": None,
     "mini_batches": None,
+    **{
+        f"critic.{name}": None
+        for name in ("optimizer", "scheduler", "warmup_steps", "clip", "gamma", "gae_lambda", "whiten")
+    },
     "data.batch_size": "batch_size",
     "data.shuffle": "shuffle",
 }
@@ -74,11 +78,17 @@ OF_ENVIRONMENT: Settings = {
 } | {"sampling.max_tokens": None}
 """Those of the orchestrator's settings that each of several environments has for itself."""
 
-OWN_CLASSES = {"loss": "type", "environment": "name", "advantage": "type", "optimizer": "type"}
+OWN_CLASSES = {
+    "loss": "type",
+    "environment": "name",
+    "advantage": "type",
+    "optimizer": "type",
+    "critic.optimizer": "type",
+}
 """Sections that may name a class of the user's own, and the setting that does. A digest of the class's code
 stands in the recipe as the section's `code`: an edit of it is printed, and breaks no promise."""
 
-ARGUMENTS = ("environment.args", "advantage.args", "loss.args", "optimizer.args")
+ARGUMENTS = ("environment.args", "advantage.args", "loss.args", "optimizer.args", "critic.optimizer.args")
 """Tables with keys of the user's choice, each of which is compared as a whole."""
 
 TOKENIZER_FILES = (
@@ -132,12 +142,13 @@ def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
             flat[name] = json.loads(json.dumps(value, default=str))
 
     walk(config, "")
-    if flat.get("scheduler.type") == "constant":
-        flat.pop("scheduler.steps", None)
-    elif flat.get("scheduler.steps", 0) is None:
-        flat["scheduler.steps"] = config.get("max_steps")
-        if flat["scheduler.steps"] is None:
-            del flat["scheduler.steps"]
+    for schedule in ("scheduler", "critic.scheduler"):
+        if flat.get(f"{schedule}.type") == "constant":
+            flat.pop(f"{schedule}.steps", None)
+        elif flat.get(f"{schedule}.steps", 0) is None:
+            flat[f"{schedule}.steps"] = config.get("max_steps")
+            if flat[f"{schedule}.steps"] is None:
+                del flat[f"{schedule}.steps"]
     return {name: value for name, value in flat.items() if is_setting(name, allowed)}
 
 

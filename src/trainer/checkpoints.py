@@ -246,6 +246,10 @@ class TrainerCheckpoints:
                 spikes=state.spikes.saved(),
             )
             files[TRAINER_STATE] = record.to_json()
+            for model in state.models.values():
+                if model is not state.policy:
+                    where = model.weights_stem.rpartition("/")[0]
+                    files |= {f"{where}/{name}": content for name, content in model.beside().items()}
         self._saver.save(step, tensors, files, self._about(metrics, tensors))
         self.parent = Origin(run_id=self.attempt.run_id, step=step)
         if not self._ckpt.save_async:

@@ -4,6 +4,8 @@ from abc import ABC, abstractmethod
 
 import torch
 
+from cairn.config.optimizer import BaseOptimizerConfig
+from cairn.config.trainer import SchedulerConfig
 from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.packing import BatchCounts, MicroBatch
 from cairn.trainer.state import TrainerState
@@ -20,6 +22,10 @@ class Learner(ABC):
     name: str
     loss_name: str
     model: Trained
+    optimizer: BaseOptimizerConfig | None = None
+    """Settings of its optimiser; None: the policy's."""
+    scheduler: SchedulerConfig | None = None
+    """Its learning rate schedule; None: the policy's."""
 
     @abstractmethod
     def normaliser(self, counts: BatchCounts) -> float:

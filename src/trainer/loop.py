@@ -65,7 +65,7 @@ class Training:
         model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         models = {
             POLICY: make_policy(model_folder, config, group),
-            **task_class(config).models(config, model_folder, group),
+            **task_class(config).models(config, model_folder, group, resume_from),
         }
         self.state = TrainerState(config, group, models, TrainerProgress())
         parent = self.state.load(resume_from) if resume_from else self.state.begin(model_folder)
@@ -161,7 +161,14 @@ class Training:
         task, meanwhile = self.task, partial(self._batches.make_ready, step + 1)
         prepared = task.prepare(batch)
         row = train_step(
-            self.state, batch, step, task.loss, self._before_update, meanwhile, others=task.learners
+            self.state,
+            batch,
+            step,
+            task.loss,
+            self._before_update,
+            meanwhile,
+            others=task.learners,
+            with_policy=task.trains_policy(step),
         )
         return row | dict(prepared) | batch.metrics
 

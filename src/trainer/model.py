@@ -5,7 +5,7 @@ import fnmatch
 import logging
 import shutil
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,17 +35,25 @@ from cairn.trainer.lora import adapt
 logger = logging.getLogger(__name__)
 
 
-def build_model(folder: Path, config: TrainerBase, mesh: DeviceMesh) -> PreTrainedModel:
+def build_model(
+    folder: Path,
+    config: TrainerBase,
+    mesh: DeviceMesh,
+    remade: Callable[[PreTrainedModel], Any] = lambda model: model,
+) -> PreTrainedModel:
     """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
     Master weights are float32, whatever the data type of the files. Weights get memory once the model is
     sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU. A single rank
     that computes in float32 where its weights are has nothing to shard or to convert: it gets the plain
     model, which is faster and computes the same bits.
+
+    Args:
+        remade: makes of the causal language model, on the meta device, what is trained.
     """
     about = AutoConfig.from_pretrained(folder)
     about._attn_implementation = None  # files may ask for one that mixes the samples of a micro-batch
-    model = _outline(about)
+    model = remade(_outline(about))
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     freeze(model, config.freeze)

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Mapping
 from functools import partial
+from pathlib import Path
 from typing import Literal
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
@@ -9,8 +10,12 @@ from cairn.config.trainer import TrainerConfig
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
+from cairn.trainer.critic import NAME as CRITIC
+from cairn.trainer.critic import REWARDS, CriticLearner, make_critic
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, make_loss
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.probe import make_probe
@@ -18,6 +23,7 @@ from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.scoring import add_logprobs
 from cairn.trainer.sharing import Apart, Sharing, make_sharing
 from cairn.trainer.task import Context, Decision, Earlier, Task
+from cairn.trainer.trained import Trained
 from cairn.trainer.transports import TRANSPORTS, Served
 
 
@@ -32,6 +38,9 @@ class RL(Task):
         self.loss = make_loss(config.loss)
         self.updates = config.updates_per_batch
         self.mini_batches = config.mini_batches or self.updates
+        self._critic = CriticLearner(config, state) if config.critic else None
+        self.learners = [self._critic] if self._critic else []
+        self._warmup_steps = config.critic.warmup_steps if config.critic else 0
         self._scorer = state.scorer
         self._group = state.group
         self._training_state = config.ckpt is not None and config.ckpt.training_state
@@ -59,6 +68,13 @@ class RL(Task):
             run, attempt, config.batch_timeout, sharing, meanwhile=self._publisher.check
         )
 
+    @classmethod
+    def models(
+        cls, config: TrainerConfig, folder: Path, group: RankGroup, resume_from: Path | None
+    ) -> dict[str, Trained]:
+        """The critic, if there is one."""
+        return {CRITIC: make_critic(folder, config, group, resume_from)} if config.critic else {}
+
     def next_batch(self, step: int) -> Batch | None:
         """Wait for the orchestrator; None, on all ranks, if one of them is asked to stop meanwhile.
 
@@ -69,10 +85,23 @@ class RL(Task):
         return None if self._group.any_of(batch is None)[0] else batch
 
     def prepare(self, batch: RankBatch) -> Mapping[str, float]:
-        """The policy's own logprobs, if the loss asks for them and an update will change them."""
+        """Add the policy's own logprobs, if the loss asks for them and an update will change them, and then
+        advantages, if they come from a critic."""
         if self.loss.needs_old and self.updates > 1:
             add_logprobs(batch, OLD_LOGPROBS, self._scorer, self._group.device)
+        # What adds `critic.TOKEN_REWARDS` to the batch has its place here.
+        if self._critic:
+            return self._critic.prepare(batch)
+        if any(REWARDS in micro.columns for micro in batch.micros):
+            raise UsageError(
+                "the orchestrator ships rewards (advantage.type = 'gae'), and this trainer has no critic to "
+                "make advantages of them: give it one (--critic), or the orchestrator another advantage.type"
+            )
         return {}
+
+    def trains_policy(self, step: int) -> bool:
+        """After the critic's warm-up."""
+        return step > self._warmup_steps
 
     def earlier(self, step: int) -> Earlier:
         """What the orchestrator was told of `step` by a process that this one replaces."""

@@ -11,6 +11,7 @@ import logging
 import math
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -24,9 +25,8 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.kernel_check import kernel_problem
 from cairn.trainer.kernels import noted
 from cairn.trainer.model import reshard
-from cairn.trainer.packing import fill_rows
+from cairn.trainer.packing import MicroBatch, fill_rows
 from cairn.trainer.rows import ALONE, BY_POSITIONS, ROWS, Rows
-from cairn.trainer.scoring import Scorer
 
 logger = logging.getLogger(__name__)
 
@@ -63,8 +63,28 @@ class _Verdict:
     problem: str | None
 
 
+class Scores(Protocol):
+    """What is checked: a `Scorer`, or something else that gives each learned token a number."""
+
+    rows: Rows
+    attention: Attention
+
+    @property
+    def model(self) -> Any:
+        """The model; it has the methods of transformers' models that are used here."""
+        ...
+
+    def attend(self, attention: Attention) -> None:
+        """Let the model's layers compute with this attention from now on."""
+        ...
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """As `Scorer.logprobs`."""
+        ...
+
+
 def find_rows(
-    scorer: Scorer,
+    scorer: Scores,
     group: RankGroup,
     *,
     rounding: str,
@@ -141,7 +161,7 @@ class _Check:
     """Compares the scores of samples that share a row with those of each sample alone."""
 
     def __init__(
-        self, scorer: Scorer, group: RankGroup, samples: tuple[Sample, Sample, Sample], rounding: float
+        self, scorer: Scores, group: RankGroup, samples: tuple[Sample, Sample, Sample], rounding: float
     ):
         self.scorer = scorer
         self.own = scorer.attention

@@ -54,7 +54,7 @@ class SpikeGuard:
         """Whether an update is to be left out.
 
         Args:
-            metrics: `loss` and `grad_norm` of the policy, and NAME/grad_norm of other models.
+            metrics: `loss` and `grad_norm` of the policy if it is trained, and NAME/grad_norm of other models.
             what: names the update in messages.
 
         Raises:
@@ -63,7 +63,7 @@ class SpikeGuard:
         reason = self._reason(metrics)
         seen, config = self._seen, self._config
         if reason is None:
-            if config.on_spike != "off":
+            if config.on_spike != "off" and "grad_norm" in metrics:
                 self._learn(metrics)
             return False
         if config.on_spike == "off" or seen.applied < config.warmup:
@@ -88,7 +88,7 @@ class SpikeGuard:
         limits = {"grad_norm": self._config.grad_norm, "loss": self._config.loss}
         for name, limit in limits.items():
             mean = getattr(self._seen, name)
-            if limit is not None and not metrics[name] <= limit * mean:
+            if limit is not None and name in metrics and not metrics[name] <= limit * mean:
                 words = name.replace("grad_norm", "gradient's norm")
                 return f"the {words} is {metrics[name]:.4g}, and {mean:.4g} in the running mean"
         return None

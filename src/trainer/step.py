@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch.distributed.tensor import DTensor
 
+from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
@@ -31,6 +32,7 @@ def train_step(
     meanwhile: Callable[[], None] = _nothing,
     *,
     others: Sequence[Learner] = (),
+    with_policy: bool = True,
 ) -> dict[str, float]:
     """One step, in place: as many updates of the weights as the batch asks for; returns the step's metrics.
 
@@ -44,13 +46,13 @@ def train_step(
     Args:
         loss: of the policy.
         others: models that learn from the same batch, each with a loss of its own.
+        with_policy: False leaves the policy as it is; there must be others.
 
     Raises:
         TrainingDiverged: a gradient is not finite, or too many in a row spike.
     """
     config, counts = state.config, batch.counts
-    rate = config.scheduler.rate(step, config.optimizer.lr, config.scheduler.steps or config.max_steps)
-    learners = [PolicyLearner(state, loss), *others]
+    learners = [PolicyLearner(state, loss), *others] if with_policy else list(others)
     rows: list[StepMetrics] = []
     skipped = 0
     for number in range(batch.updates):
@@ -63,7 +65,7 @@ def train_step(
             before_update()
         for learner in learners:
             if not skip:
-                _apply(learner, rate)
+                _apply(learner, _rate(learner, config, step))
             learner.model.optimizer.zero_grad(set_to_none=True)
 
     progress = state.progress
@@ -76,7 +78,7 @@ def train_step(
         metrics["skipped_updates"] = skipped
     return {
         **metrics,
-        "lr": rate,
+        **{_prefix(learner) + "lr": _rate(learner, config, step) for learner in learners},
         "learned_tokens": counts.learned,
         **({"cut_samples": counts.cut} if counts.cut else {}),
         **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
@@ -125,7 +127,7 @@ class Update:
         for learner in learners:
             metrics = self._gradient(learner, meanwhile)
             meanwhile = _nothing
-            prefix = f"{learner.name}/" if learner.name else ""
+            prefix = _prefix(learner)
             found.means |= {prefix + name: value for name, value in metrics.means.items()}
             found.maxima |= {prefix + name: value for name, value in metrics.maxima.items()}
         return found
@@ -147,7 +149,8 @@ class Update:
             learner.added_to(scaled, sums, micro, counts, group.world_size).backward()
             all_sums.append(sums)
         parameters = learner.model.trained().values()
-        norm = torch.nn.utils.clip_grad_norm_(parameters, config.optimizer.max_grad_norm)
+        settings = learner.optimizer or config.optimizer
+        norm = torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm)
         norm = norm.full_tensor() if isinstance(norm, DTensor) else norm
         # Metrics are read here together with the norm, which must be known before the weights change.
         metrics, gradient_norm = _combine(all_sums, norm, normaliser, max(counts.learned, 1), group)
@@ -157,6 +160,17 @@ class Update:
     def _dropout_seed(self, micro: int) -> int:
         about = (self.step, micro) if self.number == 0 else (self.step, micro, "update", self.number)
         return derive(self.state.config.seed, "dropout", *about)
+
+
+def _prefix(learner: Learner) -> str:
+    """What the names of its metrics begin with."""
+    return f"{learner.name}/" if learner.name else ""
+
+
+def _rate(learner: Learner, config: TrainerBase, step: int) -> float:
+    """Its learning rate in a step."""
+    schedule, settings = learner.scheduler or config.scheduler, learner.optimizer or config.optimizer
+    return schedule.rate(step, settings.lr, schedule.steps or config.max_steps)
 
 
 def _apply(learner: Learner, rate: float) -> None:

@@ -89,7 +89,9 @@ class Task(ABC):
         """Prepare the first step; `config` is an instance of the configuration class that names the task."""
 
     @classmethod
-    def models(cls, config: Any, folder: Path, group: RankGroup) -> dict[str, Trained]:
+    def models(
+        cls, config: Any, folder: Path, group: RankGroup, resume_from: Path | None
+    ) -> dict[str, Trained]:
         """The models that are trained beside the policy, by name; all ranks call it.
 
         Their weights are not yet loaded: that is done from the checkpoint that the run goes on from, or, at
@@ -97,6 +99,7 @@ class Task(ABC):
 
         Args:
             folder: the Hugging Face directory of the policy.
+            resume_from: the checkpoint that the run goes on from.
         """
         return {}
 
@@ -122,6 +125,10 @@ class Task(ABC):
             Further metrics of the step, the same on all ranks.
         """
         return {}
+
+    def trains_policy(self, step: int) -> bool:
+        """Whether the policy is updated in this step; if not, `learners` are, and all else goes on."""
+        return True
 
     def before_update(self) -> None:  # noqa: B027
         """Return once nobody reads the weights any more: the optimiser is about to change them."""

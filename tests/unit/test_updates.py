@@ -122,7 +122,7 @@ def test_a_model_beside_the_policy_learns_as_it_would_alone(group: RankGroup, fo
     found = train_step(both, make_work(SAMPLES), 1, Likelihood(), others=[Second(both.models["second"])])
     for model in both.models.values():
         assert equal(values(model), values(alone.policy))
-    of_second = {f"second/{name}": row[name] for name in ("loss", "grad_norm")}
+    of_second = {f"second/{name}": row[name] for name in ("loss", "grad_norm", "lr")}
     assert found == {**row, **of_second}
 
 

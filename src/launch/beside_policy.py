@@ -1,0 +1,98 @@
+"""The models that are trained beside the policy, before anything starts: where they begin."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from cairn.checkpoint.step import CRITIC, StepFolder
+from cairn.config.kinds import RunConfig, RunKind
+from cairn.config.model import ModelConfig
+from cairn.config.trainer import POLICY_AGAIN, TrainerBase
+from cairn.launch.model import is_step, resolve_model
+from cairn.launch.start import Start
+from cairn.run.errors import UsageError
+from cairn.run.recipe import TOKENIZER_FILES
+
+STEMS: Mapping[str, str] = {"critic": CRITIC}
+"""Of the weights in a checkpoint, by section."""
+
+
+def with_models_beside(kind: RunKind, config: RunConfig, start: Start, cache: Path) -> RunConfig:
+    """The configuration with local folders for these models; a run that resumes takes its checkpoint's.
+
+    Args:
+        config: its model is resolved.
+        cache: folder for converted weights.
+
+    Raises:
+        UsageError: there is no such model, or it has another vocabulary than the policy.
+    """
+    trainer = kind.trainer(config)
+    if start.folder is not None:
+        return config
+    folders = {
+        section: str(_folder(section, one.model, Path(config.model.name), cache, kind.flags("trainer")))
+        for section, one in trainer.models_beside.items()
+        if one.model != POLICY_AGAIN
+    }
+    return kind.with_trainer(config, trainer.beginning_as(folders)) if folders else config
+
+
+def check_models_beside(trainer: TrainerBase, start: Start, flags: str) -> None:
+    """Check that the checkpoint has the models that are to be trained, and no other ones.
+
+    Args:
+        flags: what the trainer's flags begin with.
+
+    Raises:
+        UsageError: it has not.
+    """
+    assert start.folder is not None
+    model = f"{flags.removesuffix('trainer.')}model.name {start.folder}"
+    for section, stem in STEMS.items():
+        saved, wanted = bool(StepFolder(start.folder).tensors(stem)), section in trainer.models_beside
+        if wanted and not saved:
+            raise UsageError(
+                f"{start.folder} has no {section}, and a run can't get one on its way. Leave out "
+                f"{flags}{section}, or begin a new run with its weights: {model} and another output_dir"
+            )
+        if saved and not wanted:
+            raise UsageError(
+                f"{start.folder} has a {section}, and this run is without: it would be lost. Give "
+                f"{flags}{section} as before, or begin a new run with the policy's weights: {model} and "
+                "another output_dir"
+            )
+
+
+def _folder(section: str, name: str, policy: Path, cache: Path, flags: str) -> Path:
+    setting = f"{flags}{section}.model {name}"
+    try:
+        folder = Path(resolve_model(ModelConfig(name=name), cache))
+    except UsageError as error:
+        raise UsageError(str(error).replace(f"--model.name {name}", setting)) from None
+    own = Path(name) / Path(STEMS[section]).parent
+    if Path(name).is_dir() and is_step(Path(name)) and (own / "config.json").is_file():
+        folder = own.absolute()
+    if problem := _vocabulary_problem(folder, policy):
+        raise UsageError(f"{setting}: {problem}, so that it would read other tokens than the policy writes")
+    return folder
+
+
+def _vocabulary_problem(folder: Path, policy: Path) -> str | None:
+    """What is wrong with the model's tokens for a policy; None if nothing is."""
+    sizes = [_vocabulary_size(one) for one in (folder, policy)]
+    has_tokenizer = any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
+    if not has_tokenizer:  # such as the critic of a checkpoint
+        return f"it knows {sizes[0]} tokens, and the policy {sizes[1]}" if sizes[0] < sizes[1] else None
+    from transformers import AutoTokenizer  # late: it takes seconds
+
+    ours, theirs = (AutoTokenizer.from_pretrained(one).get_vocab() for one in (folder, policy))
+    if ours == theirs:
+        return None
+    other = sum(theirs.get(token) != number for token, number in ours.items())
+    return f"its tokenizer's vocabulary is not the policy's ({other} of its {len(ours)} tokens differ)"
+
+
+def _vocabulary_size(folder: Path) -> int:
+    about = json.loads((folder / "config.json").read_text())
+    return int((about.get("text_config") or about).get("vocab_size") or 0)

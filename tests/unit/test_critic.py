@@ -1,0 +1,226 @@
+"""PPO's critic: its advantages, its loss, its model, and its place in steps and checkpoints."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from one_rank import one_rank
+from tiny import write_example
+
+from cairn.config.trainer import TrainerConfig
+from cairn.run.batches import Batch, Sample, Sampling
+from cairn.run.errors import UsageError
+from cairn.trainer.critic import CriticLearner, make_critic
+from cairn.trainer.gae import estimate, moments
+from cairn.trainer.group import RankGroup
+from cairn.trainer.losses.likelihood import Likelihood
+from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step import train_step
+from cairn.trainer.trained import make_policy
+
+group = one_rank
+CONFIG = TrainerConfig(
+    optimizer={"lr": 0.01, "eps": 1e-3},
+    seq_len=24,
+    critic={"optimizer": {"lr": 0.02, "eps": 1e-3}, "gamma": 0.9, "gae_lambda": 0.8},
+)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_example(tmp_path_factory.mktemp("model"))
+
+
+def make_samples(count: int = 7) -> list[Sample]:
+    """Answers with a tool's turn in the middle, which is not learned, and rewards within and at the end."""
+    draw = np.random.default_rng(0)
+    samples: list[Sample] = []
+    for number in range(count):
+        length = 5 + number
+        mask = np.ones(length, bool)
+        mask[[0, 1, 3]] = False
+        rewards = np.zeros(length, np.float32)
+        rewards[[2, -1]] = draw.normal(size=2)
+        columns = {"rewards": rewards, "logprobs": draw.normal(size=length).astype(np.float32)}
+        samples.append(Sample(draw.integers(5, 60, length).astype(np.int32), mask, columns))
+    return samples
+
+
+def begin(group: RankGroup, folder: Path, config: TrainerConfig = CONFIG) -> TrainerState:
+    models = {
+        POLICY: make_policy(folder, config, group),
+        "critic": make_critic(folder, config, group, None),
+    }
+    state = TrainerState(config, group, models, TrainerProgress())
+    state.begin(folder)
+    state.check_model()
+    return state
+
+
+def make_work(samples: list[Sample], config: TrainerConfig = CONFIG, **how: int) -> RankBatch:
+    batch = Batch(samples, sampling=Sampling(1.0))
+    return make_rank_batch(batch, config, rank=0, world_size=1, **how)
+
+
+def shake(state: TrainerState, scale: float = 0.2) -> None:
+    """Give the head weights, so that values are not all 0."""
+    head = state.models["critic"].module.get_output_embeddings()
+    with torch.no_grad():
+        head.weight.normal_(0, scale, generator=torch.Generator().manual_seed(1))
+        head.bias.fill_(0.25)
+
+
+def gae_by_sums(rewards: np.ndarray, values: np.ndarray, gamma: float, lam: float) -> np.ndarray:
+    """Equation 16 as it stands: the sum of (gamma lambda)^l delta_{t+l}, over one episode."""
+    n = len(rewards)
+    deltas = [rewards[t] + gamma * (values[t + 1] if t + 1 < n else 0.0) - values[t] for t in range(n)]
+    return np.array([sum((gamma * lam) ** k * deltas[t + k] for k in range(n - t)) for t in range(n)])
+
+
+@pytest.mark.parametrize(("gamma", "lam"), [(1.0, 1.0), (1.0, 0.95), (0.9, 0.0), (0.97, 0.7)])
+def test_gae_is_the_sum_of_its_definition(gamma: float, lam: float):
+    draw = np.random.default_rng(3)
+    lengths = [4, 1, 9, 2]
+    episodes = [(draw.normal(size=n), draw.normal(size=n)) for n in lengths]
+    wanted = np.concatenate([gae_by_sums(*episode, gamma, lam) for episode in episodes])
+    rewards, values = (np.concatenate(some) for some in zip(*episodes, strict=True))
+    starts = np.zeros(sum(lengths), bool)
+    starts[np.cumsum([0, *lengths[:-1]])] = True
+    found = estimate(rewards, values, starts, gamma=gamma, gae_lambda=lam)
+    np.testing.assert_allclose(found, wanted, rtol=1e-12, atol=1e-12)
+    if gamma == lam == 1.0:
+        returns = np.concatenate([np.cumsum(r[::-1])[::-1] for r, _ in episodes])
+        np.testing.assert_allclose(found + values, returns)
+
+
+def test_gae_of_nothing_is_nothing():
+    assert estimate(np.zeros(0), np.zeros(0), np.zeros(0, bool), gamma=1, gae_lambda=1).shape == (0,)
+
+
+def test_moments_do_not_depend_on_micro_batches(group: RankGroup):
+    values = np.random.default_rng(4).normal(3, 2, 101)
+    whole = moments({"some": [values]}, group)["some"]
+    parts = moments({"some": [values[:7], values[7:7], values[7:]]}, group)["some"]
+    assert (whole.mean, whole.variance) == pytest.approx((values.mean(), values.var(ddof=1)), rel=1e-14)
+    assert (parts.mean, parts.variance) == pytest.approx((whole.mean, whole.variance), rel=1e-15)
+    assert moments({"some": [values[:1]]}, group)["some"].variance == 0
+
+
+def columns_of(work: RankBatch, samples: list[Sample], name: str) -> list[np.ndarray]:
+    """A column's values of the learned tokens of each sample, found by the samples' tokens."""
+    found = []
+    for sample in samples:
+        for micro in work.micros:
+            ids = micro.input_ids.flatten().numpy()
+            for start in micro.bounds.numpy()[:-1]:
+                if np.array_equal(ids[start : start + len(sample.token_ids)], sample.token_ids):
+                    found.append(micro.columns[name].flatten().numpy()[start:][: len(sample.token_ids)])
+    assert len(found) == len(samples)
+    return [one[sample.loss_mask] for one, sample in zip(found, samples, strict=True)]
+
+
+def test_columns_are_those_of_each_sample_alone(group: RankGroup, folder: Path):
+    """Values are of the state before a token; tokens that are not learned are passed over."""
+    state, samples = begin(group, folder), make_samples()
+    shake(state)
+    learner = CriticLearner(CONFIG, state)
+    work = make_work(samples)
+    row = learner.prepare(work)
+    values, wanted = columns_of(work, samples, "values"), []
+    for sample, found in zip(samples, values, strict=True):
+        alone = make_work([sample])
+        learner.prepare(alone)
+        np.testing.assert_allclose(found, columns_of(alone, [sample], "values")[0], atol=1e-4)
+        rewards = sample.columns["rewards"][sample.loss_mask].astype(np.float64)
+        wanted.append(gae_by_sums(rewards, found.astype(np.float64), 0.9, 0.8))
+    advantages, of_values = np.concatenate(wanted), np.concatenate(values).astype(np.float64)
+    returns = np.concatenate(columns_of(work, samples, "returns"))
+    np.testing.assert_allclose(returns, advantages + of_values, atol=1e-5)
+    white = (advantages - advantages.mean()) / np.sqrt(advantages.var(ddof=1) + 1e-8)
+    np.testing.assert_allclose(np.concatenate(columns_of(work, samples, "advantages")), white, atol=1e-5)
+    explained = 1 - np.var(returns - of_values) / np.var(returns)
+    assert row == pytest.approx(
+        {
+            "values/mean": of_values.mean(),
+            "returns/mean": returns.mean(),
+            "advantages/mean": advantages.mean(),
+            "advantages/std": advantages.std(ddof=1),
+            "critic/explained_variance": explained,
+        },
+        abs=1e-5,
+    )
+
+
+def test_rewards_that_the_trainer_has_found_are_added(group: RankGroup, folder: Path):
+    """Such as a penalty on KL, in a column that is computed on the model's device."""
+    state, samples = begin(group, folder), make_samples()
+    learner = CriticLearner(CONFIG, state)
+    plain, more = make_work(samples), make_work(samples)
+    for micro in more.micros:
+        micro.add_column("token_rewards", -micro.columns["rewards"][:, 1:])
+    assert learner.prepare(plain)["advantages/std"] > 0.1
+    assert learner.prepare(more)["advantages/std"] == 0
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+def test_the_loss_is_ppos(group: RankGroup, folder: Path, clip: float):
+    """Against PPO's value loss in float64, at weights that have changed since the begin of the step."""
+    config = CONFIG.model_copy(update={"critic": CONFIG.critic.model_copy(update={"clip": clip})})
+    state, samples = begin(group, folder, config), make_samples()
+    learner = CriticLearner(config, state)
+    work = make_work(samples)
+    learner.prepare(work)
+    before = np.concatenate(columns_of(work, samples, "values")).astype(np.float64)
+    returns = np.concatenate(columns_of(work, samples, "returns")).astype(np.float64)
+    shake(state, 0.05)
+    again = make_work(samples)
+    learner.prepare(again)
+    now = np.concatenate(columns_of(again, samples, "values")).astype(np.float64)
+    losses = (now - returns) ** 2
+    clipped = (np.clip(now, before - clip, before + clip) - returns) ** 2 if clip else losses
+    row = train_step(state, work, 1, Likelihood(), others=[learner], with_policy=False)
+    assert row["critic/loss"] == pytest.approx(0.5 * np.maximum(losses, clipped).mean(), rel=1e-4)
+    assert row["critic/clipped"] == pytest.approx((clipped > losses).mean())
+    assert (row["critic/clipped"] > 0) == bool(clip)
+
+
+def values_of(state: TrainerState, name: str) -> dict[str, torch.Tensor]:
+    return {key: value.clone() for key, value in state.models[name].module.state_dict().items()}
+
+
+def same(some: dict[str, torch.Tensor], others: dict[str, torch.Tensor]) -> bool:
+    return all(torch.equal(some[name], others[name]) for name in some.keys() | others.keys())
+
+
+def test_the_critic_learns_alone_in_its_warm_up(group: RankGroup, folder: Path):
+    """With its own learning rate; it predicts rewards better and better."""
+    state, samples = begin(group, folder), make_samples()
+    learner = CriticLearner(CONFIG, state)
+    policy = values_of(state, POLICY)
+    rows = []
+    for step in range(1, 6):
+        work = make_work(samples)
+        row = dict(learner.prepare(work))
+        rows.append(row | train_step(state, work, step, Likelihood(), others=[learner], with_policy=False))
+    assert same(policy, values_of(state, POLICY))
+    assert not state.models[POLICY].optimizer.state
+    losses = [row["critic/loss"] for row in rows]
+    assert losses[-1] < 0.7 * losses[0], losses
+    assert rows[-1]["critic/explained_variance"] > rows[0]["critic/explained_variance"] == 0
+    assert rows[0].keys().isdisjoint({"loss", "lr", "grad_norm"})
+    assert rows[0]["critic/lr"] == 0.02
+    assert state.progress.step == 5
+    work = make_work(samples)
+    learner.prepare(work)
+    row = train_step(state, work, 6, Likelihood(), others=[learner])
+    assert not same(policy, values_of(state, POLICY))
+    assert (row["lr"], row["critic/lr"]) == (0.01, 0.02)
+
+
+def test_batches_without_rewards_are_refused(group: RankGroup, folder: Path):
+    state = begin(group, folder)
+    samples = [Sample(one.token_ids, one.loss_mask, {}) for one in make_samples()]
+    with pytest.raises(UsageError, match="the orchestrator ships advantages: give it advantage"):
+        CriticLearner(CONFIG, state).prepare(make_work(samples))
