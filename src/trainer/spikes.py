@@ -54,7 +54,7 @@ class SpikeGuard:
         """Whether an update is to be left out.
 
         Args:
-            metrics: `loss` and `grad_norm` of the policy if it is trained, and NAME/grad_norm of other models.
+            metrics: `loss` and `grad_norm` of the policy, if it is trained, and NAME/grad_norm of others.
             what: names the update in messages.
 
         Raises:

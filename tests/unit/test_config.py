@@ -416,7 +416,7 @@ FILE = "sft.toml"
         ("sft", ["--optimizer"], r"--optimizer is a section; give .* such as --optimizer\.type"),
         ("rl", ["--trainer", "t.toml"], "--trainer takes a configuration file: --trainer @t.toml"),
         ("sft", ["--lr", "1"], r"--lr: there is no such setting; did you mean --optimizer\.lr\?"),
-        ("rl", ["--lr", "1"], r"--lr: there is no such setting; did you mean --trainer\.optimizer\.lr\?"),
+        ("rl", ["--lr", "1"], r"--lr: there is no such setting; did you mean --trainer\.optimizer\.lr or "),
         ("sft", ["--learning-rate", "1"], r"did you mean --optimizer\.lr\?"),
         ("sft", ["--optimizer.learning-rate", "1"], r"did you mean --optimizer\.lr\?"),
         (
