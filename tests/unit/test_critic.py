@@ -16,9 +16,9 @@ from cairn.trainer.gae import estimate, moments
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.policy import make_policy
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
-from cairn.trainer.trained import make_policy
 
 group = one_rank
 CONFIG = TrainerConfig(
