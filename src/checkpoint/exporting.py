@@ -61,7 +61,7 @@ def content_of_step(folder: Path) -> Content:
         model=step.model,
         step=record.progress.get("step"),
         tokens=record.progress.get("total_tokens"),
-        samples=record.progress.get("total_samples"),
+        samples=record.records if record.progress else None,
         optimizer=record.optimizer,
         settings=(record.recipe or {}).get("settings", {}),
         origin=_origin(folder, record),

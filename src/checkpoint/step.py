@@ -36,7 +36,9 @@ class TrainerRecord:
     progress: step, total_tokens, total_samples. rows: how samples were packed into rows. optimizer: its
     class.
     recipe: the trainer's part of the run's recipe. spikes: what the guard against spikes goes by; written if
-    there is one.
+    there is one. position: where the batches go on behind this step, if whoever makes them has said so; in
+    SFT `records`, the number taken so far, and `sources`, by label of the data set what else is needed to go
+    on.
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])
@@ -46,14 +48,21 @@ class TrainerRecord:
     scheduler: dict[str, Any] | None = None
     recipe: dict[str, Any] | None = None
     spikes: dict[str, float] | None = None
+    position: dict[str, Any] | None = None
     config: dict[str, Any] | None = None
     """The settings, from versions without a recipe."""
     data: dict[str, Any] | None = None
     """The data set, from versions without a recipe."""
 
+    @property
+    def records(self) -> int:
+        """Records of its data that an SFT run had taken; earlier versions made one sample of each."""
+        return (self.position or {}).get("records", self.progress.get("total_samples", 0))
+
     def to_json(self) -> bytes:
         """The bytes of the file."""
-        left_out = {"config", "data"} | ({"spikes"} if self.spikes is None else set[str]())
+        optional = {name for name in ("spikes", "position") if getattr(self, name) is None}
+        left_out = {"config", "data"} | optional
         return _to_json({key: value for key, value in asdict(self).items() if key not in left_out})
 
 

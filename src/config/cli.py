@@ -5,10 +5,11 @@
 Any mistake in it is a `UsageError`: one clear message and exit code 2, before anything is started or written.
 """
 
+import functools
 import sys
 from collections import Counter
 from collections.abc import Collection
-from typing import Any, TypeVar
+from typing import Any, TypeVar, cast
 
 from pydantic import ValidationError
 
@@ -84,7 +85,7 @@ def resolve(cls: type[Config], arguments: Arguments) -> Config:
 
 
 def require(config: BaseConfig, *names: str) -> None:
-    """Refuse a configuration that lacks a required setting.
+    """Refuse a configuration that lacks a required setting; of settings written a|b, one is enough.
 
     Raises:
         UsageError: the message names all that are missing.
@@ -92,11 +93,9 @@ def require(config: BaseConfig, *names: str) -> None:
     root = settings_of(type(config))
     missing = []
     for name in names:
-        value: Any = config
-        for key in name.split("."):
-            value = getattr(value, key)
-        if not value:
-            missing.append(root.find(tuple(name.split("."))))
+        paths = [tuple(alternative.split(".")) for alternative in name.split("|")]
+        if not any(functools.reduce(getattr, path, cast("Any", config)) for path in paths):
+            missing.append(root.find(paths[0]))
     if missing:
         command = _name_of(type(config))
         what = "".join(f"\n  {setting.flag}  {setting.doc}" for setting in missing)

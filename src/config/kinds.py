@@ -14,9 +14,10 @@ RunConfig = SFTConfig | TrainerConfig | RLConfig
 class RunKind:
     """One kind of run.
 
-    config: its configuration class. needs: settings that must be given. roles: those that it starts (a server
-    only if none is given). parts: what a checkpoint must have so that the run can resume from it. epochs_of:
-    what an epoch consists of. sections: whether its configuration has one section per role.
+    config: its configuration class. needs: settings that must be given; of a|b, one is
+    enough. roles: those that it starts (a server only if none is given). parts: what a checkpoint must have
+    so that the run can resume from it. epochs_of: what an epoch consists of. sections: whether its
+    configuration has one section per role.
     """
 
     command: str
@@ -48,7 +49,9 @@ class RunKind:
 KINDS = {
     kind.command: kind
     for kind in (
-        RunKind("sft", SFTConfig, ("model.name", "data.name"), ("trainer",), ("trainer",), "records"),
+        RunKind(
+            "sft", SFTConfig, ("model.name", "data.name|data.sets"), ("trainer",), ("trainer",), "records"
+        ),
         RunKind(
             "trainer", TrainerConfig, ("model.name",), ("trainer",), ("trainer", "orchestrator"), "prompts"
         ),

@@ -1,7 +1,6 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
 import math
-import os
 from collections.abc import Collection, Mapping
 from typing import ClassVar, Literal, NamedTuple, Self
 
@@ -9,6 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cairn.config.advantage import GAE
 from cairn.config.base import BaseConfig
+from cairn.config.data import SFTDataConfig
 from cairn.config.gpus import Gpus
 from cairn.config.lora import LoraConfig
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
@@ -234,30 +234,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         if problem := self.scheduler.problem(self.max_steps, "scheduler"):
             raise ValueError(problem)
         return self
-
-
-class SFTDataConfig(BaseConfig):
-    """Training records, each with `messages`, or with `prompt` and `completion`."""
-
-    name: str = ""
-    """A .jsonl, .json, .parquet or .csv file, a folder of such files or from save_to_disk, or a hub name."""
-    split: str = "train"
-    """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
-    batch_size: int = Field(default=64, ge=1)
-    """Records per optimiser step, over all ranks."""
-    shuffle: bool = True
-    """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
-
-    @property
-    def split_setting(self) -> str:
-        """What sets the split, as messages show it."""
-        return "--data.split"
-
-    @field_validator("name")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        # Workers of a running Ray cluster have another current directory. A name on the hub stays as it is.
-        return os.path.abspath(value) if value and os.path.exists(value) else value
 
 
 class SFTConfig(TrainerBase):

@@ -10,9 +10,10 @@ from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.adapters import base_of_adapter
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
+from cairn.config.data import SFTDataConfig
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
-from cairn.config.trainer import SFTDataConfig, critic_problem
+from cairn.config.trainer import critic_problem
 from cairn.launch.beside_policy import check_models_beside
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since
@@ -255,13 +256,13 @@ def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
 
     Data on the hub is downloaded here, before all ranks need it.
     """
-    from cairn.run.data_sets import BadRecord, examine, load_records
-    from cairn.trainer.data.records import problem_of
+    from cairn.run.data_sets import BadRecord
+    from cairn.trainer.data.opening import identity_of_all, open_sources
 
     try:
-        return examine(records, load_records(records), problem_of)
+        return identity_of_all(records, open_sources(records, seed=0))
     except BadRecord as error:
-        raise UsageError(f"--data.name {error}") from None
+        raise UsageError(f"{records.setting} {error}") from None
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:
@@ -299,9 +300,10 @@ def _trainer_state(start: Start) -> TrainerRecord:
 
 
 def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str, Any]) -> list[Change]:
-    """The change of data set, if any. A new data set begins with its first epoch (`begins_at`, in samples).
+    """The change of data, if any. New data begins with its first epoch (`begins_at`, in records taken).
 
-    In the middle of an epoch the user has to accept the change, because the rest of the epoch is skipped.
+    In the middle of an epoch the user has to accept the change, because the rest of the epoch is skipped; of
+    several data sets, and of streams, that is so at any time.
     """
     from cairn.run.data_sets import same_records
 
@@ -311,7 +313,6 @@ def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str
     data["begins_at"] = begins_at
     if same_records(saved, data):
         return []
-    progress = _trainer_state(start).progress
-    data["begins_at"] = progress["total_samples"]
-    within = (progress["total_samples"] - begins_at) % saved["records"] != 0
+    taken = data["begins_at"] = _trainer_state(start).records
+    within = "records" not in saved or (taken - begins_at) % saved["records"] != 0
     return [Change("data", dict(saved), dict(data), "data" if within else None)]

@@ -179,13 +179,15 @@ class Batch:
     """One optimiser step's samples, and how they were sampled.
 
     metrics: for the step's row in metrics.jsonl. together: so many samples in a row are a unit, such as the
-    two of a pair: they stay in one micro-batch, and count as one record.
+    two of a pair: they stay in one micro-batch, and count as one record. position: JSON, where whoever made
+    the batch goes on behind it; saved with the step.
     """
 
     samples: list[Sample]
     metrics: dict[str, float] = field(default_factory=dict)
     sampling: Sampling = field(kw_only=True)
     together: int = field(default=1, kw_only=True)
+    position: dict[str, Any] | None = field(default=None, kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.samples) % self.together:

@@ -1,3 +1,5 @@
+# Unchecked values have no static types.
+# pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Messages of conversations, as clients write them and as chat templates expect them."""
 
 import json
@@ -47,7 +49,7 @@ def for_template(message: Message) -> Message:
 
     The reasoning stands under every name that templates read.
     """
-    if not isinstance(message, Mapping):  # the template will say what it misses
+    if not isinstance(message, Mapping):  # pyright: ignore[reportUnnecessaryIsInstance] # the template will say what it misses
         return message
     shown = {name: value for name, value in message.items() if value is not None}
     if "content" in message:

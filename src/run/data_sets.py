@@ -1,5 +1,6 @@
-# The package `datasets` is typed in part.
-# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false
+# The package `datasets` is typed in part, and records not at all.
+# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false, reportUnknownArgumentType=false
+# pyright: reportUnknownVariableType=false
 """Data sets: read from a file, a folder or the hub, and identified by their content.
 
 This needs neither torch nor a tokenizer, so that the launcher can do it before anything is started.
@@ -12,7 +13,7 @@ import json
 import lzma
 import os
 import zlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -56,6 +57,57 @@ def load_records(source: DataSource) -> Any:
         BadRecord: it can't be read, naming file and line where one is to blame, or it holds no records.
     """
     import datasets
+
+    records = _load(source, datasets.load_dataset)
+    if not len(records):
+        raise BadRecord(f"{source.name} holds no records")
+    return records
+
+
+def load_stream(source: DataSource) -> tuple[Any, list[str]]:
+    """The same as an `IterableDataset`, of which nothing but its beginning has been read.
+
+    Returns:
+        The stream, and what is known of its files: the sizes of those that are here, the addresses of others.
+
+    Raises:
+        BadRecord: it can't be read.
+    """
+    import datasets
+
+    files: list[str] = []
+
+    def load(name: str, *, split: str, data_files: str | None = None) -> Any:
+        builder = datasets.load_dataset_builder(name, data_files=data_files)
+        found = [str(file) for own in (builder.config.data_files or {}).values() for file in own]
+        files.extend(str(Path(file).stat().st_size) if Path(file).is_file() else file for file in found)
+        return builder.as_streaming_dataset(split=split)
+
+    stream = _load(source, load)
+    return (stream.to_iterable_dataset() if isinstance(stream, datasets.Dataset) else stream), files
+
+
+def as_written(value: Any, feature: Any) -> Any:
+    """A value of a record without the fields that `datasets` has added to it.
+
+    Its objects have all fields that any object of their column has; those that one lacks are None.
+
+    Args:
+        feature: the value's type in the data set; None if it is not known.
+    """
+    if isinstance(value, Mapping):
+        if feature is not None and not isinstance(feature, Mapping):
+            return value  # JSON, which stays as it is
+        fields = feature or {}
+        return {key: as_written(v, fields.get(key)) for key, v in value.items() if v is not None}
+    if isinstance(value, list):
+        return [as_written(item, getattr(feature, "feature", None)) for item in value]
+    return value
+
+
+def _load(source: DataSource, load: Callable[..., Any]) -> Any:
+    """What `load` makes of a file, a folder or a name; what `save_to_disk` wrote is opened."""
+    import datasets
     from datasets.exceptions import DatasetsError
 
     datasets.disable_progress_bars()
@@ -67,7 +119,7 @@ def load_records(source: DataSource) -> Any:
                 raise BadRecord(f"{path}: there is no such file")
             if not path.stat().st_size:
                 raise BadRecord(f"{path}: the file is empty")
-            records = datasets.load_dataset(builder, data_files=str(path), split=source.split)
+            records = load(builder, data_files=str(path), split=source.split)
         elif path.is_file():
             kinds = ", ".join(BUILDERS)
             raise BadRecord(
@@ -88,11 +140,9 @@ def load_records(source: DataSource) -> Any:
                     f"{path} is a single split; {source.split_setting} {source.split} is not in it"
                 )
         else:
-            records = datasets.load_dataset(source.name, split=source.split)
+            records = load(source.name, split=source.split)
     except (*UNREADABLE, ValueError, DatasetsError, ImportError) as error:
         raise BadRecord(_explain(source, builder, error)) from None
-    if not len(records):
-        raise BadRecord(f"{source.name} holds no records")
     return records
 
 
@@ -138,6 +188,30 @@ def examine(source: DataSource, records: Any, problem_of: Check) -> dict[str, An
     return identity
 
 
+def examine_beginning(
+    source: DataSource, files: Sequence[str], records: Sequence[Mapping[str, Any]], problem_of: Check
+) -> dict[str, Any]:
+    """Check the first records of a stream, and return what identifies it: them, and its files.
+
+    Raises:
+        BadRecord: naming the first record that `problem_of` refuses; or there is none.
+    """
+    if not records:
+        raise BadRecord(f"{source.name} holds no records")
+    digest = hashlib.blake2b(digest_size=16)
+    for index, record in enumerate(records):
+        if problem := problem_of(record):
+            raise BadRecord(f"{locate(source, index)}: {problem}")
+        digest.update(_to_bytes(record))
+    digest.update(json.dumps(files).encode())
+    return {"stream": digest.hexdigest()}
+
+
+def identity_of(parts: Sequence[tuple[str, float, Mapping[str, Any]]]) -> dict[str, Any]:
+    """What identifies several data sets: of each its label, its weight, and what identifies it."""
+    return {"sets": [{"label": label, "weight": weight, **each} for label, weight, each in parts]}
+
+
 def _digest_of_checked(source: DataSource, records: Any, problem_of: Check) -> str:
     digest, index = hashlib.blake2b(digest_size=16), 0
     for columns in records.iter(ROWS_AT_ONCE):
@@ -151,8 +225,18 @@ def _digest_of_checked(source: DataSource, records: Any, problem_of: Check) -> s
 
 
 def same_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are of the same records, as far as both say."""
-    known = (one.keys() & other.keys()) & {"records", "digest", "first_and_last"}
+    """Whether two identities are of the same records, as far as both say; also of several data sets."""
+    parts, others = one.get("sets"), other.get("sets")
+    if parts is not None or others is not None:
+        if parts is None or others is None or len(parts) != len(others):
+            return False
+        return all(
+            (a["label"], a["weight"]) == (b["label"], b["weight"]) and same_records(a, b)
+            for a, b in zip(parts, others, strict=True)
+        )
+    if ("stream" in one) != ("stream" in other):
+        return False
+    known = (one.keys() & other.keys()) & {"records", "digest", "first_and_last", "stream"}
     return all(one[key] == other[key] for key in known)
 
 

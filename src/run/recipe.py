@@ -45,6 +45,9 @@ TRAINER: Settings = {
     },
     "data.batch_size": "batch_size",
     "data.shuffle": "shuffle",
+    "data.shuffle_block": None,
+    "data.learn": None,
+    "data.too_long": None,
 }
 """The trainer's settings (a section stands for all that is in it). One that a promise depends on, such as
 that each record of an epoch is trained on once, has a name by which the user may accept another value."""
@@ -244,6 +247,10 @@ def short_identity(value: Mapping[str, Any] | str) -> str:
     """An identity for people: how many records or problems, and the beginning of a digest."""
     if isinstance(value, str):
         return value[:12]
+    if sets := cast("list[Mapping[str, Any]] | None", value.get("sets")):
+        return "; ".join(f"{one['label']} x {one['weight']:g}: {short_identity(one)}" for one in sets)
+    if "stream" in value:
+        return f"a stream ({value['stream'][:12]})"
     what = "records" if "records" in value else "problems"
     digests = value.get("digest") or value.get("first_and_last") or value.get("messages")
     if isinstance(digests, Mapping):

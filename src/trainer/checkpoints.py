@@ -244,6 +244,7 @@ class TrainerCheckpoints:
                 scheduler=state.config.scheduler.model_dump(),
                 recipe=dict(self.recipe),
                 spikes=state.spikes.saved(),
+                position=state.position,
             )
             files[TRAINER_STATE] = record.to_json()
             for model in state.models.values():

@@ -170,6 +170,7 @@ class Training:
             others=task.learners,
             with_policy=task.trains_policy(step),
         )
+        self.state.position = batch.position
         return row | dict(prepared) | batch.metrics
 
     def _before_update(self) -> None:

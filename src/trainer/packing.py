@@ -4,6 +4,7 @@ import heapq
 import itertools
 from collections.abc import Callable, Iterable
 from dataclasses import astuple, dataclass, field, replace
+from typing import Any
 
 import numpy as np
 import torch
@@ -21,6 +22,8 @@ Arrange = Callable[[list[list[int]], int], list[list[list[int]]]]
 A block is a list of rows, and a row a list of samples, by their numbers. Numbers count through all units. All
 samples of a unit are in one block, and a block's rows stay together.
 """
+Group = list[list[int]]
+"""The rows of a micro-batch; a row is a list of samples, by their numbers."""
 
 
 @dataclass
@@ -100,6 +103,7 @@ class BatchCounts:
 
     samples; tokens, of them after cutting; learned: tokens that are learned; cut: samples that were longer
     than a row; unlearned: samples of which nothing is learned; records: units of samples that stay together.
+    computed: tokens that go through the model, with padding.
     """
 
     samples: int
@@ -108,6 +112,7 @@ class BatchCounts:
     cut: int
     unlearned: int
     records: int = 0
+    computed: int = 0
 
     @classmethod
     def sum(cls, counts: "Iterable[BatchCounts]") -> "BatchCounts":
@@ -131,7 +136,7 @@ class RankBatch:
     """A step's batch as one of the ranks goes through it.
 
     parts: what it is divided into. updates: how many there are of the weights; they go through the parts in
-    turn. Of the whole batch: its sampler's temperature, counts, digest, metrics.
+    turn. Of the whole batch: its sampler's temperature, counts, digest, metrics, and the position behind it.
     """
 
     parts: list[Part]
@@ -140,6 +145,7 @@ class RankBatch:
     counts: BatchCounts
     digest: str
     metrics: dict[str, float]
+    position: dict[str, Any] | None = None
 
     @property
     def micros(self) -> list[MicroBatch]:
@@ -172,15 +178,14 @@ def make_rank_batch(
         whole = [sample for start in starts for sample in batch.samples[start : start + together]]
         samples = [sample.cut(config.seq_len) for sample in whole]
         learned = [int(np.count_nonzero(sample.loss_mask[1:])) for sample in samples]
-        micros = make_micro_batches(
-            samples,
+        groups = group_rows(
+            [len(sample.token_ids) for sample in samples],
             row_length=config.seq_len,
             rows_each=config.micro_batch_size,
-            rank=rank,
-            world_size=world_size,
             arrange=arrange or shared_rows,
             together=together,
         )
+        micros = fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
         counts = BatchCounts(
             samples=len(samples),
             tokens=sum(len(sample.token_ids) for sample in samples),
@@ -188,6 +193,7 @@ def make_rank_batch(
             cut=sum(len(sample.token_ids) > config.seq_len for sample in whole),
             unlearned=learned.count(0),
             records=len(samples) // together,
+            computed=sum(computed_tokens(group, samples) for group in groups),
         )
         parts.append(Part(micros, counts))
     return RankBatch(
@@ -197,6 +203,7 @@ def make_rank_batch(
         counts=BatchCounts.sum(part.counts for part in parts),
         digest=batch.digest(),
         metrics=batch.metrics,
+        position=batch.position,
     )
 
 
@@ -259,21 +266,28 @@ def make_micro_batches(
     arrange: Arrange = shared_rows,
     together: int = 1,
 ) -> list[MicroBatch]:
-    """This rank's micro-batches of a step: number rank, rank + world_size, ... of the whole step's.
+    """This rank's micro-batches of a step, in which `group_rows` puts the samples."""
+    lengths = [len(sample.token_ids) for sample in samples]
+    how = {"row_length": row_length, "rows_each": rows_each, "together": together}
+    groups = group_rows(lengths, **how, arrange=arrange)
+    return fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
+
+
+def group_rows(
+    lengths: list[int], *, row_length: int, rows_each: int, arrange: Arrange = shared_rows, together: int = 1
+) -> list[Group]:
+    """The rows of each micro-batch of a step, on whichever rank it runs.
 
     A micro-batch has at most `rows_each` rows of `row_length` tokens, or a larger number of shorter rows with
     as many tokens in all: attention costs less in short rows. A unit that does not fit into that has a
     micro-batch of its own. Rows are dealt out evenly, the fullest first, so that micro-batches that run at
     the same time take equally long.
 
-    How samples are packed does not depend on the number of ranks. Every rank gets equally many micro-batches,
-    since the ranks run in lockstep; empty ones, from which nothing is learned, make up the number.
-
     Args:
+        lengths: of the samples.
         together: so many samples in a row are a unit, whose row may be as many times longer.
     """
-    lengths = [len(sample.token_ids) for sample in samples]
-    units = [lengths[start : start + together] for start in range(0, len(samples), together)]
+    units = [lengths[start : start + together] for start in range(0, len(lengths), together)]
     width = min(row_length * together, max(*map(sum, units), ROW_TOKENS))
     blocks = arrange(units, width)
     blocks.sort(key=lambda block: -sum(lengths[i] for row in block for i in row))
@@ -282,15 +296,28 @@ def make_micro_batches(
     count = -(-len(blocks) // max(rows_each * row_length // block_tokens, 1))
     ends = [len(blocks) * (index + 1) // count for index in range(count)]
     groups = [blocks[start:end] for start, end in zip([0, *ends], ends, strict=False)]
-    while len(groups) % world_size:
-        groups.append([])
+    return [[row for block in group for row in block] for group in groups]
+
+
+def fill_groups(
+    groups: list[Group], samples: list[Sample], *, rank: int, world_size: int, together: int = 1
+) -> list[MicroBatch]:
+    """This rank's micro-batches: number rank, rank + world_size, ... of the whole step's.
+
+    How samples are packed does not depend on the number of ranks. Every rank gets equally many micro-batches,
+    since the ranks run in lockstep; empty ones, from which nothing is learned, make up the number.
+    """
     names = columns_of(samples)
     return [
-        fill_rows(
-            [[samples[i] for i in row] for block in groups[index] for row in block], index, names, together
-        )
-        for index in range(rank, len(groups), world_size)
+        fill_rows([[samples[i] for i in row] for row in group], index, names, together)
+        for index in range(rank, -(-len(groups) // world_size) * world_size, world_size)
+        for group in (groups[index] if index < len(groups) else [],)
     ]
+
+
+def computed_tokens(group: Group, samples: list[Sample]) -> int:
+    """Tokens of a micro-batch of these rows, which are as long as the longest, and have 2 tokens or more."""
+    return len(group) * max(2, *(sum(len(samples[i].token_ids) for i in row) for row in group))
 
 
 def fill_rows(

@@ -6,10 +6,10 @@ from transformers import AutoTokenizer
 
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Batch
-from cairn.run.data_sets import BadRecord, examine, same_records
+from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.data.records import problem_of
+from cairn.trainer.data.opening import identity_of_all
 from cairn.trainer.losses import make_loss
 from cairn.trainer.task import Context, Task
 
@@ -27,19 +27,25 @@ class SFT(Task):
             UsageError: nothing can be learned from the first of them.
         """
         self.loss = make_loss(config.loss)
-        recipe = context.recipe
+        recipe, state = context.recipe, context.state
+        position = state.position or {"records": state.progress.total_samples}
+        self._begins_at = recipe.get("data", {}).get("begins_at", 0)
+        taken = position["records"] - self._begins_at
         self._data = SFTData(
             config.data,
             AutoTokenizer.from_pretrained(context.model_folder),
             config.seed,
-            context.state.progress.total_samples - recipe.get("data", {}).get("begins_at", 0),
+            taken,
+            state=position.get("sources") if taken else None,
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
         )
-        identity = examine(config.data, self._data.records, problem_of)
+        identity = identity_of_all(config.data, self._data.sources)
         kept = recipe.get("data", identity)
         if not same_records(identity, kept):
-            raise BadRecord(f"{config.data.name} holds other records than when the run was started")
+            raise BadRecord(
+                f"{config.data.setting} {config.data.names} holds other records than when the run was started"
+            )
         self._data.check_start()
         self.recipe = {"data": kept}
 
@@ -56,4 +62,11 @@ class SFT(Task):
         Raises:
             BadRecord: one of them can't be trained on.
         """
-        return self._data.next_batch(step)
+        batch = self._data.next_batch(step)
+        batch.position = {"records": self._begins_at + self._data.position, "sources": self._data.state()}
+        batch.metrics["total_records"] = batch.position["records"]
+        return batch
+
+    def close(self) -> None:
+        """Say what became of the records."""
+        self._data.tell()

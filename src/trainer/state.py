@@ -5,6 +5,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
@@ -51,6 +52,8 @@ class TrainerState:
     progress: TrainerProgress
     rows: str | None = None
     """How samples lay in rows in the loaded checkpoint's run."""
+    position: dict[str, Any] | None = None
+    """Where the batches go on, as the last one said; None if it said nothing."""
 
     @cached_property
     def spikes(self) -> SpikeGuard:
@@ -123,7 +126,7 @@ class TrainerState:
         saved = step.trainer_state()
         if saved is None or not saved.progress:
             raise Damaged(f"{folder / TRAINER_STATE}: does not say how far the run had come")
-        self.rows = saved.rows
+        self.rows, self.position = saved.rows, saved.position
         optimizer = type(self.policy.optimizer).__name__
         if saved.optimizer not in (None, optimizer):
             raise CheckpointError(

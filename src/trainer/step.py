@@ -80,6 +80,7 @@ def train_step(
         **metrics,
         **{_prefix(learner) + "lr": _rate(learner, config, step) for learner in learners},
         "learned_tokens": counts.learned,
+        "packing_efficiency": counts.tokens / counts.computed,
         **({"cut_samples": counts.cut} if counts.cut else {}),
         **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
     }

@@ -215,7 +215,7 @@ def test_a_record_that_teaches_nothing_is_named_in_the_log(
     path = tmp_path / "some.jsonl"
     path.write_text(lines(GOOD, messages(USER), GOOD))
     SFTData(SFTDataConfig(name=str(path), batch_size=3), tokenizer, 0, 0, row_length=32).next_batch(1)
-    assert f"nothing is learned from {path}, line 2: it has no turn of the assistant" in caplog.text
+    assert f"{path}, line 2: nothing is learned: it has no turn of the assistant" in caplog.text
 
 
 def test_a_template_that_refuses_a_record(tmp_path: Path, tokenizer: PreTrainedTokenizerBase):

@@ -17,6 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from one_rank import one_rank
 from safetensors.torch import load_file
+from templates import write_chat
 from tiny import random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
@@ -36,7 +37,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.trainer.data import batches
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.rendering import encode, encode_turns
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.ppo_clip import PPOClip
@@ -404,6 +405,7 @@ def test_a_policy_step_is_the_same_however_it_is_cut_and_packed(step: Step, layo
     loss = PPOClip()
     row, found = step(samples, loss, **layout)
     plain_row, plain = step(samples, loss, seq_len=12, micro_batch_size=1)
+    assert 0.8 < row.pop("packing_efficiency") <= plain_row.pop("packing_efficiency") == 1
     assert row == pytest.approx(plain_row, rel=1e-3)
     assert 0 < row["ratio/clipped"] < 1
     for name, weight in found.items():
@@ -580,16 +582,82 @@ def test_a_record_of_another_kind(tokenizer: PreTrainedTokenizerBase, record: di
         encode([record], tokenizer, [17])
 
 
-def test_a_template_that_rewrites_earlier_turns(tokenizer: PreTrainedTokenizerBase):
-    """As those that drop earlier thoughts: the tokens that were said can't be told, so it is refused."""
-    tokenizer.chat_template = (
-        "{% for m in messages %}<{{ m.role }}>"
-        "{{ m.content if loop.last or m.role == 'user' else '-' }}<eos>{% endfor %}"
-        "{% if add_generation_prompt %}<assistant>{% endif %}"
-    )
+FORGETFUL = (
+    "{% for m in messages %}<{{ m.role }}>"
+    "{{ m.content if loop.last or m.role == 'user' else '-' }}<eos>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant>{% endif %}"
+)
+"""Shows what was said last, and nothing of what was said before."""
+
+
+def test_a_template_that_rewrites_earlier_turns_is_learned_turn_by_turn(
+    tokenizer: PreTrainedTokenizerBase,
+):
+    """As those that drop earlier thoughts: each turn once, behind what a server would see."""
+    tokenizer.chat_template = FORGETFUL
     assert learned(encode([{"messages": turns("a", "b")}], tokenizer, [3])[0], tokenizer)[1] == "....b<eos>"
-    with pytest.raises(BadRecord, match="record 3: the chat template renders message 1 differently"):
-        encode([{"messages": turns("a", "b", "c", "d")}], tokenizer, [3])
+    record = {"messages": turns("a", "b", "c", "d", "e")}
+    (samples,) = encode_turns([record], tokenizer, [3])
+    assert [learned(sample, tokenizer) for sample in samples] == [
+        ("<user>a<eos><assistant>b<eos>", "....b<eos>"),
+        ("<user>a<eos><assistant>-<eos><user>c<eos><assistant>d<eos>", "." * 10 + "d<eos>"),
+    ]
+    asked = tokenizer.apply_chat_template(record["messages"][:3], add_generation_prompt=True)["input_ids"]
+    assert samples[1].token_ids[: len(asked)].tolist() == asked
+    with pytest.raises(BadRecord, match=r"record 3: the chat template renders earlier turns .* 2 samples"):
+        encode([record], tokenizer, [3])
+
+
+def test_turns_that_stay_as_they_were_share_a_sample(tmp_path: Path):
+    """Qwen3 keeps the thoughts of the answers to the last question: two samples teach three turns."""
+    tokenizer = write_chat(tmp_path, "qwen3").tokenizer
+    call = {"type": "function", "function": {"name": "f", "arguments": '{"x": 1}'}}
+    messages = [
+        {"role": "user", "content": "a"},
+        {"role": "assistant", "content": "b", "reasoning_content": "first"},
+        {"role": "user", "content": "c"},
+        {"role": "assistant", "content": "", "reasoning_content": "second", "tool_calls": [call]},
+        {"role": "tool", "content": "3"},
+        {"role": "assistant", "content": "d", "reasoning_content": "third"},
+    ]
+    (samples,) = encode_turns([{"messages": messages, "tools": '[{"name": "f"}]'}], tokenizer, [0])
+    texts = [tokenizer.decode(sample.token_ids) for sample in samples]
+    said = [tokenizer.decode(sample.token_ids[sample.loss_mask]) for sample in samples]
+    assert len(samples) == 2
+    assert "first" in said[0]
+    assert "first" not in texts[1]
+    assert [word in said[1] for word in ("second", '"x": 1', "third", "d<|im_end|>")] == [True] * 4
+    assert all('{"name": "f"}' in text for text in texts), "the tools are shown"
+
+
+def test_roles_and_flags_say_what_is_learned(tokenizer: PreTrainedTokenizerBase):
+    """A message's own flag has precedence over its role's."""
+    record = {"messages": turns("a", "b", "c", "d")}
+    (sample,) = encode([record], tokenizer, [0], roles=["user"])
+    assert learned(sample, tokenizer)[1] == "<user>a...<user>c..."
+    for flag in ({"train": False}, {"weight": 0}):
+        record["messages"][1] |= flag
+        (sample,) = encode([record], tokenizer, [0])
+        assert learned(sample, tokenizer)[1] == "........d<eos>"
+        record["messages"][1] = {"role": "assistant", "content": "b"}
+    record["messages"][2]["train"] = True
+    (sample,) = encode([record], tokenizer, [0])
+    assert learned(sample, tokenizer)[1] == "...b<eos><user>c.d<eos>"
+
+
+def test_conversations_of_sharegpt_are_read(tokenizer: PreTrainedTokenizerBase):
+    said = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
+    (sample,) = encode([{"conversations": said}], tokenizer, [0])
+    assert learned(sample, tokenizer) == ("<user>ab<assistant>ba<eos>", "....ba<eos>")
+
+
+def test_tools_need_a_template_that_shows_them(tokenizer: PreTrainedTokenizerBase):
+    """Silence about them would teach calls out of the blue."""
+    with pytest.raises(BadRecord, match="record 4: it has tools, and the chat template takes no notice"):
+        encode([{"messages": turns("a", "b"), "tools": [{"name": "f"}]}], tokenizer, [4])
+    called = [*turns("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
+    with pytest.raises(BadRecord, match="record 4: it has tool_calls, and the chat template takes no notice"):
+        encode([{"messages": called}], tokenizer, [4])
 
 
 def test_messages_without_a_template(tokenizer: PreTrainedTokenizerBase):
@@ -659,14 +727,14 @@ def test_a_record_is_encoded_once_if_there_is_room_to_keep_it(
     """Three tokens each; batches are the same whether records were kept or not."""
     config = SFTDataConfig(name=str(seven), batch_size=7)
     expected = [SFTData(config, tokenizer, 3, 7 * step).next_batch(step).digest() for step in range(5)]
-    encode, asked = batches.encode, []
+    encode, asked = batches.encode_turns, []
 
-    def counted(records: list, tokenizer: object, indices: list[int], **how: object) -> list[Sample]:
+    def counted(records: list, tokenizer: object, indices: list[int], **how: object) -> list[list[Sample]]:
         asked.extend(indices)
         return encode(records, tokenizer, indices, **how)
 
     monkeypatch.setattr(batches, "CACHED_TOKENS", room)
-    monkeypatch.setattr(batches, "encode", counted)
+    monkeypatch.setattr(batches, "encode_turns", counted)
     data = SFTData(config, tokenizer, 3, 0)
     assert [data.next_batch(step).digest() for step in range(5)] == expected
     assert len(asked) == encoded

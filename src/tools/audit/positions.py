@@ -1,4 +1,4 @@
-"""SFT: the position in the data is the number of samples trained on since the data set was first used."""
+"""SFT: the position in the data is the number of records taken since the data set was first used."""
 
 import itertools
 
@@ -15,18 +15,23 @@ def check_records(recipes: list[Recipe], rows: list[Row], report: Report) -> Non
         if before is not None and row["step"] == before["step"] + 1:
             _check_position(row, before, recipe.settings.get("data.batch_size"), report)
         records, begins_at = recipe.data.get("records"), recipe.data.get("begins_at", 0)
-        place = row["total_samples"] - begins_at
+        place = _taken(row) - begins_at
         if records and row.get("epoch") != place / records:
-            what = f"step {row['step']}: {place} samples of {records} are {row.get('epoch')} epochs"
+            what = f"step {row['step']}: {place} records of {records} are {row.get('epoch')} epochs"
             report.broken("position", what, row)
-        ends[begins_at] = records, row["total_samples"]
+        ends[begins_at] = records, _taken(row)
         before = row
     for begins_at, (records, end) in sorted(ends.items()):
         _count_epochs(records, end - begins_at, report)
 
 
+def _taken(row: Row) -> int:
+    """Records taken up to a step; earlier versions made one sample of each, and counted only these."""
+    return row.get("total_records", row["total_samples"])
+
+
 def _count_epochs(records: int | None, total: int, report: Report) -> None:
-    """Add the epochs of one data set; `total` of its samples were trained on."""
+    """Add the epochs of one data set; `total` of its records were taken."""
     counted = 0
     for number in itertools.count(len(report.epochs)):
         count = total - counted if records is None else min(records, total - counted)
@@ -37,9 +42,12 @@ def _count_epochs(records: int | None, total: int, report: Report) -> None:
 
 
 def _check_position(row: Row, before: Row, batch_size: int | None, report: Report) -> None:
-    grown = row["total_samples"] - before["total_samples"]
-    if batch_size is not None and grown != batch_size:
-        what = f"step {row['step']}: total_samples grew by {grown}, but a batch has {batch_size}"
-        report.broken("position", what, before, row)
+    grown = _taken(row) - _taken(before)
+    dropped = int(row.get("dropped_records", 0))
+    if batch_size is not None and grown != batch_size + dropped:
+        kind = "total_records" if "total_records" in row else "total_samples"
+        what = f"step {row['step']}: {kind} grew by {grown}, but a batch has {batch_size}"
+        more = f", and {dropped} were dropped" if dropped else ""
+        report.broken("position", what + more, before, row)
     if row["total_tokens"] <= before["total_tokens"]:
         report.broken("position", f"step {row['step']}: total_tokens did not grow", before, row)

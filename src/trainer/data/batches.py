@@ -1,17 +1,20 @@
 """Records in a seeded order that does not depend on the number of ranks, cut into batches."""
 
 import logging
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from cairn.config.trainer import SFTDataConfig
+from cairn.config.data import SFTDataConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
-from cairn.run.data_sets import BadRecord, load_records, locate
+from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
-from cairn.run.seeds import permutation
-from cairn.trainer.data.rendering import encode
+from cairn.run.mixture import Mixture
+from cairn.trainer.data.opening import open_sources, weights_of
+from cairn.trainer.data.records import turns_of
+from cairn.trainer.data.rendering import encode_turns
 
 logger = logging.getLogger(__name__)
 
@@ -20,13 +23,22 @@ CACHED_TOKENS = 1 << 24
 FIRST_RECORDS = 64
 """A run does not start if nothing can be learned from this many of its first records, or its first batch."""
 WARNINGS = 5
-"""So many records from which nothing is learned are named in the log; metrics count all of them."""
+"""So many records are named in the log of each kind that is not learned as it is; metrics count all."""
+DROPPED_AT_MOST = 10_000
+"""So many dropped records in a row end the run."""
+
+OF_A_DATA_SET = "records", "learned_tokens"
+"""What a step's metrics count of each of several data sets."""
+Taken = tuple[str, int]
+"""A record that was taken: the label of its data set, and its number there."""
 
 
 class SFTData:
     """Cuts an endless stream of epochs, each in its own seeded order, into batches.
 
-    `position` counts the records taken so far; a resumed run needs nothing else to go on.
+    Of several data sets, each record's is drawn by weight, from the seed and the record's place alone; each
+    data set has epochs and orders of its own. `position` counts the records taken so far, of all data sets
+    together, and `state` says what else saves time when a resumed run goes on from there.
     """
 
     def __init__(
@@ -36,14 +48,20 @@ class SFTData:
         seed: int,
         position: int,
         *,
+        state: Mapping[str, Any] | None = None,
         row_length: int | None = None,
         template_arguments: Mapping[str, Any] | None = None,
     ):
-        """Read the records.
+        """Open the data sets.
 
         Args:
-            row_length: tokens after which a sample is cut, so that nothing behind them is learned.
-            template_arguments: what the chat template gets beside the messages.
+            position: records that were taken before.
+            state: of the data sets then, as `state` returned it.
+            row_length: tokens after which a sample is too long.
+            template_arguments: what the chat template gets beside messages and tools.
+
+        Raises:
+            BadRecord: a data set can't be read.
         """
         self.config = config
         self.tokenizer = tokenizer
@@ -51,12 +69,24 @@ class SFTData:
         self.position = position
         self.row_length = row_length
         self.template_arguments = template_arguments or {}
-        self.records = load_records(config)
-        self._epoch = -1
-        self._order: list[int] = []
-        self._encoded: dict[int, Sample] = {}
+        self.sources = open_sources(config, seed)
+        self._labels = list(self.sources)
+        self._mixture = Mixture(seed, "data set of record", weights_of(config))
+        for label, source in self.sources.items():
+            source.seek(self.taken_of(label), (state or {}).get(label))
+        self._encoded: dict[Taken, list[Sample]] = {}
         self._room = CACHED_TOKENS
-        self._warnings = WARNINGS
+        self._fates: Counter[str] = Counter()
+        """How many records were taken by this process, and what became of those not learned as they are."""
+
+    def taken_of(self, label: str) -> int:
+        """How many records of a data set were taken so far."""
+        return self._mixture.before(self.position, self._labels.index(label))
+
+    def state(self) -> dict[str, Any]:
+        """By label, what the data sets go on from that need more than the number of records taken."""
+        states = {label: source.state() for label, source in self.sources.items()}
+        return {label: state for label, state in states.items() if state is not None}
 
     def check_start(self) -> None:
         """Check that something can be learned from the records that a fresh run begins with.
@@ -64,88 +94,172 @@ class SFTData:
         A resumed run checks the same records, so that a run that could begin can also go on.
 
         Raises:
-            UsageError: nothing can be learned from any of them; or one can't be trained on.
+            UsageError: nothing can be learned from any of those of a data set; or one can't be trained on.
         """
-        count = min(max(self.config.batch_size, FIRST_RECORDS), len(self.records))
-        indices = [self._index(i) for i in range(count)]
-        try:
-            samples = self._samples(indices)
-        except BadRecord as error:
-            raise UsageError(f"--data.name {error}") from None
-        if not any(self._teaches(sample) for sample in samples):
-            raise UsageError(
-                f"--data.name {self.config.name}: nothing can be learned from the first {count} of its "
-                f"{len(self.records)} records, in the order of training; {locate(self.config, indices[0])}: "
-                f"{self._why_not(indices[0], samples[0])}"
-            )
+        for label, source in self.sources.items():
+            taken = [(label, n) for n in source.first(max(self.config.batch_size, FIRST_RECORDS))]
+            try:
+                samples = self._samples(taken)
+                kept = [self._fitting(one, own) for one, own in zip(taken, samples, strict=True)]
+            except BadRecord as error:
+                raise UsageError(f"{self.config.setting} {error}") from None
+            if not any(self._teaches(sample) for own in kept for sample in own):
+                raise UsageError(
+                    f"{self.config.setting} {source.config.name}: nothing can be learned from the first "
+                    f"{len(taken)} of its records, in the order of training; {source.where(taken[0][1])}: "
+                    f"{self._why_not(taken[0], samples[0])}"
+                )
 
     def next_batch(self, step: int) -> Batch:
-        """The next `batch_size` records; a batch may span two epochs.
+        """The next `batch_size` records, in which dropped ones are not counted; it may span two epochs.
 
         Raises:
             BadRecord: one of them can't be trained on.
         """
-        indices = [self._index(self.position + i) for i in range(self.config.batch_size)]
-        self.position += len(indices)
-        epoch = self.position / len(self.records)
-        return Batch(self._samples(indices), {"epoch": epoch}, sampling=FROM_TEXT)
+        batch: list[Sample] = []
+        counts = Counter({f"data/{x}/{what}": 0 for x in self._labels if x for what in OF_A_DATA_SET})
+        wanted = self.config.batch_size
+        while wanted:
+            taken = self._take(wanted)
+            for one, own in zip(taken, self._samples(taken), strict=True):
+                kept = self._fitting(one, own)
+                self._note(one, own, kept, counts)
+                batch += kept
+                wanted -= bool(kept)
+            if counts["dropped_records"] > DROPPED_AT_MOST and not batch:
+                raise BadRecord(
+                    f"the last {counts['dropped_records']} records were all longer than --seq-len "
+                    f"{self.row_length}, and data.too_long drops such; raise --seq-len"
+                )
+        found = {name: count for name, count in sorted(counts.items()) if count or name.startswith("data/")}
+        metrics = {**self._epochs(), **found}
+        return Batch(batch, metrics, sampling=FROM_TEXT)
 
-    def _samples(self, indices: list[int]) -> list[Sample]:
-        new = self._encode([index for index in dict.fromkeys(indices) if index not in self._encoded])
-        samples = [self._encoded.get(index) or new[index] for index in indices]
-        for index, sample in new.items():
-            if len(sample.token_ids) <= self._room:
-                self._room -= len(sample.token_ids)
-                self._encoded[index] = sample
-            if self._warnings and not self._teaches(sample):
-                self._warnings -= 1
-                why = self._why_not(index, sample)
-                logger.warning("nothing is learned from %s: %s", locate(self.config, index), why)
+    def tell(self) -> None:
+        """Log what became of the records that this process has taken."""
+        fates = ", ".join(f"{count} {what}" for what, count in sorted(self._fates.items()) if what != "taken")
+        if fates:
+            logger.info("of the %d records taken since this process began: %s", self._fates["taken"], fates)
+
+    def _take(self, count: int) -> list[Taken]:
+        """The next records, in their order."""
+        places = range(self.position, self.position + count)
+        labels = [self._labels[self._mixture.at(place)] for place in places]
+        self.position += count
+        own = {label: iter(self.sources[label].take(n)) for label, n in Counter(labels).items()}
+        return [(label, next(own[label])) for label in labels]
+
+    def _samples(self, taken: Sequence[Taken]) -> list[list[Sample]]:
+        new: dict[Taken, list[Sample]] = {}
+        for label, source in self.sources.items():
+            own = dict.fromkeys(number for whose, number in taken if whose == label)
+            numbers = [number for number in own if (label, number) not in self._encoded]
+            if not numbers:
+                continue
+            encoded = encode_turns(
+                source.read(numbers),
+                self.tokenizer,
+                numbers,
+                where=source.where,
+                template_arguments=self.template_arguments,
+                roles=self.config.learn,
+            )
+            new |= zip([(label, n) for n in numbers], encoded, strict=True)
+        samples = [self._encoded.get(one) or new[one] for one in taken]
+        for one, made in new.items():
+            length = sum(len(sample.token_ids) for sample in made)
+            if self.sources[one[0]].repeats and length <= self._room:
+                self._room -= length
+                self._encoded[one] = made
         return samples
 
-    def _encode(self, indices: list[int]) -> dict[int, Sample]:
-        if not indices:
-            return {}
-        samples = encode(
-            self._records(indices),
-            self.tokenizer,
-            indices,
-            where=lambda index: locate(self.config, index),
-            template_arguments=self.template_arguments,
-        )
-        return dict(zip(indices, samples, strict=True))
+    def _fitting(self, one: Taken, samples: list[Sample]) -> list[Sample]:
+        """The samples of a record that are trained on.
 
-    def _records(self, indices: list[int]) -> list[dict[str, Any]]:
-        columns = self.records[indices]
-        return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+        Raises:
+            BadRecord: one is too long, and that is to end the run.
+        """
+        if self.config.too_long == "cut" or self.row_length is None:
+            return samples
+        fitting = [sample for sample in samples if len(sample.token_ids) <= (self.row_length or 0)]
+        if len(fitting) < len(samples) and self.config.too_long == "error":
+            longest = max(len(sample.token_ids) for sample in samples)
+            raise BadRecord(
+                f"{self._where(one)}: it has {longest} tokens, more than --seq-len {self.row_length}; raise "
+                "that, or let such records be cut or dropped (--data.too-long)"
+            )
+        return fitting
+
+    def _note(self, one: Taken, samples: list[Sample], kept: list[Sample], counts: Counter[str]) -> None:
+        """Count a record, and name the first of each kind that is not learned as it is."""
+        self._fates["taken"] += 1
+        cut = sum(len(sample.token_ids) > (self.row_length or len(sample.token_ids)) for sample in kept)
+        unlearned = [sample for sample in kept if not self._teaches(sample)]
+        away = sum(bool(sample.loss_mask[1:].any()) for sample in unlearned)
+        counts["dropped_records"] += not kept
+        counts["dropped_samples"] += len(samples) - len(kept) if kept else 0
+        counts["records_by_turn"] += len(samples) > 1
+        counts["unlearned/cut_away"] += away
+        counts["unlearned/no_turn"] += len(unlearned) - away
+        if label := one[0]:
+            counts[f"data/{label}/records"] += 1
+            counts[f"data/{label}/learned_tokens"] += sum(
+                int(sample.loss_mask[1 : self.row_length].sum()) for sample in kept
+            )
+        longest = max(len(sample.token_ids) for sample in samples)
+        too_long = f"it has {longest} tokens, more than --seq-len {self.row_length}"
+        if not kept:
+            self._tell_of("dropped as too long", one, f"dropped: {too_long}")
+        if 0 < len(kept) < len(samples):
+            self._tell_of("dropped in part", one, f"dropped in part: {too_long}")
+        if cut:
+            self._tell_of("cut", one, f"cut: {too_long}")
+        if len(samples) > 1:
+            why = "the chat template renders earlier turns differently once others follow"
+            self._tell_of("learned turn by turn", one, f"it becomes {len(samples)} samples: {why}")
+        if len(unlearned) == len(kept) > 0:
+            why = self._why_not(one, samples) if self._fates["with nothing to learn"] < WARNINGS else ""
+            self._tell_of("with nothing to learn", one, f"nothing is learned: {why}")
+
+    def _tell_of(self, fate: str, one: Taken, sentence: str) -> None:
+        """Count a record with this fate, and name it in the log if it is one of the first."""
+        self._fates[fate] += 1
+        if self._fates[fate] <= WARNINGS:  # to name it means to look for its line in the file
+            logger.warning("%s: %s", self._where(one), sentence)
+
+    def _epochs(self) -> dict[str, float]:
+        """How far each data set has come, for the metrics."""
+        if not self.config.sets:
+            return {"epoch": self.sources[""].epoch(self.position)}
+        return {
+            f"data/{label}/epoch": source.epoch(self.taken_of(label))
+            for label, source in self.sources.items()
+        }
 
     def _teaches(self, sample: Sample) -> bool:
         """Whether any token of the sample is learned, after cutting; nothing predicts the first token."""
         return bool(sample.loss_mask[1 : self.row_length].any())
 
-    def _why_not(self, index: int, sample: Sample) -> str:
+    def _where(self, one: Taken) -> str:
+        return self.sources[one[0]].where(one[1])
+
+    def _why_not(self, one: Taken, samples: list[Sample]) -> str:
         """Why nothing is learned of a record."""
+        sample = samples[0]
         if sample.loss_mask[1:].any():
             first = int(sample.loss_mask.argmax())
             return (
                 f"{first} tokens come before the first that is learned, and --seq-len {self.row_length} "
                 "cuts the record before that"
             )
-        (record,) = self._records([index])
-        if isinstance(record.get("completion"), str) and not record.get("messages"):
+        (record,) = self.sources[one[0]].read([one[1]])
+        turns = turns_of(record, self.config.learn)
+        if turns is None:
             return "its completion is empty, and the tokenizer has no end-of-text token"
-        messages = record.get("messages") or record["completion"]
-        roles = ", ".join(dict.fromkeys(message["role"] for message in messages)) or "none"
+        roles = ", ".join(dict.fromkeys(message["role"] for message in turns.messages)) or "none"
+        if self.config.learn != ["assistant"]:
+            return f"it has no turn to learn (roles: {roles}; --data.learn {','.join(self.config.learn)})"
         return (
             f"it has no turn of the assistant (roles: {roles}), and only those are learned; the role must be "
             'written "assistant"'
         )
-
-    def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self.records))
-        if not self.config.shuffle:
-            return place
-        if epoch != self._epoch:
-            self._order = permutation(len(self.records), self.seed, "sft order", epoch)
-            self._epoch = epoch
-        return self._order[place]

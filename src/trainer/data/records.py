@@ -1,42 +1,212 @@
-"""What a record must hold to be trained on."""
+"""What a record must hold to be trained on, and the conversation in it."""
 
-from collections.abc import Mapping
-from typing import Any
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
+from cairn.run.conversations import for_template, is_plain
 from cairn.run.data_sets import kind_of
+
+ROLES = {
+    "system": "system",
+    "human": "user",
+    "user": "user",
+    "gpt": "assistant",
+    "assistant": "assistant",
+    "function_call": "assistant",
+    "tool": "tool",
+    "observation": "tool",
+    "function_response": "tool",
+}
+"""Roles of ShareGPT's messages (`from`), and what chat templates call them."""
+FLAGS = ("train", "weight")
+"""Fields of a message that say whether its turn is learned; the first that is there counts."""
+
+
+@dataclass(frozen=True)
+class Turns:
+    """The conversation of a record.
+
+    messages: as chat templates expect them. learned: numbers of those whose turns are learned, in order.
+    tools: JSON schemas of the functions that the model may call.
+    """
+
+    messages: Sequence[Mapping[str, Any]]
+    learned: Sequence[int]
+    tools: Sequence[Any] = field(default_factory=list[Any])
 
 
 def problem_of(record: Mapping[str, Any]) -> str | None:
     """Why a record can't be trained on, or None."""
-    messages, prompt, completion = (record.get(key) for key in ("messages", "prompt", "completion"))
-    if messages:
-        return _problem_of_messages("messages", messages)
+    if record.get("messages"):
+        return _problem_of_messages("messages", record["messages"]) or _problem_of_tools(record)
+    if record.get("conversations"):
+        return _problem_of_messages("conversations", _standard(record)) or _problem_of_tools(record)
+    prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None or completion is None:
-        return f"it has the fields {sorted(record)}; it needs messages, or prompt and completion" + (
-            f" (null here: {', '.join(sorted(key for key in record if record[key] is None))})"
-            if any(value is None for value in record.values())
-            else ""
-        )
+        return _problem_of_fields(record)
     if isinstance(prompt, str) and isinstance(completion, str):
         return None
     if isinstance(prompt, str) or isinstance(completion, str):
         return "prompt and completion must both be text, or both lists of messages"
-    return _problem_of_messages("prompt", prompt) or _problem_of_messages("completion", completion)
+    return (
+        _problem_of_messages("prompt", prompt)
+        or _problem_of_messages("completion", completion)
+        or _problem_of_tools(record)
+    )
+
+
+def turns_of(record: Mapping[str, Any], roles: Collection[str] = ("assistant",)) -> Turns | None:
+    """The conversation of a record that `problem_of` finds no fault with; None if it is plain text.
+
+    Args:
+        roles: those whose turns are learned; of `prompt` and `completion`, only the completion's are.
+    """
+    first = 0
+    if record.get("messages"):
+        messages = record["messages"]
+    elif record.get("conversations"):
+        messages = _standard(record)
+    elif isinstance(record["prompt"], str):
+        return None
+    else:
+        first = len(record["prompt"])
+        messages = [*record["prompt"], *record["completion"]]
+    learned = [i for i, message in enumerate(messages) if i >= first and _is_learned(message, roles)]
+    return Turns([_shown(message) for message in messages], learned, tools_of(record))
+
+
+def tools_of(record: Mapping[str, Any]) -> list[Any]:
+    """The record's `tools`, which may be a list or its JSON text."""
+    tools = record.get("tools") or []
+    tools = (json.loads(tools) if tools.strip() else []) if isinstance(tools, str) else tools
+    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
+
+
+def _is_learned(message: Mapping[str, Any], roles: Collection[str]) -> bool:
+    flag = next((message[name] for name in FLAGS if message.get(name) is not None), None)
+    return message["role"] in roles if flag is None else bool(flag)
+
+
+def _shown(message: Mapping[str, Any]) -> Mapping[str, Any]:
+    if is_plain(message):
+        return message
+    shown = {name: value for name, value in message.items() if name not in FLAGS}
+    if calls := message.get("tool_calls"):
+        shown["tool_calls"] = [
+            call if "function" in call else {"type": "function", "function": call} for call in calls
+        ]
+    return for_template(shown)
+
+
+def _standard(record: Mapping[str, Any]) -> Any:
+    """The messages of `conversations`, with role and content; what is none of ShareGPT's stays as it is."""
+    conversations = record["conversations"]
+    if not isinstance(conversations, list):
+        return conversations
+    messages = [_standard_message(message) for message in cast("list[Any]", conversations)]
+    system = record.get("system")
+    if isinstance(system, str) and system and not _has_role(messages[0], "system"):
+        messages.insert(0, {"role": "system", "content": system})
+    return messages
+
+
+def _standard_message(message: Any) -> Any:
+    if not isinstance(message, Mapping) or message.get("from") is None:
+        return message
+    sender, value = message["from"], message.get("value")
+    others = {key: message[key] for key in message if key not in ("from", "value")}
+    if not isinstance(sender, str) or sender not in ROLES:
+        return {**others, "from": sender}
+    standard: dict[str, Any] = {"role": ROLES[sender], "content": value, **others}
+    if sender == "function_call" and isinstance(value, str):
+        try:
+            calls = json.loads(value)
+        except ValueError:
+            calls = value
+        standard |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
+    return standard
+
+
+def _has_role(message: Any, role: str) -> bool:
+    return isinstance(message, Mapping) and cast("Mapping[str, Any]", message).get("role") == role
+
+
+def _problem_of_fields(record: Mapping[str, Any]) -> str:
+    if record.get("chosen") is not None and record.get("rejected") is not None:
+        return (
+            "it is a pair (chosen and rejected), from which `uv run dpo` learns; to train on the better "
+            "answer alone, rename chosen to messages or completion"
+        )
+    nulls = sorted(key for key in record if record[key] is None)
+    return (
+        f"it has the fields {sorted(record)}; it needs messages, or prompt and completion, or conversations"
+        + (f" (null here: {', '.join(nulls)})" if nulls else "")
+    )
+
+
+def _problem_of_tools(record: Mapping[str, Any]) -> str | None:
+    tools = record.get("tools")
+    if tools is None:
+        return None
+    if not isinstance(tools, str | list):
+        return f"tools is {kind_of(tools)}; it must be a list of JSON schemas, or such a list as JSON text"
+    try:
+        found: Any = tools_of(record)
+    except ValueError as error:
+        return f"tools is no JSON: {error}"
+    wrong = next((tool for tool in found if not isinstance(tool, Mapping)), None)
+    return (
+        None if wrong is None else f"one of tools is {kind_of(wrong)}; each must be the schema of a function"
+    )
 
 
 def _problem_of_messages(field: str, messages: Any) -> str | None:
     if not isinstance(messages, list):
         wanted = '[{"role": "user", "content": "..."}, ...]'
         return f"{field} is {kind_of(messages)}; it must be a list of messages: {wanted}"
-    for i, message in enumerate(messages):
+    for i, message in enumerate(cast("list[Any]", messages)):
         if not isinstance(message, Mapping):
             return f"message {i} of {field} is {kind_of(message)}, with neither role nor content"
-        role, content = message.get("role"), message.get("content")
-        if not isinstance(role, str) or not role:
-            return f"message {i} of {field} has no role; its fields are {sorted(message)}"
-        if isinstance(content, str | list) or (content is None and message.get("tool_calls")):
-            continue
-        if content is None:
-            return f"message {i} of {field} ({role}) has no content"
-        return f"the content of message {i} of {field} ({role}) is {kind_of(content)}; it must be text"
+        if problem := _problem_of_message(cast("Mapping[str, Any]", message)):
+            return f"{problem[0]} message {i} of {field}{problem[1]}".lstrip()
     return None
+
+
+def _problem_of_message(message: Mapping[str, Any]) -> tuple[str, str] | None:
+    """What stands before and behind the message's number in a sentence that says what is wrong with it."""
+    role, content = message.get("role"), message.get("content")
+    if not isinstance(role, str) or not role:
+        if "from" in message and "value" not in message:
+            return "", f" is from {message['from']!r}; known are {', '.join(ROLES)}"
+        hint = "; name the field conversations, and it is read" if "from" in message else ""
+        return "", f" has no role; its fields are {sorted(message)}{hint}"
+    if problem := _problem_of_flags(message):
+        return "", f" ({role}) {problem}"
+    calls = message.get("tool_calls")
+    if calls and not _are_calls(calls):
+        wanted = '[{"type": "function", "function": {"name": ..., "arguments": {...}}}]'
+        return "", f" ({role}) has tool_calls that are not {wanted}"
+    if isinstance(content, str | list) or (content is None and calls):
+        return None
+    if content is None:
+        return "", f" ({role}) has no content"
+    return "the content of", f" ({role}) is {kind_of(content)}; it must be text"
+
+
+def _problem_of_flags(message: Mapping[str, Any]) -> str | None:
+    train, weight = message.get("train"), message.get("weight")
+    if train is not None and not isinstance(train, bool):
+        return f"has train = {train!r}, which must be true or false"
+    if weight is not None and weight not in (0, 1):
+        return f"has weight = {weight!r}, which must be 0 or 1: a turn is learned, or it is not"
+    return None
+
+
+def _are_calls(calls: Any) -> bool:
+    """Whether these are calls as OpenAI writes them; the name and arguments of each may stand alone."""
+    if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in cast("list[Any]", calls)):
+        return False
+    functions = [call.get("function", call) for call in cast("list[Mapping[str, Any]]", calls)]
+    return all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions)

@@ -1,6 +1,7 @@
 """Records to tokens, and which of these are learned: conversations with a chat template, and plain texts."""
 
-from collections.abc import Callable, Mapping, Sequence
+import json
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -9,7 +10,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
-from cairn.trainer.data.records import problem_of
+from cairn.trainer.data.records import Turns, problem_of, turns_of
 
 
 def encode(
@@ -19,39 +20,77 @@ def encode(
     *,
     where: Callable[[int], str] = "record {}".format,
     template_arguments: Mapping[str, Any] | None = None,
+    roles: Collection[str] = ("assistant",),
 ) -> list[Sample]:
-    """Tokens of each record, and which of them are learned: what the assistant says.
+    """As `encode_turns`, where each record must be one sample.
 
-    A record has `messages`, or `prompt` and `completion`. These are lists of messages, of which the
-    completion's are learned, or plain texts, which are joined and closed with the end-of-text token.
+    Raises:
+        BadRecord: one can't be trained on, or it takes several samples.
+    """
+    samples = encode_turns(
+        records, tokenizer, indices, where=where, template_arguments=template_arguments, roles=roles
+    )
+    for index, own in zip(indices, samples, strict=True):
+        if len(own) > 1:
+            raise BadRecord(
+                f"{where(index)}: the chat template renders earlier turns differently at the end of a "
+                f"conversation than within it, so that it takes {len(own)} samples to learn all turns; split "
+                "it into single turns"
+            )
+    return [own[0] for own in samples]
+
+
+def encode_turns(
+    records: Sequence[Mapping[str, Any]],
+    tokenizer: PreTrainedTokenizerBase,
+    indices: Sequence[int],
+    *,
+    where: Callable[[int], str] = "record {}".format,
+    template_arguments: Mapping[str, Any] | None = None,
+    roles: Collection[str] = ("assistant",),
+) -> list[list[Sample]]:
+    """Tokens of each record, and which of them are learned.
+
+    A record has `messages` or `conversations`, or `prompt` and `completion` (`cairn.trainer.data.records`).
+    The last two are lists of messages, of which the completion's are learned, or plain texts, which are
+    joined and closed with the end-of-text token.
     All are rendered and tokenised together, since that takes a fraction of the time.
+
+    A record is one sample, unless the chat template renders earlier turns differently once others follow, as
+    those of reasoning models do. Then it is several samples, each of which ends with a turn, and has the
+    tokens before it that a server would see when it is asked for that turn. A sample teaches all turns that
+    it has in that form, so that each turn is learned once.
 
     Args:
         records: at least one.
         tokenizer: with a chat template, if there are messages.
         indices: the records' places in the data set.
         where: names a record by its place, for messages.
-        template_arguments: what the chat template gets beside the messages.
+        template_arguments: what the chat template gets beside messages and tools.
+        roles: those whose turns are learned.
+
+    Returns:
+        For each record at least one sample; of the last, all tokens may be unlearned.
 
     Raises:
-        BadRecord: one has neither, or its learned tokens can't be told from the others.
+        BadRecord: one can't be trained on, or its learned tokens can't be told from the others.
     """
     texts: dict[int, tuple[str, str]] = {}
     conversations: dict[int, _Conversation] = {}
     for place, (record, index) in enumerate(zip(records, indices, strict=True)):
         if problem := problem_of(record):
             raise BadRecord(f"{where(index)}: {problem}")
-        if record.get("messages"):
-            conversations[place] = _Conversation(index, record["messages"], 0)
-        elif isinstance(prompt := record["prompt"], str):
-            texts[place] = (prompt, record["completion"])
+        if turns := turns_of(record, roles):
+            conversations[place] = _Conversation(index, turns)
         else:
-            conversations[place] = _Conversation(index, [*prompt, *record["completion"]], len(prompt))
+            texts[place] = (record["prompt"], record["completion"])
     renderer = _Renderer(tokenizer, where, template_arguments or {})
     names = [indices[place] for place in texts]
-    samples = zip(texts, _encode_texts(list(texts.values()), names, tokenizer, where), strict=True)
-    talks = zip(conversations, _encode_conversations(list(conversations.values()), renderer), strict=True)
-    return [sample for _, sample in sorted([*samples, *talks], key=lambda placed: placed[0])]
+    plain = _encode_texts(list(texts.values()), names, tokenizer, where)
+    samples = dict(zip(texts, ([sample] for sample in plain), strict=True))
+    talks = _encode_conversations(list(conversations.values()), renderer)
+    samples |= dict(zip(conversations, talks, strict=True))
+    return [samples[place] for place in range(len(records))]
 
 
 def _encode_texts(
@@ -113,18 +152,14 @@ def _first_behind(offsets: Sequence[tuple[int, int]], length: int) -> int:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """Of record `index`: each assistant turn from message `first` on is learned."""
+    """The turns of record `index`."""
 
     index: int
-    messages: list[dict[str, Any]]
-    first: int
+    turns: Turns
 
     @property
-    def learned(self) -> list[int]:
-        """The messages that are learned."""
-        return [
-            i for i, message in enumerate(self.messages) if i >= self.first and message["role"] == "assistant"
-        ]
+    def messages(self) -> Sequence[Mapping[str, Any]]:
+        return self.turns.messages
 
 
 class _Renderer:
@@ -137,71 +172,144 @@ class _Renderer:
         self.where = where
         self.arguments = arguments
 
-    def render(
-        self, conversations: list[tuple[int, list[dict[str, Any]]]], *, asking: bool
-    ) -> list[list[int]]:
-        """Tokens of each record's messages, all at once; an empty conversation has none.
+    def check(self, talk: _Conversation) -> None:
+        """Check that the chat template shows what the conversation has beside roles and texts.
+
+        Raises:
+            BadRecord: there is no template, or it takes no notice of tools or their calls.
+        """
+        if self.tokenizer.chat_template is None:
+            raise BadRecord(
+                f"{self.where(talk.index)}: it has messages, and the tokenizer has no chat template to "
+                "render them"
+            )
+        tools = list(talk.turns.tools)
+        calls = any(message.get("tool_calls") for message in talk.messages)
+        for name, is_there in (("tools", bool(tools)), ("tool_calls", calls)):
+            if is_there and name not in self.tokenizer.get_chat_template(None, tools or None):
+                raise BadRecord(
+                    f"{self.where(talk.index)}: it has {name}, and the chat template takes no notice of "
+                    f"them; use a model whose template shows tools, or remove {name} from the data"
+                )
+
+    def render(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list[list[int]]:
+        """Tokens of the first messages of each conversation, all at once; no message has none.
+
+        Args:
+            cuts: conversations, and how many messages of each.
+            asking: whether the header of the assistant's next turn follows.
 
         Raises:
             BadRecord: the template refuses one.
         """
-        filled = [messages for _, messages in conversations if messages]
+        rendered: list[list[int]] = [[] for _ in cuts]
+        groups: dict[str, list[int]] = {}
+        for place, (talk, count) in enumerate(cuts):
+            if count:
+                tools = talk.turns.tools
+                groups.setdefault(json.dumps(tools, default=str) if tools else "", []).append(place)
+        for places in groups.values():
+            own = [cuts[place] for place in places]
+            for place, tokens in zip(places, self._tokens_of(own, asking=asking), strict=True):
+                rendered[place] = tokens
+        return rendered
+
+    def _tokens_of(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list[list[int]]:
+        """Tokens of conversations with the same tools."""
         try:
-            rendered = iter(self._tokens(filled, asking=asking) if filled else [])
+            return self._tokens(cuts, asking=asking)
         except Exception as error:  # whatever a template raises, which says nothing of the record
-            for index, messages in conversations:
+            for cut in cuts:
                 try:
-                    self._tokens([messages] if messages else [], asking=asking)
+                    self._tokens([cut], asking=asking)
                 except Exception as cause:
-                    what = f"{self.where(index)}: the chat template refuses it: {cause}"
+                    what = f"{self.where(cut[0].index)}: the chat template refuses it: {cause}"
                     raise BadRecord(what) from None
             raise BadRecord(f"the chat template fails: {error}") from None
-        return [next(rendered) if messages else [] for _, messages in conversations]
 
-    def _tokens(self, conversations: list[list[dict[str, Any]]], *, asking: bool) -> list[list[int]]:
-        if not conversations:
-            return []
+    def _tokens(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list[list[int]]:
+        tools = list(cuts[0][0].turns.tools)
+        conversations: Any = [list(talk.messages[:count]) for talk, count in cuts]
         rendered: Any = self.tokenizer.apply_chat_template(
-            conversations, add_generation_prompt=asking, tokenize=True, return_dict=True, **self.arguments
+            conversations,
+            add_generation_prompt=asking,
+            tokenize=True,
+            return_dict=True,
+            **({"tools": tools} if tools else {}),
+            **self.arguments,
         )
         return rendered["input_ids"]
 
 
-def _encode_conversations(conversations: list[_Conversation], renderer: _Renderer) -> list[Sample]:
-    """What is learned of a turn is what comes after the prompt that asks for it."""
-    if conversations and renderer.tokenizer.chat_template is None:
-        raise BadRecord(
-            f"{renderer.where(conversations[0].index)}: it has messages, and the tokenizer has no chat "
-            "template to render them"
-        )
-    turns = [(talk, i) for talk in conversations for i in talk.learned]
-    wholes = renderer.render([(talk.index, talk.messages) for talk in conversations], asking=False)
-    prompts = iter(renderer.render([(talk.index, talk.messages[:i]) for talk, i in turns], asking=True))
-    within = [(talk.index, talk.messages[: i + 1]) for talk, i in turns if i + 1 < len(talk.messages)]
+@dataclass(frozen=True)
+class _Turn:
+    """A turn to learn: message `number`, between the tokens `before` it and those up to its end."""
+
+    number: int
+    before: list[int]
+    after: list[int]
+
+    def lies_in(self, tokens: list[int]) -> bool:
+        """Whether these tokens begin with the turn and what is before it."""
+        return tokens[: len(self.before)] == self.before and tokens[: len(self.after)] == self.after
+
+
+def _encode_conversations(conversations: list[_Conversation], renderer: _Renderer) -> list[list[Sample]]:
+    """What is learned of a turn is what comes after the messages before it; of the assistant's turns, what
+    comes after the prompt that asks for it."""
+    for talk in conversations:
+        renderer.check(talk)
+    turns = [(talk, i) for talk in conversations for i in talk.turns.learned]
+    asked = [(talk, i) for talk, i in turns if talk.messages[i]["role"] == "assistant"]
+    told = [(talk, i) for talk, i in turns if talk.messages[i]["role"] != "assistant"]
+    wholes = renderer.render([(talk, len(talk.messages)) for talk in conversations], asking=False)
+    prompts = iter(renderer.render(asked, asking=True))
+    headers = iter(renderer.render(told, asking=False))
+    within = [(talk, i + 1) for talk, i in turns if i + 1 < len(talk.messages)]
     ends = iter(renderer.render(within, asking=False))
     samples = []
     for talk, tokens in zip(conversations, wholes, strict=True):
-        learned = []
-        for i in talk.learned:
-            before, after = next(prompts), next(ends) if i + 1 < len(talk.messages) else tokens
-            if tokens[: len(before)] != before or tokens[: len(after)] != after:
-                raise BadRecord(f"{renderer.where(talk.index)}: {_why_unclear(talk, i)}")
-            learned.append((len(before), len(after)))
-        samples.append(_sample(tokens, learned))
+        own = [
+            _Turn(
+                i,
+                next(prompts if talk.messages[i]["role"] == "assistant" else headers),
+                next(ends) if i + 1 < len(talk.messages) else tokens,
+            )
+            for i in talk.turns.learned
+        ]
+        samples.append(_samples_of(talk, tokens, own, renderer.where))
     return samples
+
+
+def _samples_of(
+    talk: _Conversation, whole: list[int], turns: list[_Turn], where: Callable[[int], str]
+) -> list[Sample]:
+    """The whole conversation, if all turns lie in it; else as few of its beginnings as it takes."""
+    samples: list[Sample] = []
+    tokens, learned = whole, list[tuple[int, int]]()
+    for turn in reversed(turns):
+        if not turn.lies_in(tokens):
+            if learned:
+                samples.append(_sample(tokens, learned))
+            if not turn.lies_in(turn.after):
+                raise BadRecord(f"{where(talk.index)}: {_why_unclear(talk, turn.number)}")
+            tokens, learned = turn.after, []
+        learned.append((len(turn.before), len(turn.after)))
+    samples.append(_sample(tokens, learned))
+    return samples[::-1]
 
 
 def _why_unclear(talk: _Conversation, i: int) -> str:
     """Why the tokens of turn `i` can't be told from the others, and what to do about it."""
-    if len(talk.messages) == i + 1 and len(talk.learned) == 1:
+    if talk.messages[i]["role"] != "assistant":
         return (
-            f"the chat template opens message {i} otherwise when it asks for it (add_generation_prompt) than "
-            "when it renders it, so its tokens can't be told; mend the template, or give prompt and "
-            "completion as text"
+            f"the chat template renders what is before message {i} ({talk.messages[i]['role']}) otherwise "
+            "once it follows, so its tokens can't be told; leave that role out of --data.learn"
         )
     return (
-        f"the chat template renders message {i} differently at the end of a conversation than within it, so "
-        "its tokens can't be told; split it into single turns"
+        f"the chat template opens message {i} otherwise when it asks for it (add_generation_prompt) than "
+        "when it renders it, so its tokens can't be told; mend the template, or give prompt and "
+        "completion as text"
     )
 
 

@@ -1,0 +1,122 @@
+"""Settings of SFT's records: one data set, or several with weights."""
+
+import os
+import re
+from pathlib import Path
+from typing import Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from cairn.config.base import BaseConfig
+from cairn.config.environment import LABEL
+
+ENDINGS = r"(\.(jsonl|ndjson|json|parquet|csv))?(\.(gz|bz2|xz))?$"
+
+
+class DataSetConfig(BaseConfig):
+    """Where the records of a data set are, and how they are read."""
+
+    name: str = ""
+    """A .jsonl, .json, .parquet or .csv file, a folder of such files or from save_to_disk, or a hub name."""
+    split: str = "train"
+    """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
+    read: Literal["indexed", "stream"] = "indexed"
+    """stream: read in order while training, and never as a whole; indexed: any record at any time."""
+
+    @property
+    def split_setting(self) -> str:
+        """What sets the split, as messages show it."""
+        return "--data.split"
+
+    @field_validator("name")
+    @classmethod
+    def _absolute(cls, value: str) -> str:
+        # Workers of a running Ray cluster have another current directory. A name on the hub stays as it is.
+        return os.path.abspath(value) if value and os.path.exists(value) else value
+
+    @model_validator(mode="after")
+    def _streams_have_no_slices(self) -> "DataSetConfig":
+        if self.read == "stream" and "[" in self.split:
+            raise ValueError(
+                f'split = "{self.split}" is a part of a split, and a data set read as a stream has no parts: '
+                'give a whole split, or read = "indexed"'
+            )
+        return self
+
+
+class MixedDataConfig(DataSetConfig):
+    """One of several data sets."""
+
+    label: str | None = Field(default=None, pattern=LABEL)
+    """What metrics and messages call it: letters, digits and _.- only (default: the name's last part)."""
+    weight: float = Field(default=1.0, gt=0, allow_inf_nan=False)
+    """Its share of the records of a batch, in relation to the weights of the other data sets."""
+
+    @property
+    def called(self) -> str:
+        """What metrics and messages call it."""
+        last = re.sub(ENDINGS, "", Path(self.name).name, flags=re.IGNORECASE)
+        return self.label or re.sub(r"[^A-Za-z0-9_.-]", "_", last).lstrip("_.-")[:64] or "data"
+
+    @property
+    def split_setting(self) -> str:
+        return f"split of data.sets ({self.called})"
+
+    @model_validator(mode="after")
+    def _has_a_name(self) -> "MixedDataConfig":
+        if not self.name:
+            raise ValueError("each of data.sets needs a name: a file, a folder, or a data set on the hub")
+        return self
+
+
+class SFTDataConfig(DataSetConfig):
+    """Training records, each with `messages` or `conversations`, or with `prompt` and `completion`."""
+
+    sets: list[MixedDataConfig] = []
+    """Several data sets in place of `name`, as [[data.sets]] tables; see docs/training.md."""
+    batch_size: int = Field(default=64, ge=1)
+    """Records per optimiser step, over all ranks."""
+    shuffle: bool = True
+    """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
+    shuffle_block: int = Field(default=1000, ge=1)
+    """Records of a stream that are shuffled among each other, one such block after the other."""
+    learn: list[str] = ["assistant"]
+    """Roles whose turns are learned; `train` or `weight` of a message has precedence."""
+    too_long: Literal["cut", "drop", "error"] = "cut"
+    """What becomes of samples of more than seq_len tokens; in place of dropped records others are drawn."""
+
+    @property
+    def setting(self) -> str:
+        """What sets the data, as messages show it."""
+        return "data.sets:" if self.sets else "--data.name"
+
+    @property
+    def names(self) -> str:
+        """The data sets, as messages show them."""
+        return ", ".join(one.name for one in self.sets) or self.name
+
+    @field_validator("learn")
+    @classmethod
+    def _separate(cls, value: list[str]) -> list[str]:
+        roles = [role.strip() for part in value for role in part.split(",") if role.strip()]
+        if not roles:
+            raise ValueError('nothing would be learned: name a role, such as "assistant"')
+        return roles
+
+    @field_validator("sets")
+    @classmethod
+    def _labels_of_their_own(cls, value: list[MixedDataConfig]) -> list[MixedDataConfig]:
+        labels = [one.called for one in value]
+        if twice := sorted({label for label in labels if labels.count(label) > 1}):
+            raise ValueError(f"two data sets are called {twice[0]!r}: give each a label of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "SFTDataConfig":
+        if self.sets and (self.name or self.split != "train" or self.read != "indexed"):
+            several = ", ".join(one.called for one in self.sets)
+            raise ValueError(
+                f"data.name, data.split or data.read beside data.sets ({several}): give one data set, or "
+                "several with name, split and read of their own, not both"
+            )
+        return self

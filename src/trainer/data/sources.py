@@ -1,0 +1,128 @@
+"""Where records come from: a data set in a seeded order of its own, and the place that it has come to."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, Protocol
+
+from cairn.config.data import DataSetConfig, SFTDataConfig
+from cairn.run.data_sets import as_written, examine, load_records, locate
+from cairn.run.seeds import permutation
+from cairn.trainer.data.records import problem_of
+
+Record = Mapping[str, Any]
+
+
+class Source(Protocol):
+    """A data set's records in the order of training, epoch after epoch, each epoch in an order of its own."""
+
+    config: DataSetConfig
+    repeats: bool
+    """Whether a record has the same number in every epoch."""
+
+    def seek(self, taken: int, state: Mapping[str, Any] | None) -> None:
+        """Go on behind the first `taken` records; `state`: what `state` said then, which saves time."""
+        ...
+
+    def take(self, count: int) -> list[int]:
+        """Numbers of the next records.
+
+        Raises:
+            BadRecord: the data set can't be read any further.
+        """
+        ...
+
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        """The records of these numbers, all of which `take` or `first` has returned last."""
+        ...
+
+    def first(self, count: int) -> list[int]:
+        """Numbers of the records that a fresh run begins with."""
+        ...
+
+    def where(self, number: int) -> str:
+        """Names a record, for messages."""
+        ...
+
+    def epoch(self, taken: int) -> float:
+        """How many epochs the first `taken` records are."""
+        ...
+
+    def state(self) -> dict[str, Any] | None:
+        """What to go on from; None if the number of records taken says all."""
+        ...
+
+    def identity(self) -> dict[str, Any]:
+        """What identifies the data set, once its records are checked; see `cairn.run.data_sets`.
+
+        Raises:
+            BadRecord: naming the first record that can't be trained on.
+        """
+        ...
+
+
+class Indexed:
+    """A data set any record of which can be read at any time. A record's number is its place in it."""
+
+    repeats = True
+
+    def __init__(self, config: DataSetConfig, settings: SFTDataConfig, seed: int, *whose: str):
+        """Open it; `whose` tells its orders from those of other data sets.
+
+        Raises:
+            BadRecord: it can't be read.
+        """
+        self.config = config
+        self.records = load_records(config)
+        self._shuffled = settings.shuffle
+        self._seed, self._whose = seed, whose
+        self._taken = 0
+        self._epoch = -1
+        self._order: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self.records)
+
+    def seek(self, taken: int, state: Mapping[str, Any] | None) -> None:
+        """Go on behind the first `taken` records."""
+        self._taken = taken
+
+    def take(self, count: int) -> list[int]:
+        """Numbers of the next records."""
+        self._taken += count
+        return [self._number(place) for place in range(self._taken - count, self._taken)]
+
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        """The records of these numbers."""
+        columns = self.records[list(numbers)]
+        features = self.records.features
+        return [
+            as_written(dict(zip(columns, row, strict=True)), features)
+            for row in zip(*columns.values(), strict=True)
+        ]
+
+    def first(self, count: int) -> list[int]:
+        """Numbers of the records that a fresh run begins with."""
+        return [self._number(place) for place in range(min(count, len(self)))]
+
+    def where(self, number: int) -> str:
+        """File and line, or the number."""
+        return locate(self.config, number)
+
+    def epoch(self, taken: int) -> float:
+        """How many epochs the first `taken` records are."""
+        return taken / len(self)
+
+    def state(self) -> None:
+        """Nothing but the number of records taken is needed."""
+
+    def identity(self) -> dict[str, Any]:
+        """What identifies the data set: all of its records."""
+        return examine(self.config, self.records, problem_of)
+
+    def _number(self, place: int) -> int:
+        epoch, place = divmod(place, len(self))
+        if not self._shuffled:
+            return place
+        if epoch != self._epoch:
+            self._order = permutation(len(self), self._seed, "sft order", *self._whose, epoch)
+            self._epoch = epoch
+        return self._order[place]
