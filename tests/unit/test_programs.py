@@ -43,10 +43,14 @@ class Interrupted(Ledger):
     """Kills whoever records call number `last`, right after it is recorded."""
 
     left = math.inf
+    dead = False
 
     def _count(self) -> None:
         self.left -= 1
+        if self.dead:
+            raise asyncio.CancelledError
         if self.left < 0:
+            self.dead = True  # a second death would end the event loop before all of its tasks have ended
             raise Power
 
     def record_turn(self, *what: Any) -> None:

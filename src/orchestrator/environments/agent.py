@@ -183,7 +183,7 @@ class AgentPrograms(Programs):
 
     def start(self, problem: int, model: Model) -> Awaitable[Any]:
         """As in `Programs`, of the agent's work."""
-        return self.calls.on_own_loop(self.rollout(problem, model))
+        return self.calls.on_own_loop(functools.partial(self.rollout, problem, model))
 
     def close(self) -> None:
         """Take no more requests, and kill the agents."""

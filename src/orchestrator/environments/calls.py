@@ -58,10 +58,10 @@ class Calls:
             async with self.free:  # wait for a thread before the deadline starts
                 async with asyncio.timeout(self.timeout):
                     found = await self.in_thread(lambda: method(*arguments))
-            if inspect.isawaitable(found):
-                async with asyncio.timeout(self.timeout):
-                    found = await self.on_own_loop(found)
-            return found
+            if not inspect.isawaitable(found):
+                return found
+            async with asyncio.timeout(self.timeout):
+                return await self.on_own_loop(lambda: found)
         except TimeoutError:  # our deadline; the environment's own TimeoutError is a `Raised`
             raise self._too_late(what, about) from None
         except Raised as raised:
@@ -109,8 +109,8 @@ class Calls:
             _fill(future, call)
             del job, call, future  # else the last answer stays referenced
 
-    async def on_own_loop(self, awaitable: Awaitable[Any]) -> Any:
-        """The result of an awaitable, which runs on the environment's own event loop.
+    async def on_own_loop(self, begin: Callable[[], Awaitable[Any]]) -> Any:
+        """The result of what `begin` returns, which runs on the environment's own event loop.
 
         Raises:
             Raised: it raised.
@@ -118,7 +118,7 @@ class Calls:
 
         async def outcome() -> Any:
             try:
-                return await awaitable
+                return await begin()
             except asyncio.CancelledError as error:
                 if (task := asyncio.current_task()) and task.cancelling():
                     raise  # cancelled by us
@@ -130,7 +130,13 @@ class Calls:
             self._loop = asyncio.new_event_loop()
             run = functools.partial(_run_loop, self._loop)
             threading.Thread(target=run, name="environment loop", daemon=True).start()
-        return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(outcome(), self._loop))
+        work = outcome()
+        try:
+            future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        except RuntimeError:  # the loop has ended: the environment was closed
+            work.close()
+            raise asyncio.CancelledError(f"{self.whose} is closed") from None
+        return await asyncio.wrap_future(future)
 
 
 class AwaitedCalls(Calls):
@@ -159,6 +165,7 @@ class AwaitedCalls(Calls):
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, then cancel its remaining tasks."""
     loop.run_forever()
+    loop.run_until_complete(asyncio.sleep(0))  # what was about to begin becomes a task
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

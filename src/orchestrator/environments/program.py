@@ -1,6 +1,7 @@
 """Environments whose rollouts are programs: they ask the model as often as they like, and the world."""
 
 import asyncio
+import functools
 import inspect
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
@@ -144,7 +145,7 @@ class Programs(AskedEnvironment):
         Raises:
             Raised: it raised.
         """
-        return self.calls.on_own_loop(self.environment.rollout(problem, model))
+        return self.calls.on_own_loop(functools.partial(self.environment.rollout, problem, model))
 
     async def over(self, problem: int, seed: int) -> None:
         """Called when a rollout is not started again: it has its reward, has failed or was dropped."""
@@ -164,7 +165,7 @@ class Programs(AskedEnvironment):
             found = await self.calls.in_thread(call)
         finally:
             self.calls.free.release()
-        return await self.calls.on_own_loop(found) if inspect.isawaitable(found) else found
+        return await self.calls.on_own_loop(lambda: found) if inspect.isawaitable(found) else found
 
 
 def no_tool_parser(name: str) -> UsageError:

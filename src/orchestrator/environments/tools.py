@@ -142,7 +142,7 @@ class ToolPrograms(Programs):
 
     def start(self, problem: int, model: Model) -> Awaitable[Any]:
         """As in `Programs`, of the loop."""
-        return self.calls.on_own_loop(self.rollout(problem, model))
+        return self.calls.on_own_loop(functools.partial(self.rollout, problem, model))
 
     async def rollout(self, problem: int, model: Model) -> Rewards:
         """Let the model answer, and call its tools, until it calls none or `max_turns` is reached."""

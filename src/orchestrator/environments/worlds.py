@@ -106,7 +106,7 @@ class WorldPrograms(Programs):
 
     def start(self, problem: int, model: Model) -> Awaitable[Any]:
         """As in `Programs`, of the loop."""
-        return self.calls.on_own_loop(self.rollout(problem, model))
+        return self.calls.on_own_loop(functools.partial(self.rollout, problem, model))
 
     async def rollout(self, problem: int, model: Model) -> Rewards:
         """Let the model answer, and take a step for each answer, until it is done or at `max_turns`."""
