@@ -1,6 +1,8 @@
 """Environments for processes of their own: they import the standard library only."""
 
+import ast
 import asyncio
+import functools
 import os
 import signal
 import sys
@@ -8,6 +10,7 @@ import threading
 import time
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Literal
 
 
 class Words:
@@ -124,10 +127,144 @@ class Strolls:
         return look
 
 
-class Tooled(Words):
+class Mortal:
+    """Its process is killed before each thing is done for the first time; another process does it.
+
+    Args:
+        folder: has a file for each thing that a process died at, and `done`, a line for each that was done.
+    """
+
+    def __init__(self, folder, mortal=True):
+        self.folder, self.mortal = Path(folder), mortal
+
+    def __len__(self):
+        return 3
+
+    def note(self, what):
+        died = self.folder / f"died-{what}"
+        if self.mortal and not died.exists():
+            died.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        with (self.folder / "done").open("a") as file:
+            file.write(f"{what}\n")
+
+
+class Tooled(Mortal):
     """It has tools."""
 
-    tools = (len,)
+    identity = "tooled-1"
+    max_turns = 5
+
+    def __init__(self, folder, mortal=True):
+        super().__init__(folder, mortal)
+        self.tools = [self.add, self.half]
+
+    def messages(self, problem):
+        return [{"role": "user", "content": f"problem {problem}"}]
+
+    def add(self, a: int, b: "int | None" = 5) -> int:
+        """Add two numbers.
+
+        Args:
+            a: One.
+            b: Another.
+        """
+        self.note(f"add {a} {b}")
+        return a + b
+
+    async def half(self, of: float, how: Literal["down", "up"] = "down", more: list[str] = ()) -> dict:
+        """Divide by two.
+
+        Args:
+            of: A number.
+            how: To round.
+            more: Nothing.
+        """
+        if of % 2:
+            raise ValueError(f"{of} is odd")
+        self.note(f"half {of} {how} {more}")
+        return {"half": of / 2}
+
+    def reward(self, problem, answer, messages):
+        self.note(f"reward {answer}")
+        parts = {"right": answer == "it is 4", "turns": len(messages)}
+        return SimpleNamespace(parts=parts, weights={"turns": 0})
+
+
+class Walk(Mortal):
+    """A world: going there is noted. Started again, it is the same, and given the same answers again."""
+
+    identity = "walk-1"
+    max_turns = 4
+
+    def messages(self, problem):
+        return [{"role": "system", "content": "go"}]
+
+    def start(self, problem, seed):
+        return {"seed": seed, "places": []}, f"{problem}"
+
+    async def step(self, world, answer):
+        world["places"].append(answer)
+        if answer == "raise":
+            raise ZeroDivisionError("no way")
+        self.note(f"{world['seed']} {len(world['places'])}")
+        seen = "".join(place[:1] for place in world["places"])[-3:]
+        return f"{seen}{len(world['places'])}", {"early": 0.125 * (answer < "m")}, False
+
+    def close(self, world):
+        with (self.folder / "closed").open("a") as file:
+            file.write(f"{world['seed']}\n")
+
+
+class KeptWalk(Walk):
+    """It is restored from what it was."""
+
+    def snapshot(self, world):
+        return repr(world).encode()
+
+    def restore(self, problem, seed, snapshot):
+        return ast.literal_eval(snapshot.decode())
+
+
+class Kept(Strolls):
+    """A program that keeps its world in snapshots."""
+
+    async def stroll(self, problem, model):
+        messages, world = [{"role": "user", "content": f"{problem}"}], []
+        for turn in range(self.turns):
+            reply = await model.generate(messages)
+            kept = await model.snapshot()
+            world = list(kept.value) if kept else world
+            assert await model.each_time(lambda: 7) == 7
+            go = functools.partial(self.go, model.seed, world, turn, reply.text)
+            where = await model.once(f"go {turn}", go, snapshot=functools.partial(list, world))
+            messages += [reply.message, {"role": "user", "content": f"{where}"}]
+        kept = await model.snapshot()
+        return {"places": len(kept.value), "named": kept.after == f"go {turn}"}
+
+    def go(self, seed, world, turn, place):
+        self.visit(seed, turn, place)
+        world.append(place)
+        return len(world)
+
+
+class Untold:
+    """A tool without type hints."""
+
+    def __init__(self):
+        self.tools = [self.look]
+
+    def __len__(self):
+        return 1
+
+    def messages(self, problem):
+        return [{"role": "user", "content": "look"}]
+
+    def reward(self, problem, answer):
+        return 1.0
+
+    def look(self, where):
+        """Look."""
 
 
 class Demanding:

@@ -223,10 +223,7 @@ def test_processes_end_when_nobody_needs_the_environment():
         ({"environment": "lonely:Nobody"}, "has no attribute 'Nobody'"),
         ({"environment": "nowhere:Words"}, "No module named 'nowhere'"),
         ({"environment": "words"}, "'words' is not module:Class"),
-        (
-            {"environment": "lonely:Tooled"},
-            "an environment with tools runs in the orchestrator's own process",
-        ),
+        ({"environment": "lonely:Untold"}, "its tool look can't be described: argument where has no type"),
         ({"environment": "lonely:Words", "python": "/no/python"}, "there is no such program"),
         ({"environment": "lonely:Words", "python": "/bin/true"}, "ended with exit code 0 before it had made"),
         ({"environment": "lonely:Late", "start_timeout": 0.1}, "was not made within 0.1 s"),

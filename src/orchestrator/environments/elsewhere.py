@@ -1,24 +1,18 @@
 """Environments in processes of their own, with an interpreter and packages of their own."""
 
 import asyncio
-import json
-import os
-import shutil
-import sys
+import base64
 import weakref
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.calls import AwaitedCalls
 from cairn.orchestrator.environments.program import Model
-from cairn.orchestrator.environments.protocol import EnvironmentFailed
 from cairn.orchestrator.environments.rewards import Rewards
 from cairn.orchestrator.environments.single_turn import SingleTurn
 from cairn.orchestrator.environments.worker_process import WorkerProcess, Workers
-
-VERIFIERS = "verifiers==0.4.0"
 
 
 class Elsewhere:
@@ -31,6 +25,11 @@ class Elsewhere:
 
     def __len__(self) -> int:
         return self._workers.about["problems"]
+
+    async def _call(self, method: str, *arguments: object) -> Any:
+        """What a method of the environment returned, in any of the processes."""
+        process = await self._workers.any()
+        return await process.ask({"type": "call", "method": method, "arguments": arguments})
 
 
 class SingleTurnElsewhere(Elsewhere):
@@ -50,11 +49,7 @@ class SingleTurnElsewhere(Elsewhere):
 
     async def reward(self, problem: int, answer: str) -> Any:
         """How good `answer` is."""
-        return _reward(await self._call("reward", problem, answer))
-
-    async def _call(self, method: str, *arguments: object) -> Any:
-        process = await self._workers.any()
-        return await process.ask({"type": "call", "method": method, "arguments": arguments})
+        return reward_of(await self._call("reward", problem, answer))
 
 
 class AskedElsewhere(SingleTurn):
@@ -75,7 +70,7 @@ class ProgramElsewhere(Elsewhere):
         asking = _Asking(process, model)
         try:
             message = {"type": "rollout", "problem": problem, "seed": model.seed}
-            return _reward(await process.ask(message, asking.begin))
+            return reward_of(await process.ask(message, asking.begin))
         finally:
             asking.end()
 
@@ -89,6 +84,8 @@ class _Asking:
         self._results: dict[int, asyncio.Future[Any]] = {}
         """What calls of `once` that the process makes come to, by the number of the call."""
         self._recorders: dict[int, int] = {}
+        self._snapshots: dict[int, Any] = {}
+        """What was sent together with these results."""
 
     def end(self) -> None:
         """Answer nothing more."""
@@ -100,11 +97,18 @@ class _Asking:
         kind = message["type"]
         if kind == "record":
             self._recorders[message["once"]] = message["call"]
+            self._snapshots[message["once"]] = message["snapshot"]
             self._results[message["once"]].set_result(message["result"])
         elif kind == "failed":
             self._results[message["once"]].set_exception(_Failed(message["error"]))
         else:
-            task = asyncio.create_task(self._generate(message) if kind == "generate" else self._once(message))
+            work = {
+                "generate": self._generate,
+                "once": self._once,
+                "each_time": self._each_time,
+                "snapshot": self._snapshot,
+            }[kind]
+            task = asyncio.create_task(work(message))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
@@ -129,8 +133,13 @@ class _Asking:
             self._say(number, {"known": False, "once": number})
             return await self._results[number]
 
+        async def snapshot() -> Any:
+            return state_of(self._snapshots.pop(number))
+
         try:
-            found = await self._model.once(message["name"], call)
+            found = await self._model.once(
+                message["name"], call, snapshot=snapshot if message["snapshot"] else None
+            )
         except _Failed:
             pass  # the rollout has the exception already
         except Exception as error:
@@ -138,6 +147,16 @@ class _Asking:
         else:
             known = number not in self._results
             self._say(self._recorders.get(number, number), {"known": known, "result": found})
+
+    async def _each_time(self, message: dict[str, Any]) -> None:
+        async def done() -> None:
+            """Nothing: the process has called it."""
+
+        self._say(message["call"], await self._model.each_time(done))
+
+    async def _snapshot(self, message: dict[str, Any]) -> None:
+        found = await self._model.snapshot()
+        self._say(message["call"], found and {"after": found.after, "value": to_send(found.value)})
 
     def _say(self, call: int, result: Any = None, error: Exception | None = None) -> None:
         said = {"result": result} if error is None else {"error": str(error), "kind": type(error).__name__}
@@ -148,100 +167,16 @@ class _Failed(Exception):
     """A call of `once` raised in the process."""
 
 
-def _reward(result: Mapping[str, Any]) -> Any:
+def reward_of(result: Mapping[str, Any]) -> Any:
+    """A reward, as the process has sent it."""
     return result["value"] if result["weights"] is None else Rewards(result["value"], result["weights"])
 
 
-def process_environment(
-    environment: str,
-    *,
-    args: Mapping[str, Any] | None = None,
-    packages: Sequence[str] = (),
-    python: str | None = None,
-    processes: int = 1,
-    at_once: int = 1,
-    start_timeout: float = 600.0,
-) -> Elsewhere:
-    """An environment in processes of its own.
-
-    Args:
-        environment: module:Class, imported in the process; it has `messages` and `reward`, or `rollout`.
-        args: arguments of its constructor.
-        packages: what uv installs for the process, as pip names it, such as "verifiers==0.4.0". The
-            environment is uv's, kept in its cache; this interpreter's packages are not in it.
-        python: the interpreter, such as that of a virtual environment; with packages, also a version such as
-            "3.12". Without packages and python, it is this one.
-        processes: number of processes, which share the work.
-        at_once: calls that a process works on at the same time; above 1, the methods must be thread-safe.
-        start_timeout: seconds until a process must have made the environment, installing included.
-
-    Raises:
-        ValueError: an argument is wrong, or the environment can't be made.
-    """
-    for name, value in {"processes": processes, "at_once": at_once}.items():
-        if value < 1:
-            raise ValueError(f"{name} = {value}: it must be at least 1")
-    if isinstance(packages, str):
-        raise ValueError(f'packages is a list, such as ["{packages}"]')
-    first = {"name": environment, "args": dict(args or {}), "threads": at_once}
-    try:
-        json.dumps(first)
-        workers = Workers(_command(packages, python), first, processes, start_timeout)
-    except TypeError as error:
-        raise ValueError(f"the environment's args must be JSON: {error}") from error
-    except EnvironmentFailed as error:
-        raise ValueError(f"{environment} can't be made in its own process: {error}") from error
-    if workers.about["kind"] == "program":
-        return ProgramElsewhere(workers)
-    return SingleTurnElsewhere(workers, processes * at_once)
+def state_of(sent: Mapping[str, Any]) -> Any:
+    """A snapshot, as a process has sent it."""
+    return base64.b64decode(sent["bytes"]) if "bytes" in sent else sent["json"]
 
 
-def _command(packages: Sequence[str], python: str | None) -> list[str]:
-    """What starts an interpreter with the packages.
-
-    Raises:
-        ValueError: uv or the interpreter is missing.
-    """
-    if not packages:
-        found = sys.executable if python is None else shutil.which(python)
-        if found is None:
-            raise ValueError(f"python = {python!r}: there is no such program")
-        return [found]
-    uv = os.environ.get("UV") or shutil.which("uv")
-    if uv is None:
-        raise ValueError(
-            "packages needs uv, which is not on the PATH (scripts/setup installs it); or make a virtual "
-            "environment with the packages and name its interpreter with python"
-        )
-    wanted = [option for package in packages for option in ("--with", package)]
-    chosen = ["--python", python or f"{sys.version_info.major}.{sys.version_info.minor}"]
-    return [uv, "run", "--quiet", "--isolated", "--no-project", *chosen, *wanted, "python"]
-
-
-def verifiers(
-    taskset: str,
-    *,
-    config: Mapping[str, Any] | None = None,
-    problems: int | None = None,
-    packages: Sequence[str] = (),
-    version: str = VERIFIERS,
-    **process: Any,
-) -> Elsewhere:
-    """The tasks of a taskset for verifiers (v1), whose model calls are the orchestrator's.
-
-    Each task is a problem: one question, one answer, which the task's rewards, metrics and judges score.
-
-    Args:
-        taskset: its id, which is the name of the module or package that has it.
-        config: the taskset's settings.
-        problems: use only the first so many tasks; needed where the taskset never ends.
-        packages: what has the taskset, as pip names it.
-        version: verifiers itself; "" if `python` names an interpreter that has it.
-        process: further arguments of `process_environment`: python, processes, at_once, start_timeout.
-
-    Raises:
-        ValueError: an argument is wrong, or the tasks need more than this (a runtime, tools).
-    """
-    wanted = [*([version] if version else []), *packages]
-    args = {"taskset": taskset, "config": dict(config or {}), "problems": problems}
-    return process_environment("verifiers_v1:Tasks", args=args, packages=wanted, **process)
+def to_send(state: Any) -> dict[str, Any]:
+    """A snapshot, as a process reads it."""
+    return {"bytes": base64.b64encode(state).decode()} if isinstance(state, bytes) else {"json": state}

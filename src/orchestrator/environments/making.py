@@ -8,7 +8,8 @@ from cairn.orchestrator.environments.agent import Agent, AgentPrograms
 from cairn.orchestrator.environments.asked import AskedEnvironment
 from cairn.orchestrator.environments.calculator import Calculator
 from cairn.orchestrator.environments.data_set import DataSet
-from cairn.orchestrator.environments.elsewhere import AskedElsewhere, process_environment, verifiers
+from cairn.orchestrator.environments.elsewhere import AskedElsewhere
+from cairn.orchestrator.environments.elsewhere_making import process_environment, verifiers
 from cairn.orchestrator.environments.gymnasium_worlds import GymnasiumWorlds
 from cairn.orchestrator.environments.open_env import OpenEnv
 from cairn.orchestrator.environments.program import Programs

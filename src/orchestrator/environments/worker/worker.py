@@ -7,11 +7,12 @@ the environment prints goes to the standard error, which is the orchestrator's l
 environment to make: `name` (module:Class), `args`, `threads`. It is answered by what the environment is, or
 by `error`. The process ends when its standard input does: with the process that started it.
 
-Only the standard library is imported here. The interpreter's packages are the environment's.
+Only the standard library and the files beside this one are imported here. The interpreter's packages are the
+environment's.
 """
 
 import asyncio
-import contextlib
+import functools
 import hashlib
 import importlib
 import inspect
@@ -22,12 +23,16 @@ import traceback
 from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
+from worker_tools import described_tools
+from worker_values import plain, result_of, state_of, value_of
+from worker_worlds import Worlds, described_world
+
 
 class Worker:
     """Answers the orchestrator's requests with the methods of one environment.
 
     Args:
-        environment: it has `messages` and `reward`, or `rollout`.
+        environment: it has `messages` and `reward`, also with `tools`; or `start` and `step`; or `rollout`.
         threads: functions that run at the same time.
     """
 
@@ -40,12 +45,19 @@ class Worker:
         self.waiting = {}
         """For the number of a call that a rollout makes, where its answer goes."""
         self.asked = 0
+        self.worlds = Worlds(environment, self.awaited)
 
     def handle(self, message):
         """Act on a line of the orchestrator's."""
         kind, number = message["type"], message["number"]
         if kind == "call":
             work = self.answer(number, self.call(message["method"], message["arguments"]))
+            self.tasks[number] = asyncio.ensure_future(work)
+        elif kind == "tool":
+            work = self.answer(number, self.tool(message["name"], message["arguments"]))
+            self.tasks[number] = asyncio.ensure_future(work)
+        elif kind == "world":
+            work = self.answer(number, self.worlds.do(message["do"], message["world"], message["arguments"]))
             self.tasks[number] = asyncio.ensure_future(work)
         elif kind == "rollout":
             work = self.answer(number, self.rollout(number, message["problem"], message["seed"]))
@@ -74,7 +86,21 @@ class Worker:
 
     async def call(self, method, arguments):
         """The result of one of the environment's methods."""
-        return _result(await self.awaited(getattr(self.environment, method), *arguments))
+        return result_of(await self.awaited(getattr(self.environment, method), *arguments))
+
+    async def tool(self, name, arguments):
+        """What a tool returns, as the text that the model reads; or the name and text of its exception."""
+        (function,) = (tool for tool in self.environment.tools if tool.__name__ == name)
+        try:
+            found = await self.awaited(functools.partial(function, **arguments))
+        except Exception as error:
+            if type(error).__name__ == "EnvironmentFailed":  # not the model's fault; whoever's class it is
+                raise
+            return {"error": str(error), "kind": type(error).__name__}
+        found = plain(found)
+        return {
+            "value": found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
+        }
 
     async def awaited(self, function, *arguments):
         """The result of a function, called on a thread, or of the coroutine that it returns."""
@@ -95,7 +121,7 @@ class Worker:
 
     async def rollout(self, number, problem, seed):
         """The reward of a program that works on a problem."""
-        return _result(await self.environment.rollout(problem, Model(self, number, seed)))
+        return result_of(await self.environment.rollout(problem, Model(self, number, seed)))
 
     async def ask(self, number, kind, **what):
         """The orchestrator's answer to a call of a rollout."""
@@ -126,9 +152,9 @@ class Model:
         )
         return SimpleNamespace(**found)
 
-    async def once(self, name, call):
+    async def once(self, name, call, *, snapshot=None):
         """The result of `call()`, which is called once however often the rollout is started again."""
-        known = await self._worker.ask(self._number, "once", name=name)
+        known = await self._worker.ask(self._number, "once", name=name, snapshot=snapshot is not None)
         if known["known"]:
             return known["result"]
         try:
@@ -137,12 +163,28 @@ class Model:
                 json.dumps(found, allow_nan=False)
             except (TypeError, ValueError) as error:
                 raise TypeError(f"the result of {name!r} must be JSON: {error}") from error
+            state = None if snapshot is None else state_of(await self._worker.awaited(snapshot))
         except BaseException as error:
             why = f"{type(error).__name__}: {error}"
             self._worker.send({"type": "failed", "number": self._number, "once": known["once"], "error": why})
             raise
-        recorded = await self._worker.ask(self._number, "record", once=known["once"], result=found)
+        recorded = await self._worker.ask(
+            self._number, "record", once=known["once"], result=found, snapshot=state
+        )
         return recorded["result"]
+
+    async def each_time(self, call):
+        """The result of `call()`, which is not recorded: it is called whenever the rollout comes there."""
+        found = await self._worker.awaited(call)
+        await self._worker.ask(self._number, "each_time")  # the rollout has come further
+        return found
+
+    async def snapshot(self):
+        """The rollout's newest snapshot, with `value` and `after`; None before it has come to that call."""
+        found = await self._worker.ask(self._number, "snapshot")
+        if found is None:
+            return None
+        return SimpleNamespace(after=found["after"], value=value_of(found["value"]))
 
 
 def _outcome(call, *arguments):
@@ -159,26 +201,6 @@ def _error(message):
     """The exception of a call of the model's, as far as programs tell exceptions apart."""
     known = {"TypeError": TypeError, "ValueError": ValueError}
     return known.get(message.get("kind"), RuntimeError)(message["error"])
-
-
-def _result(value):
-    """A method's result; of rewards with weights, the parts as the value."""
-    if hasattr(value, "parts") and hasattr(value, "weights"):
-        return {"value": _plain(dict(value.parts)), "weights": _plain(dict(value.weights))}
-    return {"value": _plain(value), "weights": None}
-
-
-def _plain(value):
-    """A value as JSON; numbers of numpy and torch are numbers."""
-    if isinstance(value, dict):
-        return {str(name): _plain(one) for name, one in value.items()}
-    if isinstance(value, list | tuple):
-        return [_plain(one) for one in value]
-    if value is None or isinstance(value, str | int | float):
-        return value
-    with contextlib.suppress(Exception):
-        return value.item()
-    return value
 
 
 def make(name, args):
@@ -201,6 +223,7 @@ def described(environment, module):
         ValueError: it is none.
     """
     problems, identity = len(environment), getattr(environment, "identity", None)
+    further = {}
     if identity is None and getattr(module, "__file__", None):
         with open(module.__file__, "rb") as file:
             identity = "code " + hashlib.blake2b(file.read(), digest_size=16).hexdigest()
@@ -209,18 +232,25 @@ def described(environment, module):
             raise ValueError("its rollout is not a coroutine: write async def rollout(self, problem, model)")
         kind = "program"
     elif getattr(environment, "tools", None) is not None:
-        raise ValueError(
-            "an environment with tools runs in the orchestrator's own process only; in a process of its own, "
-            "write a program (rollout), which calls them with model.once"
-        )
+        _check_methods(environment, "messages", "reward")
+        kind, further = "tools", described_tools(environment)
+    elif not hasattr(environment, "reward") and callable(getattr(environment, "step", None)):
+        _check_methods(environment, "start", "step")
+        kind, further = "world", described_world(environment)
     else:
-        for method in ("messages", "reward"):
-            if not callable(getattr(environment, method, None)):
-                raise ValueError(
-                    f"it has no method {method}; in its own process it needs messages and reward, or rollout"
-                )
+        _check_methods(environment, "messages", "reward")
         kind = "single_turn"
-    return {"kind": kind, "problems": problems, "identity": None if identity is None else str(identity)}
+    own = {"identity": None if identity is None else str(identity)}
+    return {"kind": kind, "problems": problems, **own, **further}
+
+
+def _check_methods(environment, *names):
+    for name in names:
+        if not callable(getattr(environment, name, None)):
+            raise ValueError(
+                f"it has no method {name}; in its own process it needs messages and reward, with tools or "
+                "without, or start and step, or rollout"
+            )
 
 
 def main():
