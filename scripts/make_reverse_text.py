@@ -85,12 +85,34 @@ def demonstrations(count: int, seed: int) -> list[dict]:
     return records
 
 
+def preferences(count: int, seed: int) -> list[dict]:
+    """Strings, each with its reversal, which is chosen, and one that ends early, which is rejected."""
+    task = ReverseText(problems=count, seed=derive(seed, "preferences"))
+    records = []
+    for i in range(count):
+        (user,) = task.messages(i)
+        answer = user["content"][::-1]
+        end = random.Random(derive(seed, "early end", i)).randrange(min(1, len(answer) - 1), len(answer))
+        texts = {"chosen": answer, "rejected": answer[:end]}
+        answers = {name: [{"role": "assistant", "content": text}] for name, text in texts.items()}
+        records.append({"prompt": [user], **answers})
+    return records
+
+
+def write_records(path: Path, records: list[dict]) -> None:
+    """Write records, one a line."""
+    with open(path, "w") as file:
+        for record in records:
+            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+
+
 def write_task(
     description: str,
     folder: str,
     records: int,
     tokenizer: PreTrainedTokenizerFast,
     make_records: Callable[[int, int], list[dict]],
+    make_pairs: Callable[[int, int], list[dict]] | None = None,
 ) -> None:
     """Write the files of a task, where and how many as the command line says.
 
@@ -99,6 +121,7 @@ def write_task(
         folder: where to write, by default.
         records: number of demonstrations, by default.
         make_records: makes the demonstrations, given their number and a seed.
+        make_pairs: likewise pairs of answers, of which there are an eighth as many.
     """
     parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--folder", type=Path, default=Path(folder), help="where to write")
@@ -111,10 +134,12 @@ def write_task(
     GenerationConfig(
         eos_token_id=tokenizer.eos_token_id, pad_token_id=tokenizer.pad_token_id
     ).save_pretrained(model)
-    with open(arguments.folder / "sft.jsonl", "w") as file:
-        for record in make_records(arguments.records, arguments.seed):
-            file.write(json.dumps(record, separators=(",", ":")) + "\n")
+    write_records(arguments.folder / "sft.jsonl", make_records(arguments.records, arguments.seed))
+    if make_pairs is not None:
+        write_records(arguments.folder / "pairs.jsonl", make_pairs(arguments.records // 8, arguments.seed))
 
 
 if __name__ == "__main__":
-    write_task(__doc__.splitlines()[0], "configs/reverse_text", 4096, make_tokenizer(), demonstrations)
+    write_task(
+        __doc__.splitlines()[0], "configs/reverse_text", 4096, make_tokenizer(), demonstrations, preferences
+    )

@@ -72,7 +72,7 @@ def _origin(folder: Path, record: TrainerRecord) -> dict[str, str]:
     """Where a step's weights come from; see `Content.origin`."""
     manifest = load_manifest(folder)
     recipe: Mapping[str, Any] = record.recipe or {}
-    trained = {"method": "sft" if "data" in recipe else ""}
+    trained = {"method": recipe.get("method") or ("sft" if "data" in recipe else "")}
     if "orchestrator" in manifest.parts:
         trained["method"] = "reinforcement-learning"
     known = {

@@ -18,20 +18,17 @@ from cairn.config.arguments import Arguments, Layer, take_apart
 from cairn.config.base import BaseConfig
 from cairn.config.evaluate import EvaluateConfig
 from cairn.config.inference import InferenceConfig
+from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.config.rl import RLConfig
 from cairn.config.settings import Setting, settings_of
 from cairn.config.shared import CommandConfig
-from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
 Command = TypeVar("Command", bound=CommandConfig)
 
 COMMANDS: dict[str, type[CommandConfig]] = {
-    "sft": SFTConfig,
-    "rl": RLConfig,
-    "trainer": TrainerConfig,
+    **{kind.command: kind.config for kind in RUN_KINDS.values()},
     "orchestrator": OrchestratorConfig,
     "inference": InferenceConfig,
     "eval": EvaluateConfig,

@@ -3,11 +3,12 @@
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from cairn.config.preferences import DPOConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.errors import UsageError
 
-RunConfig = SFTConfig | TrainerConfig | RLConfig
+RunConfig = SFTConfig | DPOConfig | TrainerConfig | RLConfig
 
 
 @dataclass(frozen=True)
@@ -52,6 +53,7 @@ KINDS = {
         RunKind(
             "sft", SFTConfig, ("model.name", "data.name|data.sets"), ("trainer",), ("trainer",), "records"
         ),
+        RunKind("dpo", DPOConfig, ("model.name", "data.name"), ("trainer",), ("trainer",), "records"),
         RunKind(
             "trainer", TrainerConfig, ("model.name",), ("trainer",), ("trainer", "orchestrator"), "prompts"
         ),

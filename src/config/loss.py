@@ -261,7 +261,7 @@ def _with_type(data: Any) -> Any:
     return data
 
 
-def _tag(built_in: dict[str, type[LossConfig]]) -> Callable[[Any], str]:
+def tag_by_type(built_in: dict[str, type[LossConfig]]) -> Callable[[Any], str]:
     """Tells which member of a union a section is for."""
 
     def tag(data: Any) -> str:
@@ -284,12 +284,12 @@ PolicyLossConfig = Annotated[
     | Annotated[SapoConfig, Tag("sapo")]
     | Annotated[GpgConfig, Tag("gpg")]
     | Annotated[CustomLossConfig, Tag("module:Class")],
-    Discriminator(_tag(POLICY_LOSSES)),
+    Discriminator(tag_by_type(POLICY_LOSSES)),
     BeforeValidator(_with_type),
 ]
 """The settings of one type of RL loss; `type` says which."""
 SFTLossConfig = Annotated[
     Annotated[LikelihoodConfig, Tag("likelihood")] | Annotated[CustomSFTLossConfig, Tag("module:Class")],
-    Discriminator(_tag(SFT_LOSSES)),
+    Discriminator(tag_by_type(SFT_LOSSES)),
 ]
 """The settings of one type of SFT loss; `type` says which."""

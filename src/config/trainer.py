@@ -131,6 +131,8 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Whether the loss has a mean that a spike of it can be told by; a policy's loss is around 0."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
+    together: ClassVar[int] = 1
+    """So many samples, each of up to seq_len tokens, are always in one micro-batch."""
     workers: int | None = Field(default=None, ge=1)
     """Trainer ranks: one process each, with one GPU each (default: one for each of its GPUs, 1 on CPUs)."""
     gpus: Gpus = None
@@ -179,11 +181,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     def ranks(self) -> int:
         """The number of ranks; `placing` has set `workers` where the user has not."""
         return self.workers or 1
-
-    @property
-    def records(self) -> "SFTDataConfig | None":
-        """The training records; None if batches come from an orchestrator."""
-        return None
 
     @property
     def own_loss(self) -> LossConfig | None:
@@ -246,10 +243,6 @@ class SFTConfig(TrainerBase):
     data: SFTDataConfig = SFTDataConfig()
     loss: SFTLossConfig = LikelihoodConfig()
     slurm: SlurmConfig | None = None
-
-    @property
-    def records(self) -> SFTDataConfig:
-        return self.data
 
     @property
     def own_loss(self) -> LossConfig | None:

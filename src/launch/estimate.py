@@ -119,7 +119,7 @@ def rank_need(
         for one in beside:
             size, counted = one.bytes(one.footprint.shard(ranks // config.replicas))
             parts.append(Part(f"the {one.name}'s weights, gradients and state", size, counted, kept=True))
-    rows, tokens = config.micro_batch_size, config.seq_len
+    rows, tokens = max(config.micro_batch_size, config.together), config.seq_len
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
         layer = max(footprint.layers)

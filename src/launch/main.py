@@ -21,6 +21,11 @@ def sft() -> int:
     return _start("sft")
 
 
+def dpo() -> int:
+    """`dpo @ dpo.toml`: learning from preferences."""
+    return _start("dpo")
+
+
 def rl() -> int:
     """`rl --trainer @train.toml --orchestrator @orch.toml`: a complete RL run."""
     return _start("rl")

@@ -10,10 +10,9 @@ from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.adapters import base_of_adapter
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
-from cairn.config.data import SFTDataConfig
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
-from cairn.config.trainer import critic_problem
+from cairn.config.trainer import TrainerBase, critic_problem
 from cairn.launch.beside_policy import check_models_beside
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since
@@ -60,8 +59,8 @@ def plan_recipe(
     trainer = kind.trainer(config)
     settings = settings_of(trainer.model_dump(), TRAINER)
     recipe: dict[str, Any] = {"trainer": {"settings": settings | code_in(settings)}}
-    if trainer.records is not None:
-        recipe["trainer"]["data"] = _look_at_data(trainer.records)
+    if (data := _look_at_data(trainer)) is not None:
+        recipe["trainer"]["data"] = data
     if orchestrator is not None:
         recipe["orchestrator"] = dict(orchestrator)
     if start.folder is None:
@@ -251,18 +250,18 @@ def _shown(settings: Mapping[str, Any], flags: str) -> str:
     return " ".join(f"{flags}lora.{key} {value}" for key, value in given.items())
 
 
-def _look_at_data(records: SFTDataConfig) -> dict[str, Any]:
+def _look_at_data(trainer: TrainerBase) -> dict[str, Any] | None:
     """Check that every record can be trained on, before anything is started; returns the data's identity.
 
-    Data on the hub is downloaded here, before all ranks need it.
+    Data on the hub is downloaded here, before all ranks need it. None if batches come from an orchestrator.
     """
     from cairn.run.data_sets import BadRecord
-    from cairn.trainer.data.opening import identity_of_all, open_sources
+    from cairn.trainer.data.identities import identity_of_records
 
     try:
-        return identity_of_all(records, open_sources(records, seed=0))
+        return identity_of_records(trainer)
     except BadRecord as error:
-        raise UsageError(f"{records.setting} {error}") from None
+        raise UsageError(str(error)) from None
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:

@@ -13,6 +13,7 @@ import signal
 
 POINTS = {
     "trainer.batch_read": "each rank of an RL trainer, when it has read a step's batch",
+    "reference.written": "trainer rank 0, when a file of a reference's logprobs is durable",
     "publish.begin": "each rank, before a policy version is written",
     "publish.before_announce": "trainer rank 0, when a policy version is written and nobody knows of it yet",
     "publish.announced": "trainer rank 0, right after a policy version was announced",

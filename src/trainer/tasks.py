@@ -1,11 +1,12 @@
 """All tasks, by the name that a configuration class gives in `task`."""
 
 from cairn.config.trainer import TrainerBase
+from cairn.trainer.dpo import DPO
 from cairn.trainer.rl import RL
 from cairn.trainer.sft import SFT
 from cairn.trainer.task import Context, Task
 
-TASKS: dict[str, type[Task]] = {"sft": SFT, "rl": RL}
+TASKS: dict[str, type[Task]] = {"sft": SFT, "dpo": DPO, "rl": RL}
 
 
 def task_class(config: TrainerBase) -> type[Task]:

@@ -9,6 +9,7 @@ FILE_NAME = "README.md"
 HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 METHODS = {
     "sft": "supervised fine-tuning (SFT)",
+    "dpo": "learning from preferences (DPO and its relatives)",
     "reinforcement-learning": "reinforcement learning (RL)",
 }
 """What made the weights: the hub's tag, and in words."""

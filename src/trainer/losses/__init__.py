@@ -6,16 +6,31 @@ A loss of your own extends `Loss` and is named as module:Class; see "A loss" in 
 from cairn.config.loss import LossConfig
 from cairn.run.extensions import BadExtension, load, make
 from cairn.trainer.losses.cispo import Cispo
+from cairn.trainer.losses.dpo import DPO
 from cairn.trainer.losses.dppo import Dppo
 from cairn.trainer.losses.gpg import Gpg
 from cairn.trainer.losses.gspo import Gspo
 from cairn.trainer.losses.icepop import IcePop
+from cairn.trainer.losses.ipo import IPO
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.losses.loss import OLD_LOGPROBS, Loss, LossInputs, LossSums
+from cairn.trainer.losses.orpo import ORPO
+from cairn.trainer.losses.pairs import REFERENCE, SIDE
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.losses.sapo import Sapo
+from cairn.trainer.losses.simpo import SimPO
 
-__all__ = ["LOSSES", "OLD_LOGPROBS", "Likelihood", "Loss", "LossInputs", "LossSums", "make_loss"]
+__all__ = [
+    "LOSSES",
+    "OLD_LOGPROBS",
+    "REFERENCE",
+    "SIDE",
+    "Likelihood",
+    "Loss",
+    "LossInputs",
+    "LossSums",
+    "make_loss",
+]
 
 LOSSES: dict[str, type[Loss]] = {
     "likelihood": Likelihood,
@@ -26,8 +41,13 @@ LOSSES: dict[str, type[Loss]] = {
     "dppo": Dppo,
     "sapo": Sapo,
     "gpg": Gpg,
+    "dpo": DPO,
+    "ipo": IPO,
+    "simpo": SimPO,
+    "orpo": ORPO,
 }
-"""By type; `cairn.config.loss` says which are for SFT and which for RL, and what each is made with."""
+"""By type; `cairn.config.loss` says which are for SFT and which for RL, `cairn.config.pair_loss` which are
+for preferences, and both what each is made with."""
 
 
 def make_loss(config: LossConfig) -> Loss:

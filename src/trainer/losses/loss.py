@@ -142,6 +142,8 @@ class Loss(ABC):
     """Whether it asks for `LossInputs.old_logprobs`."""
     needs_entropies: bool = False
     """Whether it uses `LossInputs.entropies`, which cost a second pass over the logits."""
+    needs_reference: bool = False
+    """For losses of preferences: whether it asks for the column `reference_logps`."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossSums:

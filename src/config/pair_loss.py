@@ -1,0 +1,88 @@
+"""Settings of the losses of preferences; each type of loss has its own."""
+
+from collections.abc import Iterable
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from cairn.config.loss import CustomLossConfig, LossConfig, tag_by_type
+
+
+class PairLossConfig(LossConfig):
+    """The settings that all types of them have."""
+
+    form: ClassVar[str] = "pairs"
+    """What the records must be: a name in `cairn.trainer.data.forms.FORMS`."""
+
+
+class DPOLossConfig(PairLossConfig):
+    """Direct preference optimisation."""
+
+    type: Literal["dpo"] = "dpo"
+    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """dpo: scale of the log-ratios to the reference; a larger one keeps the model closer to it."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """dpo: the probability that the answers of a pair are the wrong way round (conservative DPO)."""
+
+
+class IPOLossConfig(PairLossConfig):
+    """Identity preference optimisation: a margin to reach, and not to exceed."""
+
+    type: Literal["ipo"] = "ipo"
+    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """ipo: the margin of the mean log-ratios per token to reach is 1 / (2 beta)."""
+
+
+class SimPOLossConfig(PairLossConfig):
+    """Simple preference optimisation: mean logprobs, without a reference."""
+
+    type: Literal["simpo"] = "simpo"
+    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    beta: float = Field(default=2.0, gt=0, allow_inf_nan=False)
+    """simpo: scale of the answers' mean logprobs per token."""
+    gamma: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """simpo: the margin that the scaled difference has to exceed."""
+    label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
+    """simpo: the probability that the answers of a pair are the wrong way round."""
+
+
+class ORPOLossConfig(PairLossConfig):
+    """Odds ratio preference optimisation: SFT on the chosen answer, and the odds ratio; no reference."""
+
+    type: Literal["orpo"] = "orpo"
+    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """orpo: weight of the odds ratio beside the chosen answer's likelihood (lambda in the paper)."""
+
+
+class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
+    """A loss of your own."""
+
+    type: str
+    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+
+    @classmethod
+    def built_in(cls) -> Iterable[str]:
+        """The built-in types."""
+        return PAIR_LOSSES
+
+
+PAIR_LOSSES: dict[str, type[LossConfig]] = {
+    "dpo": DPOLossConfig,
+    "ipo": IPOLossConfig,
+    "simpo": SimPOLossConfig,
+    "orpo": ORPOLossConfig,
+}
+"""By type; the first is the default."""
+
+AnyPairLossConfig = Annotated[
+    Annotated[DPOLossConfig, Tag("dpo")]
+    | Annotated[IPOLossConfig, Tag("ipo")]
+    | Annotated[SimPOLossConfig, Tag("simpo")]
+    | Annotated[ORPOLossConfig, Tag("orpo")]
+    | Annotated[CustomPairLossConfig, Tag("module:Class")],
+    Discriminator(tag_by_type(PAIR_LOSSES)),
+]
+"""The settings of one type; `type` says which."""

@@ -1,0 +1,108 @@
+"""Learning from preferences: records of answers that are better and worse than others, and a loss of them."""
+
+from pathlib import Path
+
+import numpy as np
+from transformers import AutoTokenizer
+
+from cairn.checkpoint.step import StepFolder, TrainerRecord
+from cairn.config.preferences import DPOConfig
+from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.data_sets import BadRecord, same_records
+from cairn.run.recipe import template_arguments, tokenizer_of
+from cairn.trainer.data.preferences import PreferenceData
+from cairn.trainer.losses import REFERENCE, make_loss
+from cairn.trainer.reference import Origin, kept_origin, reference_logps, to_recipe
+from cairn.trainer.task import Context, Task
+
+
+class DPO(Task):
+    """Batches are cut from the records on every rank, ahead of time.
+
+    For a loss that compares with a reference, that is the model that the run began with.
+    """
+
+    prefetch = True
+
+    def __init__(self, config: DPOConfig, context: Context):
+        """Read the records, go on behind the last one that was trained on, and have the reference score them.
+
+        Raises:
+            BadRecord: they are not the records that the run was started with.
+            UsageError: nothing can be learned from the first of them; or the reference is needed and gone.
+        """
+        self.loss = make_loss(config.loss)
+        self._form = config.loss.form
+        recipe = context.recipe
+        self._data = PreferenceData(
+            config.data,
+            self._form,
+            AutoTokenizer.from_pretrained(context.model_folder),
+            config.seed,
+            row_length=config.seq_len,
+            template_arguments=template_arguments(recipe),
+        )
+        identity = self._data.identity()
+        kept = recipe.get("data", identity)
+        if not same_records(identity, kept):
+            raise BadRecord(f"{config.data.name} holds other records than when the run was started")
+        self._position = context.state.progress.total_samples - kept.get("begins_at", 0)
+        self._data.check_start()
+        self.recipe = {"data": kept, "method": "dpo"}
+        self._reference: np.ndarray | None = None
+        self._stopped = False
+        if self.loss.needs_reference:
+            self._refer(context, identity["digest"])
+
+    @classmethod
+    def warm_up(cls, folder: Path) -> None:
+        """Import `datasets`, and what the tokenizer needs."""
+        import datasets  # noqa: F401
+
+        AutoTokenizer.from_pretrained(folder)
+
+    def _refer(self, context: Context, records: str) -> None:
+        resume_from, group = context.attempt.resume_from, context.state.group
+        saved = (StepFolder(Path(resume_from)).trainer_state() if resume_from else None) or TrainerRecord()
+        origin = kept_origin(saved.recipe) or Origin.of(context.model_folder, group)
+        about = {
+            "records": records,
+            "tokenizer": tokenizer_of(context.model_folder),
+            "date": context.recipe.get("date"),
+            "answers": [self._form, self._data.config.too_long],
+        }
+        self._reference = reference_logps(
+            context.run.path / "reference",
+            about,
+            origin,
+            context.state,
+            self._data.samples,
+            len(self._data),
+            lambda: context.run.stop_requested() is not None,
+        )
+        self._stopped = self._reference is None
+        self.recipe = {**self.recipe, "reference": to_recipe(origin)}
+
+    def next_batch(self, step: int) -> Batch | None:
+        """The next records; None if the run was asked to stop before the reference had scored them.
+
+        Raises:
+            BadRecord: one of them can't be learned from.
+        """
+        if self._stopped:
+            return None
+        indices = self._data.indices(self._position, self._data.config.batch_size)
+        self._position += len(indices)
+        samples = [
+            self._with_reference(sample, index, place)
+            for index, unit in zip(indices, self._data.samples(indices), strict=True)
+            for place, sample in enumerate(unit)
+        ]
+        metrics = {"epoch": self._position / len(self._data)}
+        return Batch(samples, metrics, sampling=FROM_TEXT, together=len(samples) // len(indices))
+
+    def _with_reference(self, sample: Sample, index: int, place: int) -> Sample:
+        if self._reference is None:
+            return sample
+        column = np.full(len(sample.token_ids), self._reference[index, place], np.float32)
+        return Sample(sample.token_ids, sample.loss_mask, {**sample.columns, REFERENCE: column})

@@ -1,0 +1,443 @@
+"""Learning from preferences: records, losses against float64, the reference's logprobs, the task."""
+
+import importlib
+import json
+import math
+import re
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from one_rank import one_rank
+from pydantic import TypeAdapter, ValidationError
+from tiny import tokenizer, write_example
+
+from cairn.config.pair_loss import AnyPairLossConfig
+from cairn.config.preferences import DPOConfig, PreferenceDataConfig
+from cairn.run.attempt import Attempt
+from cairn.run.batches import Sample
+from cairn.run.data_sets import BadRecord
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.trainer import reference
+from cairn.trainer.data.pairs import answers_of, problem_of_pair
+from cairn.trainer.data.preferences import PreferenceData
+from cairn.trainer.dpo import DPO
+from cairn.trainer.group import RankGroup
+from cairn.trainer.losses import REFERENCE, SIDE, LossInputs, LossSums, make_loss
+from cairn.trainer.packing import BatchCounts, fill_rows, make_rank_batch
+from cairn.trainer.policy import make_policy
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step import train_step
+from cairn.trainer.task import Context
+
+group = one_rank
+ASKED = {"role": "user", "content": "abc"}
+GOOD, BAD = ({"role": "assistant", "content": text} for text in ("cba", "c"))
+
+
+# Records
+
+
+@pytest.mark.parametrize(
+    ("record", "prompt", "chosen", "rejected"),
+    [
+        ({"prompt": [ASKED], "chosen": [GOOD], "rejected": [BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": None, "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": "abc", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": [ASKED], "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": [ASKED], "chosen": "cba", "rejected": "c"}, [ASKED], [GOOD], [BAD]),
+        ({"prompt": "abc=", "chosen": "cba", "rejected": "c"}, "abc=", "cba", "c"),
+        ({"chosen": "Q: a A: yes it is", "rejected": "Q: a A: yet"}, "Q: a A:", " yes it is", " yet"),
+        ({"chosen": "yes", "rejected": "no"}, "", "yes", "no"),
+    ],
+)
+def test_forms_of_pairs(record: dict, prompt: Any, chosen: Any, rejected: Any):
+    """With a prompt, with whole conversations beside it, or with a prompt that is what both begin with."""
+    assert problem_of_pair(record) is None
+    assert answers_of(record) == [
+        {"prompt": prompt, "completion": chosen},
+        {"prompt": prompt, "completion": rejected},
+    ]
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"messages": [ASKED, GOOD]}, r"\['messages'\]; it needs chosen and rejected.*are for sft"),
+        ({"prompt": "a", "chosen": "b", "rejected": None}, "needs chosen and rejected"),
+        ({"chosen": [ASKED, GOOD], "rejected": "c"}, "both be text, or both lists of messages"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED, GOOD]}, "are the same"),
+        ({"chosen": [ASKED, GOOD], "rejected": [BAD]}, "no first message in common"),
+        ({"chosen": [ASKED, GOOD], "rejected": [ASKED]}, "rejected ends where the prompt ends"),
+        ({"prompt": "xyz", "chosen": [ASKED, GOOD], "rejected": [ASKED, BAD]}, "none of the messages"),
+        (
+            {"prompt": [ASKED], "chosen": [{"role": "assistant"}], "rejected": [BAD]},
+            "with chosen as the comp",
+        ),
+    ],
+)
+def test_records_that_are_no_pairs(record: dict, message: str):
+    problem = problem_of_pair(record)
+    assert problem
+    assert re.search(message, problem)
+
+
+def write(path: Path, records: list[dict]) -> PreferenceDataConfig:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return PreferenceDataConfig(name=str(path), batch_size=4)
+
+
+def pair_of(text: str, end: int = 1) -> dict:
+    answers = {"chosen": text[::-1], "rejected": text[::-1][:end]}
+    return {
+        "prompt": [{"role": "user", "content": text}],
+        **{name: [{"role": "assistant", "content": answer}] for name, answer in answers.items()},
+    }
+
+
+PAIRS = [pair_of("abcdefgh"[: 2 + i % 7] + str(i)) for i in range(10)]
+
+
+def read(config: PreferenceDataConfig, row_length: int = 32) -> PreferenceData:
+    return PreferenceData(config, "pairs", tokenizer(), 0, row_length=row_length)
+
+
+def test_both_answers_are_learned_from_behind_the_prompt(tmp_path: Path):
+    ((chosen, rejected),) = read(write(tmp_path / "pairs.jsonl", PAIRS[:1])).samples([0])
+    texts = [tokenizer().decode(one.token_ids[one.loss_mask]) for one in (chosen, rejected)]
+    assert texts == ["0ba<eos>", "0<eos>"]
+    assert [set(one.columns[SIDE]) for one in (chosen, rejected)] == [{1}, {-1}]
+
+
+@pytest.mark.parametrize(("too_long", "left"), [("cut", 2), ("drop", 0)])
+def test_answers_that_are_too_long(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, too_long: str, left: int
+):
+    """Nothing is learned from a pair of which an answer has nothing left, or, if so asked, less than all."""
+    config = write(tmp_path / "pairs.jsonl", [pair_of("abc"), pair_of("a" * 9), pair_of("a" * 20)])
+    config = config.model_copy(update={"too_long": too_long})
+    units = read(config, row_length=16).samples([0, 1, 2])
+    learned = [[int(s.cut(16).loss_mask[1:].sum()) for s in unit] for unit in units]
+    assert learned == [[4, 2], [5, 2] if left else [0, 0], [0, 0]]
+    assert [unit[0].columns[SIDE][0] for unit in units] == [1, 1 if left else 0, 0]
+    assert "nothing is learned from" in caplog.text
+    assert "line 3: 22 tokens come before the first of the chosen answer that is learned" in caplog.text
+
+
+def test_data_from_which_nothing_can_be_learned(tmp_path: Path):
+    config = write(tmp_path / "pairs.jsonl", [pair_of("a" * 20), pair_of("b" * 20)])
+    with pytest.raises(
+        UsageError, match=r"nothing can be learned from the first 2 of its 2 records.*seq-len"
+    ):
+        read(config, row_length=16).check_start()
+
+
+# Losses
+
+
+def loss_of(section: dict[str, Any]):
+    return make_loss(TypeAdapter(AnyPairLossConfig).validate_python(section))
+
+
+LENGTHS = [(3, 5), (3, 2), (2, 7), (2, 1), (4, 3), (4, 6)]
+"""Tokens of each sample's prompt and answer: three pairs."""
+PACKINGS = ([[0, 1, 2, 3, 4, 5]], [[4, 5], [0, 1, 2, 3]], [[0], [1], [4], [5], [2], [3]])
+
+
+def made(seed: int) -> tuple[list[torch.Tensor], list[float]]:
+    """Logprobs of the answers' tokens, float64 with gradient, and the reference's of whole answers."""
+    draw = torch.Generator().manual_seed(seed)
+    logprobs = [-(torch.randn(n, generator=draw).double() * 0.7).abs() - 0.01 for _, n in LENGTHS]
+    references = [float(one.sum()) + float(torch.randn(1, generator=draw)) for one in logprobs]
+    return [one.requires_grad_() for one in logprobs], references
+
+
+def of_cairn(
+    loss: Any,
+    logprobs: list[torch.Tensor],
+    references: list[float],
+    rows: Any,
+    left_out: tuple[int, ...] = (),
+) -> tuple[LossSums, float, list[torch.Tensor]]:
+    """Its sums, normaliser, and the gradient of each answer's tokens."""
+    samples = []
+    for i, (prompt, n) in enumerate(LENGTHS):
+        sample = Sample.of_answer([1] * prompt, [2] * n)
+        side = 0 if i // 2 in left_out else (1, -1)[i % 2]
+        columns = {SIDE: side, REFERENCE: references[i]}
+        filled = {k: np.full(prompt + n, v, np.float32) for k, v in columns.items()}
+        samples.append(Sample(sample.token_ids, sample.loss_mask & bool(side), filled))
+    micro = fill_rows([[samples[i] for i in row] for row in rows], 0, [SIDE, REFERENCE], together=2)
+    values, places = torch.zeros(micro.input_ids.shape), {}
+    for r, row in enumerate(rows):
+        start = 0
+        for i in row:
+            prompt, n = LENGTHS[i]
+            places[i] = (r, slice(start + prompt - 1, start + prompt + n - 1))
+            values[r, start + prompt : start + prompt + n] = logprobs[i].detach().float()
+            start += prompt + n
+    given = values[:, 1:].clone().requires_grad_()
+    sums = loss(LossInputs.of(given, micro))
+    sums.loss.backward()
+    counts = BatchCounts(samples=6, tokens=42, learned=24, cut=0, unlearned=2 * len(left_out), records=3)
+    return sums, loss.normaliser(counts), [given.grad[places[i]] for i in range(len(LENGTHS))]
+
+
+def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
+    return -torch.log1p(torch.exp(-x))
+
+
+def log_odds(p: torch.Tensor) -> torch.Tensor:
+    return torch.log(p / (1 - p))
+
+
+# Of each: chosen and rejected logprob, their references, and their lengths.
+PAPERS = {
+    "dpo": ({"beta": 0.3}, lambda c, r, rc, rr, n, m: -log_sigmoid(0.3 * ((c - rc) - (r - rr)))),
+    "cdpo": (
+        {"type": "dpo", "beta": 0.3, "label_smoothing": 0.1},
+        lambda c, r, rc, rr, n, m: (
+            -0.9 * log_sigmoid(0.3 * (c - rc - r + rr)) - 0.1 * log_sigmoid(-0.3 * (c - rc - r + rr))
+        ),
+    ),
+    "ipo": ({"beta": 0.4}, lambda c, r, rc, rr, n, m: ((c - rc) / n - (r - rr) / m - 1 / 0.8) ** 2),
+    "simpo": (
+        {"beta": 1.5, "gamma": 0.6},
+        lambda c, r, rc, rr, n, m: -log_sigmoid(1.5 * (c / n - r / m) - 0.6),
+    ),
+    "orpo": (
+        {"beta": 0.2},
+        lambda c, r, rc, rr, n, m: (
+            -c / n - 0.2 * log_sigmoid(log_odds(torch.exp(c / n)) - log_odds(torch.exp(r / m)))
+        ),
+    ),
+}
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+@pytest.mark.parametrize("name", PAPERS)
+def test_losses_are_those_of_the_papers(name: str, rows: list[list[int]]):
+    """In float64, with the gradient of every token, however pairs are laid in rows."""
+    settings, paper = PAPERS[name]
+    logprobs, references = made(3)
+    sums, normaliser, gradients = of_cairn(loss_of({"type": name, **settings}), logprobs, references, rows)
+    wanted = sum(
+        paper(
+            *(logprobs[i].sum() for i in (k, k + 1)),
+            *(references[i] for i in (k, k + 1)),
+            *(LENGTHS[i][1] for i in (k, k + 1)),
+        )
+        for k in (0, 2, 4)
+    )
+    wanted.backward()
+    assert normaliser == 3
+    assert sums.loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for gradient, one in zip(gradients, logprobs, strict=True):
+        torch.testing.assert_close(gradient.double(), one.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_metrics_of_pairs():
+    logprobs, references = made(3)
+    sums, _, _ = of_cairn(loss_of({"type": "dpo", "beta": 0.3}), logprobs, references, PACKINGS[0])
+    shown = {name: (value / weight).item() for name, (value, weight) in sums.averages.items()}
+    ratios = [0.3 * (one.sum().item() - ref) for one, ref in zip(logprobs, references, strict=True)]
+    assert shown["rewards/chosen"] == pytest.approx(np.mean(ratios[::2]), rel=1e-4)
+    assert shown["rewards/rejected"] == pytest.approx(np.mean(ratios[1::2]), rel=1e-4)
+    assert shown["rewards/margins"] == pytest.approx(np.mean(ratios[::2]) - np.mean(ratios[1::2]), rel=1e-4)
+    assert shown["rewards/accuracies"] == pytest.approx(
+        np.mean([a > b for a, b in zip(ratios[::2], ratios[1::2], strict=True)])
+    )
+    assert shown["logps/chosen"] == pytest.approx(np.mean([one.sum().item() for one in logprobs[::2]]))
+
+
+def test_a_pair_that_is_left_out_counts_nothing():
+    """Neither in the loss, its normaliser and its gradient nor in metrics."""
+    logprobs, references = made(3)
+    loss = loss_of({"type": "dpo"})
+    without, normaliser, gradients = of_cairn(loss, logprobs, references, PACKINGS[0], left_out=(1,))
+    assert normaliser == 2
+    assert not gradients[2].any()
+    assert not gradients[3].any()
+    assert without.averages["logps/chosen"][1] == 2
+    whole, _, _ = of_cairn(loss, logprobs, references, PACKINGS[0])
+    assert without.loss < whole.loss
+
+
+def test_certain_answers_have_finite_odds():
+    logprobs = [torch.zeros(n, dtype=torch.float64).requires_grad_() for _, n in LENGTHS]
+    sums, _, gradients = of_cairn(loss_of({"type": "orpo"}), logprobs, [0.0] * 6, PACKINGS[0])
+    assert math.isfinite(sums.loss.item())
+    assert all(torch.isfinite(one).all() for one in gradients)
+
+
+def test_losses_are_those_of_trl():
+    """Where it is installed."""
+    pytest.importorskip("trl")
+    logprobs, references = made(3)
+    device = SimpleNamespace(device=torch.device("cpu"))
+    means = [
+        torch.stack([one.sum() / n for one, (_, n) in zip(logprobs, LENGTHS, strict=True)])[k::2]
+        for k in (0, 1)
+    ]
+    cpo = importlib.import_module("trl.experimental.cpo.cpo_trainer").CPOTrainer
+    settings = {"beta": 2.0, "simpo_gamma": 1.0, "alpha": 0.0, "label_smoothing": 0.1, "loss_type": "simpo"}
+    theirs = cpo.cpo_loss(SimpleNamespace(accelerator=device, **settings), *means)[0].sum()
+    ours, _, _ = of_cairn(
+        loss_of({"type": "simpo", "label_smoothing": 0.1}), logprobs, references, PACKINGS[0]
+    )
+    assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
+    orpo = importlib.import_module("trl.experimental.orpo.orpo_trainer").ORPOTrainer
+    theirs = orpo.odds_ratio_loss(SimpleNamespace(accelerator=device, beta=0.1), *means)[0]
+    ours, _, _ = of_cairn(loss_of({"type": "orpo"}), logprobs, references, PACKINGS[0])
+    assert ours.loss.item() == pytest.approx(-(means[0] + theirs).sum().item(), rel=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"type": "dpo", "gamma": 1.0}, "Extra"),
+        ({"type": "ipo", "beta": 0}, "greater"),
+        ({"type": "dpoo"}, "dpo"),
+    ],
+)
+def test_wrong_settings_of_losses(section: dict, message: str):
+    with pytest.raises(ValidationError, match=message):
+        TypeAdapter(AnyPairLossConfig).validate_python(section)
+
+
+# The reference, and the task
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_example(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def config(tmp_path: Path) -> DPOConfig:
+    data = write(tmp_path / "pairs.jsonl", PAIRS)
+    return DPOConfig(seq_len=24, data=data, output_dir=str(tmp_path / "run"), optimizer={"lr": 0.01})
+
+
+def begin(group: RankGroup, folder: Path, config: DPOConfig) -> tuple[TrainerState, Context]:
+    state = TrainerState(config, group, {POLICY: make_policy(folder, config, group)}, TrainerProgress())
+    state.begin(folder)
+    run = RunDirectory(config.output_dir)
+    run.path.mkdir(exist_ok=True)
+    attempt = Attempt("r", 1, "dpo", start_step=0, resume_from=None, branch="main")
+    return state, Context(run, attempt, state, folder, {})
+
+
+def take(state: TrainerState, task: DPO, step: int) -> dict[str, float]:
+    work = make_rank_batch(
+        task.next_batch(step), state.config, rank=0, world_size=1, arrange=state.scorer.rows.arrange
+    )
+    return train_step(state, work, step, task.loss)
+
+
+def files_of(config: DPOConfig) -> list[Path]:
+    return sorted((Path(config.output_dir) / "reference").glob("*/*.safetensors"))
+
+
+def test_at_the_first_step_the_policy_is_the_reference(group: RankGroup, folder: Path, config: DPOConfig):
+    """And after it chosen answers are ahead; epochs count pairs."""
+    state, context = begin(group, folder, config)
+    task = DPO(config, context)
+    first, second = take(state, task, 1), take(state, task, 2)
+    assert first["loss"] == pytest.approx(math.log(2), abs=1e-5)
+    assert first["rewards/margins"] == pytest.approx(0, abs=1e-5)
+    assert second["rewards/margins"] > 0.01
+    assert state.progress.total_samples == 8
+    assert task.next_batch(3).metrics["epoch"] == 1.2
+
+
+def test_what_was_computed_before_a_death_is_kept(
+    group: RankGroup, folder: Path, config: DPOConfig, monkeypatch: pytest.MonkeyPatch
+):
+    """The missing files are computed, and no others; the weights that are trained now have no influence."""
+    monkeypatch.setattr(reference, "CHUNK", 3)
+    state, context = begin(group, folder, config)
+    first = DPO(config, context).next_batch(1)
+    paths = files_of(config)
+    assert [path.name for path in paths] == [f"records_{i}.safetensors" for i in (0, 3, 6, 9)]
+    before = {path: path.read_bytes() for path in paths}
+    paths[1].unlink()
+    paths[2].write_bytes(before[paths[2]][:-3])
+    untouched = paths[0].stat().st_mtime_ns
+    for weight in state.policy.module.parameters():
+        weight.data.mul_(1.5)
+    again = DPO(config, replace(context, recipe={})).next_batch(1)
+    assert again.digest() == first.digest()
+    assert {path: path.read_bytes() for path in paths} == before
+    assert paths[0].stat().st_mtime_ns == untouched
+
+
+def test_a_resumed_run_reads_them_and_needs_no_reference(
+    group: RankGroup, folder: Path, config: DPOConfig, monkeypatch: pytest.MonkeyPatch
+):
+    _, context = begin(group, folder, config)
+    DPO(config, context)
+    monkeypatch.setattr(reference, "build_model", None)  # nothing is loaded
+    DPO(config, context)
+
+
+def test_other_weights_settings_or_records_have_logprobs_of_their_own(
+    group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path
+):
+    _, context = begin(group, folder, config)
+    DPO(config, context)
+    longer = config.model_copy(update={"seq_len": 32})
+    DPO(longer, begin(group, folder, longer)[1])
+    other = write_example(tmp_path / "other", seed=1)
+    DPO(config, begin(group, other, config)[1])
+    assert len(files_of(config)) == 3
+
+
+def test_with_an_adapter_the_reference_is_the_base(group: RankGroup, folder: Path, config: DPOConfig):
+    """Whatever the adapter has learned when the reference has to score again."""
+    plain = DPO(config, begin(group, folder, config)[1]).next_batch(1)
+    for path in files_of(config):
+        path.unlink()
+    adapted = DPOConfig(**{**config.model_dump(), "lora": {"rank": 2}})
+    state, context = begin(group, folder, adapted)
+    for name, weight in state.policy.module.named_parameters():
+        if "lora_B" in name:
+            weight.data.fill_(0.3)
+    again = DPO(adapted, context).next_batch(1)
+    for one, other in zip(plain.samples, again.samples, strict=True):
+        np.testing.assert_array_equal(one.columns[REFERENCE], other.columns[REFERENCE])
+
+
+def test_weights_that_are_gone_are_named(group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path):
+    origin = reference.Origin.of(folder, group)
+    origin.check(group)
+    with pytest.raises(UsageError, match="holds others now"):
+        replace(origin, digest="0").check(group)
+    with pytest.raises(UsageError, match="is gone"):
+        replace(origin, folder=str(tmp_path / "none")).check(group)
+
+
+def test_losses_without_a_reference_compute_none(group: RankGroup, folder: Path, config: DPOConfig):
+    config = DPOConfig(**{**config.model_dump(), "loss": {"type": "simpo"}})
+    state, context = begin(group, folder, config)
+    task = DPO(config, context)
+    assert "rewards/margins" in take(state, task, 1)
+    assert not files_of(config)
+
+
+def test_a_stop_while_the_reference_scores(group: RankGroup, folder: Path, config: DPOConfig):
+    _, context = begin(group, folder, config)
+    context.run.request_stop("a test")
+    assert DPO(config, context).next_batch(1) is None
+
+
+def test_records_that_have_changed_are_refused(group: RankGroup, folder: Path, config: DPOConfig):
+    _, context = begin(group, folder, config)
+    kept = {"data": {"records": 3, "digest": "x"}}
+    with pytest.raises(BadRecord, match="other records than when the run was started"):
+        DPO(config, replace(context, recipe=kept))
