@@ -19,13 +19,16 @@ OURS = {
     "kv-cache-memory-bytes": "--kv-cache-memory",
     "logprobs-mode": None,
     "generation-config": None,
+    "override-generation-config": None,
+    "logits-processors": None,
     "weight-transfer-config": None,
     "hf-overrides": None,
     "api-key": None,
 }
 """vLLM arguments that Cairn sets itself, with Cairn's setting for each. Those without one must not be
 changed: the trainer's loss needs logprobs of the distribution that was sampled from, no default sampling
-parameters, and a model that computes what the trainer's does (config.json is the place to change both)."""
+parameters, no further change of logits, and a model that computes what the trainer's does (config.json is the
+place to change both)."""
 
 
 class InferenceConfig(CommandConfig):
@@ -74,7 +77,8 @@ class InferenceConfig(CommandConfig):
     @classmethod
     def _not_ours(cls, value: list[str]) -> list[str]:
         for argument in value:
-            name = argument.split("=")[0].lstrip("-").replace("_", "-")
+            # vLLM takes keys of JSON arguments behind a dot: --hf-overrides.rope_theta=1e6
+            name = argument.split("=")[0].lstrip("-").split(".")[0].replace("_", "-")
             if argument.startswith("-") and name in OURS:
                 instead = f"set it with {OURS[name]}" if OURS[name] else "runs depend on its value"
                 raise ValueError(f"{argument} is an argument that Cairn sets itself; {instead}")

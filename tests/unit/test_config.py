@@ -163,6 +163,8 @@ def test_documented_flags_exist(command: str, flag: str):
     ("argument", "message"),
     [
         ("--logprobs-mode=raw_logprobs", "runs depend on its value"),
+        ("--override-generation-config.top_k=5", "runs depend on its value"),
+        ("--logits_processors=a:B", "runs depend on its value"),
         ("--generation_config", "runs depend on its value"),
         ('--hf-overrides={"rope_theta": 1}', "runs depend on its value"),  # the trainer would not follow
         ("--port=1", "set it with --port"),

@@ -212,6 +212,8 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"temperature": 0.5},
         r"temperature = 0.5: training needs .* its temperature is 1; leave",
     ),
+    "top_k": ({"top_k": 50}, r"top_k = 50: training needs answers from the run's own distribution"),
+    "min_p": ({"min_p": 0.1}, r"min_p = 0.1: training needs answers from the run's own distribution"),
     "top_p": ({"top_p": 0.9}, r"top_p = 0.9: training needs answers from the run's own distribution"),
     "n": ({"n": 2}, "n = 2: each request gets one answer"),
     "n of another kind": ({"n": True}, "n = true: each request"),
