@@ -211,6 +211,8 @@ def _readable(
     for problem in error.errors():
         path = _path_of(problem["loc"], values)
         path = path[1:] if _is_shared(root, path) else path
+        if problem["type"] == "value_error" and root.find(path) is None and root.find(path[:-1]):
+            path = path[:-1]  # of a section, with the type that it has
         if problem["type"] == "extra_forbidden" and isinstance(problem["input"], dict):
             below = _leaves(problem["input"])
             found += [

@@ -177,6 +177,11 @@ def test_arguments_of_vllm_that_are_cairns_are_refused(argument: str, message: s
         load(InferenceConfig, ["--model.name", "m/m", f"--vllm-args={argument}"])
 
 
+def test_a_mistake_in_a_section_with_types_names_the_section():
+    with pytest.raises(UsageError, match=r"^--trainer\.loss: aggregation = 'constant' needs"):
+        load(RLConfig, ["--model.name", "m/m", "--trainer.loss.aggregation", "constant"])
+
+
 @pytest.mark.parametrize(
     ("flag", "value", "reason"),
     [
