@@ -487,12 +487,17 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
         *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 5),
         *("--trainer.workers", 2, "--trainer.weight-transport", "network", "--ckpt"),
         *("--ckpt.export.dtype", "bfloat16", "--ckpt.export.shard-size", "500K"),
+        *("--trainer.loss.entropy-coef", 0.001, "--trainer.loss.importance", "sequence_mask"),
+        *("--orchestrator.advantage.type", "reinforce_plus_plus_baseline"),
         *("--orchestrator.inference-url", server.url),
     )
     found = whole_rows(run, 5)
     for row in found:
         assert 0 < row["mismatch/logprob_max"] < 1e-4, row["step"]
         assert row["weights/bytes"] > 2e6
+        assert row["importance/mean"] == pytest.approx(1, abs=1e-3)
+        assert 0 < row["entropy"] < 5
+        assert row["advantage/std"] == pytest.approx(1, abs=1e-4)
     assert_proven(run, 5, found, served=range(5))
     assert set(read(run / "weights" / "v5" / "checksums.json")) == set(
         load_file(run / "weights/v5/model.safetensors")

@@ -468,6 +468,35 @@ def test_the_temperature_of_sampling_is_that_of_the_loss(step: Step, model_folde
     assert row["mismatch/logprob_max"] > 0.1
 
 
+def test_the_entropy_bonus_is_that_of_the_model(step: Step, model_folder: Path):
+    """Through FSDP2, value and gradient, over several micro-batches."""
+    samples = random_samples(8, [12, 20, 9, 13])
+    plain, _ = step(samples, PPOClip())
+    row, _ = step(samples, PPOClip(entropy_coef=0.5))
+    reported, _ = step(samples, PPOClip(entropy_coef=0))
+    model = Qwen3ForCausalLM.from_pretrained(model_folder, dtype=torch.float32)
+    total, count, gains = 0.0, 0, torch.zeros(())
+    for sample in samples:
+        ids, mask = torch.from_numpy(sample.token_ids).long(), torch.from_numpy(sample.loss_mask)[1:]
+        logits = model(ids[None]).logits[0, :-1]
+        entropies = torch.distributions.Categorical(logits=logits).entropy()[mask]
+        logprobs = logits.log_softmax(-1).gather(-1, ids[1:, None])[:, 0][mask]
+        sampler, advantages = (
+            torch.from_numpy(sample.columns[name])[1:][mask] for name in ("logprobs", "advantages")
+        )
+        ratio = (logprobs - sampler).exp()
+        objective = torch.minimum(ratio * advantages, ratio.clamp(0.8, 1.2) * advantages)
+        gains = gains + (objective + 0.5 * entropies).sum()
+        total, count = total + entropies.sum().item(), count + int(mask.sum())
+    (-gains / count).backward()
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 1e9)
+    assert row["entropy"] == pytest.approx(total / count, rel=1e-5)
+    assert row["loss"] == pytest.approx(plain["loss"] - 0.5 * total / count, rel=1e-4)
+    assert row["grad_norm"] == pytest.approx(norm.item(), rel=1e-4)
+    assert reported["entropy"] == pytest.approx(row["entropy"], rel=1e-6)
+    assert reported["grad_norm"] == pytest.approx(plain["grad_norm"], rel=1e-5)
+
+
 def test_samples_that_are_too_long_are_cut_and_counted(step: Step, model_folder: Path):
     samples = random_samples(5, [12, 20, 9, 13])
     row, _ = step(samples, seq_len=12)
