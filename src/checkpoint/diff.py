@@ -10,7 +10,16 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.formats import FORMATS, Content, Source, format_of, read_foreign
 from cairn.checkpoint.manifest import FILE_NAME, Manifest, load_manifest
-from cairn.checkpoint.step import ADAPTER, MODEL, OPTIMIZER, OrchestratorRecord, StepFolder, TrainerRecord
+from cairn.checkpoint.step import (
+    ADAPTER,
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    MODEL,
+    OPTIMIZER,
+    OrchestratorRecord,
+    StepFolder,
+    TrainerRecord,
+)
 from cairn.run.errors import UsageError
 from cairn.run.progress import Stage, no_progress
 
@@ -29,6 +38,13 @@ class Side:
     name: str
     content: Content
     manifest: Manifest | None = None
+
+
+OF_CRITIC = {
+    "critic": (CRITIC, "the critic's weights"),
+    "critic_optimizer": (CRITIC_OPTIMIZER, "the state of the critic's optimiser"),
+}
+"""What both sides may have of a critic: the stem, and how it is called, by the key in the report."""
 
 
 def compare(a: Path, b: Path, stage: Stage = no_progress) -> dict[str, Any]:
@@ -58,6 +74,11 @@ def compare(a: Path, b: Path, stage: Stage = no_progress) -> dict[str, Any]:
     report["optimizer"] = None
     if states[0] and states[1]:
         report["optimizer"] = _tensor_changes(states[0], states[1], stage, "comparing the optimiser's state")
+    for name, (stem, what) in OF_CRITIC.items():
+        both = [StepFolder(side.path).tensors(stem) if side.manifest else {} for side in sides]
+        report[name] = None
+        if all(both):
+            report[name] = _tensor_changes(both[0], both[1], stage, f"comparing {what}")
     return report
 
 

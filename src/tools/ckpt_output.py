@@ -132,6 +132,10 @@ def print_diff(report: dict[str, Any], *, top: int) -> None:
         _print_changes("the optimiser's state", report["optimizer"], top)
     else:
         say("the optimiser's state: not in both")
+    for name, what in (("critic", "the critic's weights"), ("critic_optimizer", "its optimiser's state")):
+        if report[name]:
+            say("")
+            _print_changes(what, report[name], top)
 
 
 def _print_changes(what: str, report: dict[str, Any], top: int) -> None:

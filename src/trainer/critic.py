@@ -115,8 +115,8 @@ class CriticLearner(Learner):
         return {
             "values/mean": of[VALUES].mean,
             "returns/mean": of[RETURNS].mean,
-            "advantages/mean": of["advantages"].mean,
-            "advantages/std": of["advantages"].deviation,
+            "advantage/mean": of["advantages"].mean,
+            "advantage/std": of["advantages"].deviation,
             f"{NAME}/explained_variance": 1.0 - unexplained,
         }
 

@@ -51,13 +51,13 @@ class ValueModel(nn.Module):
             UsageError: it has no part without the head.
         """
         super().__init__()
-        decoder = causal.base_model
-        if decoder is causal:
+        parts = {name: part for name, part in causal.named_children() if isinstance(part, PreTrainedModel)}
+        if not parts:
             raise UsageError(
                 f"{type(causal).__name__} can't be a critic: transformers keeps its layers and its head in "
                 "one module. Give another critic.model"
             )
-        self._prefix = causal.base_model_prefix
+        self._prefix, decoder = next(iter(parts.items()))
         self._no_split_modules = causal._no_split_modules
         self.add_module(self._prefix, decoder)
         head = causal.get_output_embeddings()

@@ -1,16 +1,29 @@
 """PPO's critic: its advantages, its loss, its model, and its place in steps and checkpoints."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from families import make
 from one_rank import one_rank
+from test_saver import ABOUT, bits, make_saver, save, saver, store
 from tiny import write_example
+from transformers import AutoModelForTokenClassification
 
+from cairn.checkpoint.diff import compare
+from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors import write_tensors
+from cairn.config.kinds import KINDS
+from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.launch.beside_policy import check_models_beside, with_models_beside
+from cairn.launch.start import Start
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
+from cairn.run.files import write_json
 from cairn.trainer.critic import CriticLearner, make_critic
 from cairn.trainer.gae import estimate, moments
 from cairn.trainer.group import RankGroup
@@ -20,6 +33,7 @@ from cairn.trainer.policy import make_policy
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 
+__all__ = ["make_saver", "saver", "store"]  # fixtures
 group = one_rank
 CONFIG = TrainerConfig(
     optimizer={"lr": 0.01, "eps": 1e-3},
@@ -145,8 +159,8 @@ def test_columns_are_those_of_each_sample_alone(group: RankGroup, folder: Path):
         {
             "values/mean": of_values.mean(),
             "returns/mean": returns.mean(),
-            "advantages/mean": advantages.mean(),
-            "advantages/std": advantages.std(ddof=1),
+            "advantage/mean": advantages.mean(),
+            "advantage/std": advantages.std(ddof=1),
             "critic/explained_variance": explained,
         },
         abs=1e-5,
@@ -160,8 +174,8 @@ def test_rewards_that_the_trainer_has_found_are_added(group: RankGroup, folder: 
     plain, more = make_work(samples), make_work(samples)
     for micro in more.micros:
         micro.add_column("token_rewards", -micro.columns["rewards"][:, 1:])
-    assert learner.prepare(plain)["advantages/std"] > 0.1
-    assert learner.prepare(more)["advantages/std"] == 0
+    assert learner.prepare(plain)["advantage/std"] > 0.1
+    assert learner.prepare(more)["advantage/std"] == 0
 
 
 @pytest.mark.parametrize("clip", [0.0, 0.1])
@@ -224,3 +238,154 @@ def test_batches_without_rewards_are_refused(group: RankGroup, folder: Path):
     samples = [Sample(one.token_ids, one.loss_mask, {}) for one in make_samples()]
     with pytest.raises(UsageError, match="the orchestrator ships advantages: give it advantage"):
         CriticLearner(CONFIG, state).prepare(make_work(samples))
+
+
+def learn(state: TrainerState, step: int, *, with_policy: bool = True) -> dict[str, float]:
+    """A step of a run; returns its metrics."""
+    learner = CriticLearner(CONFIG, state)
+    work = make_work(make_samples())
+    row = dict(learner.prepare(work))
+    return row | train_step(state, work, step, Likelihood(), others=[learner], with_policy=with_policy)
+
+
+def keep(saver: Saver, store: CheckpointStore, step: int, state: TrainerState) -> Path:
+    """The state as a checkpoint."""
+    critic = state.models["critic"]
+    files = {f"trainer/critic/{name}": content for name, content in critic.beside().items()}
+    saver.save(step, state.tensors(), files, ABOUT)
+    saver.finish()
+    folder = store.folder(step)
+    write_json(folder / "trainer" / "state.json", {"progress": {"step": step}})
+    return folder
+
+
+@pytest.mark.parametrize("trained_before", [False, True], ids=["in the warm-up", "behind it"])
+def test_a_resumed_run_goes_on_bit_by_bit(
+    group: RankGroup, folder: Path, saver: Saver, store: CheckpointStore, trained_before: bool
+):
+    """In the critic's warm-up the policy has no optimiser state yet. The critic's folder is all it needs."""
+    straight = begin(group, folder)
+    learn(straight, 1, with_policy=False)
+    learn(straight, 2, with_policy=trained_before)
+    saved = keep(saver, store, 2, straight)
+    models = {
+        POLICY: make_policy(folder, CONFIG, group),
+        "critic": make_critic(Path("nowhere"), CONFIG, group, saved),
+    }
+    resumed = TrainerState(CONFIG, group, models, TrainerProgress())
+    resumed.load(saved)
+    resumed.check_model()
+    assert learn(resumed, 3) == learn(straight, 3)
+    assert bits(resumed.tensors()) == bits(straight.tensors())
+
+
+def test_its_folder_opens_in_transformers(
+    group: RankGroup, folder: Path, saver: Saver, store: CheckpointStore
+):
+    """With the same values."""
+    state, samples = begin(group, folder), make_samples()
+    shake(state)
+    work = make_work(samples)
+    CriticLearner(CONFIG, state).prepare(work)
+    saved = keep(saver, store, 1, state) / "trainer" / "critic"
+    model, info = AutoModelForTokenClassification.from_pretrained(saved, output_loading_info=True)
+    assert not any(info.values()), info
+    for sample, values in zip(samples, columns_of(work, samples, "values"), strict=True):
+        with torch.no_grad():
+            logits = model.eval()(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0, :, 0]
+        wanted = logits[np.flatnonzero(sample.loss_mask) - 1]
+        torch.testing.assert_close(torch.from_numpy(values), wanted, atol=1e-4, rtol=1e-4)
+
+
+def test_another_run_can_begin_with_a_critic(group: RankGroup, folder: Path, tmp_path: Path):
+    """Its head included; the policy's own weights come from elsewhere."""
+    state = begin(group, folder)
+    shake(state)
+    critic = state.models["critic"]
+    write_tensors(tmp_path, critic.saved(), "model")
+    (tmp_path / "config.json").write_bytes(critic.beside()["config.json"])
+    config = CONFIG.beginning_as({"critic": str(tmp_path)})
+    other = make_critic(folder, config, group, None)
+    other.begin(Path("nowhere"))
+    assert bits({"all": other.saved()}) == bits({"all": critic.saved()})
+
+
+@pytest.mark.parametrize("family", ["gemma2", "qwen3_moe", "opt", "falcon_alibi", "llama4"])
+def test_models_of_all_kinds_learn_values(group: RankGroup, tmp_path: Path, family: str):
+    """Capped logits, experts in files of their own, masks, one sample a row, another place of the layers."""
+    state = begin(group, make(family, tmp_path))
+    learner = CriticLearner(CONFIG, state)
+    batch = Batch(make_samples(), sampling=Sampling(1.0))
+    losses = []
+    for step in (1, 2):
+        arrange = state.scorer.rows.arrange
+        work = make_rank_batch(batch, CONFIG, rank=0, world_size=1, arrange=arrange)
+        learner.prepare(work)
+        row = train_step(state, work, step, Likelihood(), others=[learner], with_policy=False)
+        losses.append(row["critic/loss"])
+    assert losses[1] < losses[0]
+    assert "lm_head.weight" not in state.models["critic"].saved()
+
+
+def test_steps_are_compared_with_their_critics(
+    group: RankGroup, folder: Path, saver: Saver, store: CheckpointStore
+):
+    state = begin(group, folder)
+    one = keep(saver, store, 1, state)
+    learn(state, 2)
+    two = keep(saver, store, 2, state)
+    learn(state, 3, with_policy=False)
+    three = keep(saver, store, 3, state)
+    report = compare(two, three)
+    changed = {row["name"]: row["changed"] for row in report["critic"]["tensors"]}
+    assert changed["score.weight"] > 0
+    assert all(row["changed"] == 0 for row in report["tensors"])
+    assert report["critic_optimizer"]["tensors"]
+    assert compare(one, two)["critic_optimizer"] is None, "the first has no state yet"
+
+
+# What the launcher checks
+
+RL = KINDS["rl"]
+
+
+def config_of(folder: Path, **critic: str) -> RLConfig:
+    """A run with the policy in a folder."""
+    trainer = {"critic": critic} if critic else {}
+    advantage = {"advantage": {"type": "gae"}} if critic else {}
+    return RLConfig(model={"name": str(folder)}, trainer=trainer, orchestrator=advantage)
+
+
+def test_a_run_gets_no_critic_on_its_way_and_loses_none(
+    group: RankGroup, folder: Path, saver: Saver, store: CheckpointStore
+):
+    state = begin(group, folder)
+    with_critic = keep(saver, store, 1, state)
+    save(saver, 2, {"model/model": state.tensors()["model/model"]})
+    yes, no = (RL.trainer(config_of(folder, **critic)) for critic in ({"model": "policy"}, {}))
+    check_models_beside(yes, Start(store, with_critic), "--trainer.")
+    check_models_beside(no, Start(store, store.folder(2)), "--trainer.")
+    with pytest.raises(UsageError, match=r"step_1 has a critic, and this run is without: .* --model.name"):
+        check_models_beside(no, Start(store, with_critic), "--trainer.")
+    with pytest.raises(UsageError, match=r"step_2 has no critic, .* Leave out --trainer.critic"):
+        check_models_beside(yes, Start(store, store.folder(2)), "--trainer.")
+
+
+def test_where_a_critic_begins(folder: Path, tmp_path: Path, store: CheckpointStore):
+    """A folder with the policy's tokens, of any architecture; or the policy itself."""
+    fresh, config = Start(store), config_of(folder, model="policy")
+    assert with_models_beside(RL, config, fresh, tmp_path) == config
+    own = write_example(tmp_path / "own")
+    found = with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+    assert RL.trainer(found).models_beside["critic"].model == str(own)
+    resumed = replace(fresh, folder=store.folder(1))
+    assert (
+        with_models_beside(RL, config_of(folder, model="gone"), resumed, tmp_path).trainer.critic.model
+        == "gone"
+    )
+    with pytest.raises(UsageError, match=r"--trainer.critic.model nowhere: there is no such folder"):
+        with_models_beside(RL, config_of(folder, model="nowhere"), fresh, tmp_path)
+    about = (own / "tokenizer.json").read_text()
+    (own / "tokenizer.json").write_text(about.replace('"a":', '"aaaa":'))
+    with pytest.raises(UsageError, match=r"vocabulary is not the policy's \(1 of its \d+ tokens differ\)"):
+        with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)

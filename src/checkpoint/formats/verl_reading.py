@@ -28,7 +28,7 @@ from cairn.run.files import read_json
 MODEL_FOLDERS = ("huggingface", "")
 """Where a policy's folder may hold config.json and the tokenizer."""
 BESIDE = {
-    "critic": "Cairn has no critic (value model) yet; its weights and optimiser stay in the source",
+    "critic": "merge its weights with verl's model_merger, and begin Cairn's with them: trainer.critic.model",
     "data.pt": "the position in the data; Cairn begins with its own data set",
     "trainer_state.pt": "the program's own counters and settings",
 }
@@ -107,7 +107,11 @@ class _Reading:
         """
         policy = self.places.policy
         if policy.name == "critic":
-            raise CheckpointError(f"{policy}: is a critic (value model), which Cairn does not have yet")
+            raise CheckpointError(
+                f"{policy}: is a critic, and a run begins with a policy. Merge its weights with "
+                f"`python -m verl.model_merger merge --backend fsdp --local_dir {policy} --target_dir OUT`, "
+                "and begin Cairn's critic with them: trainer.critic.model = OUT"
+            )
         if (policy / "lora_adapter").exists():
             self._refuse_adapter(["lora_adapter/"])
         about = read_json(policy / "fsdp_config.json")
