@@ -7,9 +7,9 @@ All train the same model on the same records with the same number of threads, in
 - trl_padded: TRL's `SFTTrainer` with its defaults, one record per row
 - trl_packed: the same with `packing=True`, and as many rows as hold the same number of tokens
 
-Useful tokens are those of records, not padding. Times are wall-clock times of whole steps after a warm-up.
-Systems take turns; medians over the rounds are reported. TRL is in the dependency group `bench`; without it
-only the others are run.
+Useful tokens are those of records, not padding; packing efficiency is their share of the computed ones.
+Times are wall-clock times of whole steps after a warm-up. Systems take turns; medians over the rounds are
+reported. TRL is in the dependency group `bench`; without it only the others are run.
 """
 
 import argparse
@@ -74,6 +74,7 @@ def compare(arguments: argparse.Namespace, folder: Path) -> dict:
             "tokens_per_s": statistics.median(found["tokens_per_s"] for found in all_),
             "step_ms": statistics.median(found["step_ms"] for found in all_),
             "rounds": [found["tokens_per_s"] for found in all_],
+            "packing_efficiency": all_[0].get("packing_efficiency"),
         }
         for name, all_ in rounds.items()
     }
@@ -96,9 +97,11 @@ def measure_cairn(task: common.Task, run: Path, arguments: argparse.Namespace) -
     """Run the command, timed from outside."""
     command = task.cairn(run, arguments.warmup + arguments.steps)
     with common.followed(command, run, task.threads) as rows:
-        seen = {row["step"]: (when, row["total_tokens"]) for when, row in rows}
+        found = [(when, row) for when, row in rows]
+    seen = {row["step"]: (when, row["total_tokens"]) for when, row in found}
     begin, end = seen[arguments.warmup], seen[arguments.warmup + arguments.steps]
-    return rates(end[1] - begin[1], end[0] - begin[0], arguments.steps)
+    packed = statistics.mean(row["packing_efficiency"] for _, row in found)
+    return rates(end[1] - begin[1], end[0] - begin[0], arguments.steps) | {"packing_efficiency": packed}
 
 
 # In new processes
@@ -148,7 +151,8 @@ def measure_bare(task: common.Task, warmup: int, steps: int) -> dict:
         optimizer.step()
         optimizer.zero_grad(set_to_none=True)
         loss.item()  # all systems log the loss
-    return rates(tokens, time.perf_counter() - started, steps)
+    computed = sum(micro.input_ids.numel() for micros in packed[warmup:] for micro in micros)
+    return rates(tokens, time.perf_counter() - started, steps) | {"packing_efficiency": tokens / computed}
 
 
 def measure_trl(task: common.Task, warmup: int, steps: int, *, packing: bool) -> dict:
@@ -187,11 +191,13 @@ def mean_length(task: common.Task) -> float:
 
 def show(report: dict) -> None:
     """Print a table."""
-    print(f"{'':12}{'tokens/s':>12}{'ms a step':>12}{'cairn is':>12}")
+    print(f"{'':12}{'tokens/s':>12}{'ms a step':>12}{'no padding':>12}{'cairn is':>12}")
     for name, values in report["systems"].items():
         ratio = report["ratios"].get(f"cairn / {name}")
         ratio = f"{ratio:.2f} x" if ratio else "-"
-        print(f"{name:12}{values['tokens_per_s']:12.0f}{values['step_ms']:12.1f}{ratio:>12}")
+        packed = values["packing_efficiency"]  # TRL does not say
+        share = f"{packed:.1%}" if packed else "-"
+        print(f"{name:12}{values['tokens_per_s']:12.0f}{values['step_ms']:12.1f}{share:>12}{ratio:>12}")
 
 
 if __name__ == "__main__":

@@ -76,6 +76,8 @@ class SFTDataConfig(DataSetConfig):
     """Several data sets in place of `name`, as [[data.sets]] tables; see docs/training.md."""
     batch_size: int = Field(default=64, ge=1)
     """Records per optimiser step, over all ranks."""
+    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Length of the run, in place of max_steps: passes over one indexed data set, up to a whole step."""
     shuffle: bool = True
     """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
     shuffle_block: int = Field(default=1000, ge=1)
@@ -119,4 +121,11 @@ class SFTDataConfig(DataSetConfig):
                 f"data.name, data.split or data.read beside data.sets ({several}): give one data set, or "
                 "several with name, split and read of their own, not both"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _epochs_have_a_length(self) -> "SFTDataConfig":
+        if self.epochs is not None and (self.sets or self.read == "stream"):
+            what = "each of data.sets has its own epochs" if self.sets else "a stream's length is unknown"
+            raise ValueError(f"data.epochs = {self.epochs:g}: {what}; give max_steps instead")
         return self

@@ -34,8 +34,8 @@ RENAMED = {
     "model_name_or_path": "model.name",
     "dataset_name": "data.name",
     "dataset_train_split": "data.split",
-    "num_train_epochs": "max_steps",
-    "epochs": "max_steps",
+    "num_train_epochs": "data.epochs|max_steps",
+    "epochs": "data.epochs|max_steps",
     "steps": "max_steps",
     "save_steps": "ckpt.interval",
     "save_total_limit": "ckpt.keep_last",
@@ -110,7 +110,7 @@ RENAMED = {
     "data.train_files": "data.name",
     "data.max_response_length": "sampling.max_tokens",
     "trainer.save_freq": "ckpt.interval",
-    "trainer.total_epochs": "max_steps",
+    "trainer.total_epochs": "data.epochs|max_steps",
     "trainer.default_local_dir": "output_dir",
     # Telescope, SkyRL, and how the transformers Trainer names checkpoints
     "checkpoint_every": "ckpt.interval",
@@ -143,9 +143,6 @@ RENAMED = {
 """Names used elsewhere, and the last keys of the corresponding setting here."""
 
 NOTES = {
-    "epochs": "training is counted in optimiser steps",
-    "num_train_epochs": "training is counted in optimiser steps",
-    "trainer.total_epochs": "training is counted in optimiser steps",
     "warmup_ratio": "in steps",
     "scheduler.min_lr": "as a fraction of the peak",
     "bf16": "--precision.compute bfloat16",
@@ -252,8 +249,8 @@ def _renamed(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> st
         if name in BATCH_SIZES:
             return _batch_size(known)
         if name in RENAMED:
-            found = _ending_in(tuple(RENAMED[name].split(".")), known, path[:start])
-            if found:
+            names = (tuple(there.split(".")) for there in RENAMED[name].split("|"))
+            if found := next(filter(None, (_ending_in(there, known, path[:start]) for there in names)), None):
                 note = f" ({NOTES[name]})" if name in NOTES else ""
                 return f"did you mean {_either(found)}?{note}"
     return None

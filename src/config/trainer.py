@@ -228,7 +228,10 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":
-        if problem := self.scheduler.problem(self.max_steps, "scheduler"):
+        by_epochs = self.records is not None and self.records.epochs is not None
+        if by_epochs and self.max_steps != type(self).model_fields["max_steps"].default:
+            raise ValueError("max_steps beside data.epochs: both are the length of the run; give one of them")
+        if not by_epochs and (problem := self.scheduler.problem(self.max_steps, "scheduler")):
             raise ValueError(problem)
         return self
 

@@ -21,6 +21,7 @@ from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.launch.attempt import begin
 from cairn.launch.beside_policy import with_models_beside
+from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
@@ -71,6 +72,7 @@ def start(command: str, config: RunConfig) -> int:
         RoleFailed: a role died.
     """
     kind = KINDS[command]
+    config = with_steps(kind, config)
     orchestrator: dict[str, Any] | None = None
     if "orchestrator" in kind.roles:
         orchestrator = _check_environment(kind.of("orchestrator", config))

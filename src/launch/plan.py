@@ -13,6 +13,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.shared import CommandConfig
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
+from cairn.launch.epochs import with_steps
 from cairn.launch.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.exporting import exports_in_words, with_exports
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
@@ -41,6 +42,7 @@ def show(command: str, config: CommandConfig) -> None:
     ranks = serving = machine
     if command in KINDS:
         kind = KINDS[command]
+        config = with_steps(kind, cast(RunConfig, config), lambda words: lines.append(f"  {words}"))
         config, placing = placed(kind, with_exports(with_ratings(cast(RunConfig, config))), machine, vllm)
         ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
         if placing.in_cluster and not config.machine:

@@ -431,7 +431,8 @@ FILE = "sft.toml"
             ["--optim.lr", "1"],
             r"--optim\.lr: .* did you mean --optimizer\.lr\?",
         ),
-        ("sft", ["--epochs", "3"], r"did you mean --max-steps\? \(training is counted in optimiser steps\)"),
+        ("sft", ["--epochs", "3"], r"did you mean --data\.epochs\?"),
+        ("rl", ["--epochs", "3"], r"did you mean --max-steps\?"),
         ("sft", ["--batch-size", "3"], r"did you mean --data\.batch-size\? \(records in one optimiser step"),
         ("rl", ["--batch-size", "3"], r"did you mean --orchestrator\.prompts-per-step\?"),
         ("rl", ["--group-size", "3"], r"did you mean --orchestrator\.samples-per-prompt\?"),
@@ -502,7 +503,7 @@ def test_checkpoint_settings_of_other_frameworks_are_known():
 def test_every_foreign_name_has_an_answer():
     """Its setting is one of some command."""
     ends = {leaf.name for cls in COMMANDS.values() for leaf in settings_of(cls).leaves()}
-    for name, here in hints.RENAMED.items():
+    for name, here in ((name, one) for name, all_ in hints.RENAMED.items() for one in all_.split("|")):
         assert any(f".{end}".endswith(f".{here.replace('_', '-')}") for end in ends), name
     assert set(hints.NOTES) <= set(hints.RENAMED)
 

@@ -24,6 +24,7 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import begin
+from cairn.launch.epochs import with_steps
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.start import Start
 from cairn.orchestrator import identity
@@ -549,3 +550,47 @@ def test_the_model_that_a_run_began_with_stays_known(tmp_path: Path):
     assert (
         base(shutil.copytree(MODEL, start.folder / "model", dirs_exist_ok=True), FRESH) == "tiny/Model-1.5b"
     )
+
+
+def test_epochs_are_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Up to a whole step; the schedule is checked against them."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    records = {"name": str(data), "batch_size": BATCH, "epochs": 1.5}
+    config = with_steps(SFT_RUN, SFTConfig(data=records))
+    assert isinstance(config, SFTConfig)
+    assert (config.max_steps, config.data.epochs) == (19, None)
+    assert "data.epochs = 1.5: max_steps = 19, for 50 records and a batch of 4" in capsys.readouterr().out
+    assert with_steps(SFT_RUN, config) is config
+    late = {"type": "linear", "warmup_steps": 19}
+    with pytest.raises(UsageError, match="warmup_steps = 19 leaves no step"):
+        with_steps(SFT_RUN, SFTConfig(data=records, scheduler=late))
+    with pytest.raises(ValueError, match=r"max_steps beside data\.epochs"):
+        SFTConfig(data=records, max_steps=5)
+    for many in ({"read": "stream"}, {"name": "", "sets": [{"name": str(data)}]}):
+        with pytest.raises(ValueError, match=r"data\.epochs = 1\.5: .*; give max_steps instead"):
+            SFTConfig(data=records | many)
+
+
+def test_the_place_in_the_data_is_saved_where_records_are_no_samples(tmp_path: Path):
+    """Other data begins behind the records that were taken, however many samples they were."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    taken = {"trainer": {"position": {"records": 33, "sources": {}}}}
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, sft(tmp_path, data), FRESH), **taken)
+    other = write_records(tmp_path / "b.jsonl", 40)
+    recipe = plan_recipe(SFT_RUN, sft(tmp_path, other, accept=("data",)), start)
+    assert recipe["trainer"]["data"]["begins_at"] == 33
+
+
+def test_another_weight_of_a_data_set_takes_consent(tmp_path: Path):
+    """Several data sets have no common end of an epoch at which that would be nothing."""
+    names = [write_records(tmp_path / f"{letter}.jsonl", 10) for letter in "ab"]
+
+    def mixed(weight: float) -> SFTConfig:
+        config = sft(tmp_path, names[0])
+        sets = [{"name": str(names[0])}, {"name": str(names[1]), "weight": weight}]
+        return config.model_copy(update={"data": SFTDataConfig(sets=sets, batch_size=BATCH)})
+
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, mixed(1), FRESH))
+    assert plan_recipe(SFT_RUN, mixed(1), start)["trainer"]["changes"] == []
+    with pytest.raises(UsageError, match=r"data.*b x 1: 10 records .* -> .*b x 2: 10 records"):
+        plan_recipe(SFT_RUN, mixed(2), start)
