@@ -183,6 +183,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return self.workers or 1
 
     @property
+    def counted_records(self) -> SFTDataConfig | None:
+        """The records by whose number the length of the run is given (`epochs`); None if that is max_steps."""
+        return None
+
+    @property
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is the user's own class."""
         return None
@@ -228,7 +233,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     @model_validator(mode="after")
     def _schedule_fits(self) -> "TrainerBase":
-        by_epochs = self.records is not None and self.records.epochs is not None
+        by_epochs = self.counted_records is not None
         if by_epochs and self.max_steps != type(self).model_fields["max_steps"].default:
             raise ValueError("max_steps beside data.epochs: both are the length of the run; give one of them")
         if not by_epochs and (problem := self.scheduler.problem(self.max_steps, "scheduler")):
@@ -246,6 +251,10 @@ class SFTConfig(TrainerBase):
     data: SFTDataConfig = SFTDataConfig()
     loss: SFTLossConfig = LikelihoodConfig()
     slurm: SlurmConfig | None = None
+
+    @property
+    def counted_records(self) -> SFTDataConfig | None:
+        return self.data if self.data.epochs is not None else None
 
     @property
     def own_loss(self) -> LossConfig | None:

@@ -16,7 +16,7 @@ def with_steps(kind: RunKind, config: RunConfig, say: Callable[[str], object] = 
     Raises:
         UsageError: the data can't be read, or is too small for the schedule.
     """
-    records = kind.trainer(config).records
+    records = kind.trainer(config).counted_records
     if records is None or records.epochs is None:
         return config
     from cairn.run.data_sets import BadRecord, load_records
