@@ -1,7 +1,8 @@
 """The kinds of runs, and what differs between them."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 from cairn.config.preferences import DPOConfig
 from cairn.config.rl import RLConfig
@@ -41,6 +42,14 @@ class RunKind:
         """The configuration with another one of the trainer."""
         changed: Any = config.model_copy(update={"trainer": trainer}) if self.sections else trainer
         return changed
+
+    def with_sources(self, config: RunConfig, sources: Mapping[str, str]) -> RunConfig:
+        """The configuration with other sources of the models that score batches, by the column's name."""
+        trainer = self.trainer(config).with_sources(sources)
+        if not self.sections:
+            return cast(RunConfig, trainer)
+        orchestrator = self.of("orchestrator", config).model_copy(update={"teachers": trainer.teachers})
+        return config.model_copy(update={"trainer": trainer, "orchestrator": orchestrator})
 
     def flags(self, role: str) -> str:
         """The prefix of a role's flags."""

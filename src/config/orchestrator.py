@@ -50,7 +50,7 @@ class SamplingConfig(BaseConfig):
 class OrchestratorConfig(SharedConfig):
     """The orchestrator: prompts, rollouts, rewards, advantages and batches."""
 
-    unlisted = frozenset({"normalize_advantages", "colocated"})
+    unlisted = frozenset({"normalize_advantages", "colocated", "teachers"})
     inference_url: list[str] = []
     """Addresses of running servers; if none is given, rl starts one with the settings in [inference]."""
     environment: EnvironmentConfig = EnvironmentConfig()
@@ -98,6 +98,8 @@ class OrchestratorConfig(SharedConfig):
     """Seconds to wait for an answer, including retries of failed requests."""
     version_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the trainer's next policy."""
+    teachers: dict[str, str] = {}
+    """The models that score batches, by column; the trainer's kl and distill set it."""
     colocated: bool = False
     """Have the servers sleep while a step is trained; rl --colocate sets it."""
 

@@ -12,6 +12,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.shared import CommandConfig, SharedConfig
 from cairn.config.slurm import RLSlurmConfig
 from cairn.config.supervision import SupervisionConfig
+from cairn.config.teachers import ONLY_AT_ONE, is_served
 from cairn.config.trainer import TrainerConfig
 from cairn.run.addresses import is_loopback
 
@@ -63,6 +64,24 @@ class RLConfig(SharedConfig, SupervisionConfig):
     def _critic_and_advantages_agree(self) -> Self:
         if problem := self.trainer.problem_with_advantages(self.orchestrator.advantage_types):
             raise ValueError(problem)
+        return self
+
+    @model_validator(mode="after")
+    def _teachers_fit(self) -> Self:
+        temperature, teachers = self.orchestrator.sampling.temperature, self.trainer.teachers
+        served = {column: source for column, source in teachers.items() if is_served(source)}
+        if served and temperature != 1:
+            column, url = next(iter(served.items()))
+            raise ValueError(
+                f"trainer.{self.trainer.sources_of[column]} = {url}: {ONLY_AT_ONE}, and "
+                f"orchestrator.sampling.temperature = {temperature:g}: sample at 1, or give a folder"
+            )
+        kinds = {one.advantage.type for one in self.orchestrator.of_environments()}
+        if "none" in kinds and not self.trainer.distill:
+            raise ValueError(
+                "orchestrator.advantage.type = 'none' leaves nothing to learn but from a teacher: give "
+                "trainer.distill.teacher, or another advantage"
+            )
         return self
 
     def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:

@@ -17,6 +17,7 @@ from cairn.config.shared import SharedConfig
 from cairn.config.slurm import SlurmConfig
 from cairn.config.spike import SpikeConfig
 from cairn.config.supervision import SupervisionConfig
+from cairn.config.teachers import KLConfig, WithTeachers
 
 
 class SchedulerConfig(BaseConfig):
@@ -201,6 +202,20 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         """With local folders, by section, in the place of the names of models beside the policy."""
         return self
 
+    @property
+    def kl_in_loss(self) -> KLConfig | None:
+        """The penalty on the divergence from a reference that is a term of the loss."""
+        return None
+
+    @property
+    def teachers(self) -> dict[str, str]:
+        """The models that fill in columns of its batches: their sources, by the column's name."""
+        return {}
+
+    def with_sources(self, sources: Mapping[str, str]) -> Self:
+        """With other sources of these models, by the column's name."""
+        return self
+
     @model_validator(mode="after")
     def _replicas_fit(self) -> "TrainerBase":
         if self.workers is not None and (problem := self.problem_of_replicas(self.workers)):
@@ -301,7 +316,7 @@ class CriticConfig(BaseConfig):
     """Shift and scale the advantages of each batch to mean 0 and standard deviation 1."""
 
 
-class TrainerConfig(TrainerBase):
+class TrainerConfig(WithTeachers, TrainerBase):
     """The trainer of an RL run: trains on the orchestrator's batches and publishes policies."""
 
     task = "rl"

@@ -37,6 +37,7 @@ from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
 from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, is_complete
 from cairn.launch.supervisor import run_roles
+from cairn.launch.teachers import Teachers
 from cairn.launch.uploading import finish_uploads
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import (
@@ -80,7 +81,7 @@ def start(command: str, config: RunConfig) -> int:
     if own_loss := kind.trainer(config).own_loss:
         from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
 
-        make_loss(own_loss)
+        make_loss(own_loss, kind.trainer(config).kl_in_loss)
     optimizers = [kind.trainer(config).optimizer]
     optimizers += [one.optimizer for one in kind.trainer(config).models_beside.values()]
     if any(one.is_own for one in optimizers):
@@ -191,7 +192,7 @@ def _see_through(
     run = config.run_directory()
     for remark in remarks([run.path, run.checkpoints]):
         print(remark, flush=True)
-    model = config.model
+    model, asked = config.model, kind.trainer(config).teachers
     try:
         while True:
             name = (
@@ -202,6 +203,9 @@ def _see_through(
             config = config.sharing(model=ModelConfig(name=name))
             config = with_models_beside(kind, config, chosen, run.path / CONVERTED)
             goes_on = config.ckpt is not None and config.ckpt.resume == "auto"
+            teachers = Teachers(model, chosen, kind.flags("trainer"), run.path / CONVERTED)
+            sources = teachers.settle(kind.trainer(config), Path(name), recipe["trainer"])
+            config = kind.with_sources(config, sources)
             config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
             own_step = 0 if chosen.is_fork else chosen.step
@@ -234,6 +238,7 @@ def _see_through(
                     if not (at_start and chosen.named):
                         config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
                     chosen = choose_start(config, needs=kind.parts, damaged=still)
+                    config = kind.with_sources(config, asked)
                     recipe = plan_recipe(kind, config, chosen, orchestrator)
                 except UsageError as error:
                     if at_start:
@@ -270,7 +275,7 @@ def orchestrate(config: OrchestratorConfig) -> int:
                 f"{run.path} is a run of {attempt.command}, which needs no separate orchestrator"
             )
         trainer = kind.trainer(run.read_config(kind.config))
-        shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt")}
+        shared = {key: getattr(trainer, key) for key in ("model", "seed", "max_steps", "ckpt", "teachers")}
         of_run = config.model_copy(update=shared)
         of_trainer = of_run.run_directory()
         accepted = {name for ckpt in (config.ckpt, of_run.ckpt) if ckpt for name in ckpt.accept_changes}

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 GIB = 1 << 30
 WIDTHS = {"float32": 4, "bfloat16": 2, "float16": 2}
+FROZEN = "weights of another model, by kl or distill"
 CONTEXT = 3 * GIB // 2
 """On a GPU: CUDA's context, kernels, and NCCL's buffers."""
 SLACK = 0.05
@@ -94,10 +95,12 @@ def rank_need(
     gpu: bool,
     chunk_logits: int,
     beside: Sequence[Beside] = (),
+    frozen: Sequence["Footprint"] = (),
 ) -> Need:
     """What one rank of the trainer needs of its device, at the end of a backward pass.
 
     Args:
+        frozen: models that score batches and are not trained.
         config: settled.
         gpu: whether it trains on a GPU.
         chunk_logits: largest number of logits at a time.
@@ -119,6 +122,10 @@ def rank_need(
         for one in beside:
             size, counted = one.bytes(one.footprint.shard(ranks // config.replicas))
             parts.append(Part(f"the {one.name}'s weights, gradients and state", size, counted, kept=True))
+        parts += [
+            Part(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
+            for one in frozen
+        ]
     rows, tokens = max(config.micro_batch_size, config.together), config.seq_len
     ahead = 0
     if not (ranks == 1 and compute == reduce == 4) or on_host:  # one rank in float32 has the plain model
@@ -148,6 +155,11 @@ def rank_need(
     return Need("a GPU" if gpu else "a rank", tuple(part for part in parts if part.bytes))
 
 
+def _held(frozen: "Footprint", config: TrainerBase, ranks: int) -> int:
+    """Bytes that a rank holds of a model that is not trained."""
+    return frozen.width * frozen.shard(ranks // config.replicas)
+
+
 def host_need(
     footprint: "Footprint",
     rank: Need,
@@ -156,6 +168,7 @@ def host_need(
     ranks: int,
     gpu: bool,
     beside: Sequence[Beside] = (),
+    frozen: Sequence["Footprint"] = (),
 ) -> Need:
     """What all ranks of one machine need of its memory.
 
@@ -175,6 +188,7 @@ def host_need(
         )
         state = (4 * elements + 4 * trained + _state(footprint, config.optimizer, trained).bytes) * ranks
         state += sum(one.bytes(one.footprint.shard(ranks // config.replicas))[0] for one in beside) * ranks
+        state += sum(_held(one, config, ranks) * ranks for one in frozen)
         parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
         elements = footprint.trained_shard(1)

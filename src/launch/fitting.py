@@ -6,7 +6,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.away import away_files
+from cairn.checkpoint.step import StepFolder
 from cairn.config.inference import InferenceConfig
+from cairn.config.teachers import START, is_served
 from cairn.config.trainer import POLICY_AGAIN, TrainerBase
 from cairn.launch.estimate import (
     Beside,
@@ -64,12 +66,27 @@ def training_needs(folder: str, config: TrainerBase, machine: Machine) -> Traini
         Beside(name, _count(folder if one.model == POLICY_AGAIN else one.model, **how), one.optimizer)
         for name, one in config.models_beside.items()
     ]
+    compute = config.precision.compute
+    frozen = [
+        _count(one, compute=compute, activation_checkpointing=False) for one in frozen_folders(config, folder)
+    ]
     from cairn.trainer.head import CHUNK_LOGITS
 
     gpu, ranks = machine.has_gpus, config.ranks
     chunk = CHUNK_LOGITS["cuda" if gpu else "cpu"]
-    rank = rank_need(footprint, config, ranks=ranks, gpu=gpu, chunk_logits=chunk, beside=beside)
-    return TrainingNeeds(rank, host_need(footprint, rank, config, ranks=ranks, gpu=gpu, beside=beside))
+    rank = rank_need(
+        footprint, config, ranks=ranks, gpu=gpu, chunk_logits=chunk, beside=beside, frozen=frozen
+    )
+    host = host_need(footprint, rank, config, ranks=ranks, gpu=gpu, beside=beside, frozen=frozen)
+    return TrainingNeeds(rank, host)
+
+
+def frozen_folders(config: TrainerBase, folder: str) -> list[str]:
+    """The folders, or names on the hub, of the models that the trainer holds beside the one in `folder`."""
+    sources = {source for source in config.teachers.values() if not is_served(source)}
+    folders = {folder if source == START else source for source in sources}
+    steps = {one: StepFolder(Path(one)).model for one in folders}
+    return sorted(str(model) if model.is_dir() else one for one, model in steps.items())
 
 
 def serving_needs(folder: str, config: InferenceConfig) -> Need:
@@ -97,6 +114,7 @@ def refuse_what_does_not_fit(folder: str, config: TrainerBase, machine: Machine,
     folders = [
         folder,
         *(folder if m.model == POLICY_AGAIN else m.model for m in config.models_beside.values()),
+        *frozen_folders(config, folder),
     ]
     if not machine.has_gpus and sum(_at_most(one, ranks) for one in folders) < machine.memory:
         return

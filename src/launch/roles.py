@@ -106,6 +106,7 @@ def run_orchestrator(
     with importing():
         from cairn.inference.pool.server_pool import ServerPool
         from cairn.inference.pool.settings import PoolSettings
+        from cairn.inference.prompt_scores import scores_of
         from cairn.orchestrator.loop import Orchestrator
 
     async def show_progress() -> None:
@@ -129,7 +130,8 @@ def run_orchestrator(
                 assert config.server_timeout is not None, "the configuration is settled"
                 if run.versions.trainers_turn(attempt) is None:  # else a server may wait for its end
                     await servers.wait_ready(config.server_timeout)
-                return await Orchestrator(config, attempt, servers).run()
+                async with scores_of(config.teachers, config.request_timeout) as scores:
+                    return await Orchestrator(config, attempt, servers, scores).run()
         finally:
             progress.cancel()
 

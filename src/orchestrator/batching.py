@@ -6,6 +6,7 @@ import logging
 import statistics
 from collections import Counter
 
+from cairn.config.teachers import TEACHER_LOGPROBS
 from cairn.orchestrator.advantages import batch_samples, teaches
 from cairn.orchestrator.answering import Answering
 from cairn.orchestrator.chat import ChatFormat
@@ -19,6 +20,7 @@ from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sharing import Sharing
 from cairn.orchestrator.sources import problems_of
 from cairn.orchestrator.state import OrchestratorState
+from cairn.orchestrator.teachers import ServedTeachers
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.faults import fault_point
 from cairn.run.messages import BatchHeader, PolicyName, ShippedBatch
@@ -40,12 +42,14 @@ class BatchMaker:
         answering: Answering,
         sharing: Sharing,
         chat: ChatFormat,
+        teachers: ServedTeachers,
     ):
         """Take over the ledger's waiting prompts; answers sampled at another temperature are dropped."""
         self.state = state
         self.answering = answering
         self.sharing = sharing
         self.chat = chat
+        self.teachers = teachers
         temperature = state.config.sampling.temperature
         dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
         self._dropped = Counter(group.environment for group in dropped)
@@ -70,6 +74,7 @@ class BatchMaker:
             EnvironmentFailed: nothing can be learned from several prompts in a row.
             PromptRefused: a problem has no usable prompt.
             AdvantageFailed: the advantage fails on a group.
+            ServerUnavailable: a served teacher does not answer in time.
             Exception: the servers' client gives up.
         """
         while True:
@@ -133,7 +138,8 @@ class BatchMaker:
         """Why nothing can be learned from the group; None if something can."""
         source = self.state.source(group)
         overlong = source.overlong
-        if not teaches(source.advantage, overlong.compared(group.learned)):
+        has_teacher = TEACHER_LOGPROBS in source.config.teachers
+        if not (has_teacher or teaches(source.advantage, overlong.compared(group.learned))):
             return NO_SPREAD
         return ALL_MASKED if all(map(overlong.masks, group.learned.rollouts)) else None
 
@@ -187,9 +193,11 @@ class BatchMaker:
         return sorted(chosen, key=lambda group: group.place)
 
     async def _ship(self, step: int, groups: list[AnswerGroup]) -> None:
-        """Write the batch file of `step`, then record the batch in the ledger."""
+        """Have servers score the batch of `step`, write its file, then record the batch in the ledger."""
         state = self.state
-        batch = self._batch(step, groups)
+        by_group = self._samples([group.learned for group in groups])
+        await self.teachers.score(list(itertools.chain.from_iterable(by_group)))
+        batch = self._batch(step, groups, by_group)
         fault_point("orchestrator.before_ship")
         await state.disk.do(self._write, step, groups, batch)
         fault_point("orchestrator.shipped")
@@ -210,11 +218,10 @@ class BatchMaker:
         fault_point("orchestrator.kept_rollouts")
         write_batch(batch_path(state.run.batches, step), batch)
 
-    def _batch(self, step: int, groups: list[AnswerGroup]) -> RLBatch:
+    def _batch(self, step: int, groups: list[AnswerGroup], by_group: list[list[Sample]]) -> RLBatch:
         """The batch of `step`: samples, header and metrics."""
         attempt = self.state.attempt
         learned = [group.learned for group in groups]
-        by_group = self._samples(learned)
         samples = list(itertools.chain.from_iterable(by_group))
         sampling = Sampling(self.state.config.sampling.temperature)
         row = ShippedBatch(

@@ -8,6 +8,7 @@ alternate.
 
 import asyncio
 import sqlite3
+from collections.abc import Mapping
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.answering import ByEnvironment, make_answering
@@ -17,9 +18,10 @@ from cairn.orchestrator.evaluation import Evaluations
 from cairn.orchestrator.following import TrainerFollower
 from cairn.orchestrator.ledger import LedgerFailed
 from cairn.orchestrator.resume import first_policy, take_up
-from cairn.orchestrator.servers import PolicyServers
+from cairn.orchestrator.servers import PolicyServers, TokenScores
 from cairn.orchestrator.sharing import make_sharing
 from cairn.orchestrator.sources import make_sources
+from cairn.orchestrator.teachers import ServedTeachers
 from cairn.run.attempt import Attempt
 from cairn.run.recipe import template_arguments
 
@@ -27,13 +29,20 @@ from cairn.run.recipe import template_arguments
 class Orchestrator:
     """Ships one batch per step, sampled from policies at most `max_off_policy_steps` behind the newest."""
 
-    def __init__(self, config: OrchestratorConfig, attempt: Attempt, servers: PolicyServers):
+    def __init__(
+        self,
+        config: OrchestratorConfig,
+        attempt: Attempt,
+        servers: PolicyServers,
+        scores: Mapping[str, TokenScores] | None = None,
+    ):
         """Take up the run at the step that `attempt` starts from, plus what the ledger has recorded since.
 
         Args:
             config: its `model.name` is the local directory of the policy to start from, unless the attempt
                 resumes.
             servers: the inference servers.
+            scores: served models that score batches, by the column that each fills in.
 
         Raises:
             BadEnvironment: an environment can't be made.
@@ -53,7 +62,8 @@ class Orchestrator:
         )
         self.evaluations = Evaluations(self.state, chat)
         sharing = make_sharing(self.state, self.evaluations.due)
-        self.batches = BatchMaker(self.state, answering, sharing, chat)
+        teachers = ServedTeachers(config, chat, scores or {})
+        self.batches = BatchMaker(self.state, answering, sharing, chat, teachers)
         self.follower = TrainerFollower(self.state, policy, sharing, self.evaluations)
 
     async def run(self) -> int:
@@ -66,6 +76,7 @@ class Orchestrator:
             EnvironmentFailed: nothing can be learned from several prompts in a row.
             PromptRefused: a problem has no usable prompt.
             AdvantageFailed: the advantage fails on a group.
+            UsageError: a served teacher has another vocabulary, or refuses a request.
             Exception: the servers' client gives up.
         """
         following = asyncio.create_task(self.follower.run())

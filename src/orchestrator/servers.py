@@ -26,6 +26,18 @@ class GeneratingServers(Protocol):
         ...
 
 
+class TokenScores(Protocol):
+    """A served model that gives logprobs of tokens which others have sampled."""
+
+    async def check(self, text: str, token_ids: Sequence[int]) -> None:
+        """See that its tokens of `text` are `token_ids`."""
+        ...
+
+    async def logprobs(self, token_ids: Sequence[int]) -> list[float]:
+        """Logprobs of all tokens but the first, at temperature 1."""
+        ...
+
+
 class PolicyServers(GeneratingServers, Protocol):
     """The inference servers, however many there are."""
 

@@ -44,12 +44,15 @@ COLUMNS = {
     "side": Column(np.int8),
     "reference_logps": Column(np.float32),
     "number": Column(np.int32),
+    "reference_logprobs": Column(np.float32),
+    "teacher_logprobs": Column(np.float32),
 }
 """All columns: what the sampler gave each token, how much better an answer is than others, and, in the place
 of that, the rewards from which the trainer computes it. Of preferences, with one value for all tokens of a
 sample: `side`, 1 of the chosen answer, -1 of the rejected one, 0 of one that is not learned from, and the
 logprob of its learned tokens together under the reference. `number`: the sample's place among those that are
 scored one by one.
+`reference_logprobs`, `teacher_logprobs`: what a served reference or teacher gives each token.
 
 A further one needs an entry here and somebody who fills it in; batch files, packing and losses then have it.
 Samples need not have all columns, but those of one batch have the same ones.

@@ -43,6 +43,8 @@ TRAINER: Settings = {
         f"critic.{name}": None
         for name in ("optimizer", "scheduler", "warmup_steps", "clip", "gamma", "gae_lambda", "whiten")
     },
+    "kl": None,
+    "distill": None,
     "data.batch_size": "batch_size",
     "data.shuffle": "shuffle",
     "data.shuffle_block": None,

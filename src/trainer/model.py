@@ -40,10 +40,13 @@ def build_model(
     config: TrainerBase,
     mesh: DeviceMesh,
     remade: Callable[[PreTrainedModel], Any] = lambda model: model,
+    *,
+    held_as: torch.dtype = torch.float32,
 ) -> PreTrainedModel:
     """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
 
-    Master weights are float32, whatever the data type of the files. Weights get memory once the model is
+    Parameters are held in float32, as master weights must be, whatever the data type of the files; a model
+    that is never trained may hold them as it computes. Weights get memory once the model is
     sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU. A single rank
     that computes in float32 where its weights are has nothing to shard or to convert: it gets the plain
     model, which is faster and computes the same bits.
@@ -57,6 +60,9 @@ def build_model(
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
         model.set_attn_implementation("eager")  # sdpa silently ignores the cap
     freeze(model, config.freeze)
+    if held_as != torch.float32:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(held_as)
     if config.lora:
         adapt(model, config.lora)
     if config.activation_checkpointing:

@@ -23,6 +23,7 @@ from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.scoring import add_logprobs
 from cairn.trainer.sharing import Apart, Sharing, make_sharing
 from cairn.trainer.task import Context, Decision, Earlier, Task
+from cairn.trainer.teachers import Teachers, sums_in
 from cairn.trainer.trained import Trained
 from cairn.trainer.transports import TRANSPORTS, Served
 
@@ -35,7 +36,7 @@ class RL(Task):
     def __init__(self, config: TrainerConfig, context: Context):
         """Publish the policy that training starts from; all ranks call it."""
         run, attempt, state = context.run, context.attempt, context.state
-        self.loss = make_loss(config.loss)
+        self.loss = make_loss(config.loss, config.kl_in_loss)
         self.updates = config.updates_per_batch
         self.mini_batches = config.mini_batches or self.updates
         self._critic = CriticLearner(config, state) if config.critic else None
@@ -43,6 +44,7 @@ class RL(Task):
         self._warmup_steps = config.critic.warmup_steps if config.critic else 0
         self._scorer = state.scorer
         self._group = state.group
+        self._teachers = Teachers(config, state.group, state.scorer, sums_in(context.recipe))
         self._training_state = config.ckpt is not None and config.ckpt.training_state
         sharing = make_sharing(config, run, attempt)
         self._replay = Replay(run, attempt)
@@ -85,19 +87,19 @@ class RL(Task):
         return None if self._group.any_of(batch is None)[0] else batch
 
     def prepare(self, batch: RankBatch) -> Mapping[str, float]:
-        """Add the policy's own logprobs, if the loss asks for them and an update will change them, and then
-        advantages, if they come from a critic."""
+        """Add the policy's own logprobs, if the loss asks for them and an update will change them, then what
+        other models say of the tokens, and then advantages, if they come from a critic."""
         if self.loss.needs_old and self.updates > 1:
             add_logprobs(batch, OLD_LOGPROBS, self._scorer, self._group.device)
-        # What adds `critic.TOKEN_REWARDS` to the batch has its place here.
+        found = dict(self._teachers.score(batch))
         if self._critic:
-            return self._critic.prepare(batch)
+            return found | dict(self._critic.prepare(batch))
         if any(REWARDS in micro.columns for micro in batch.micros):
             raise UsageError(
                 "the orchestrator ships rewards (advantage.type = 'gae'), and this trainer has no critic to "
                 "make advantages of them: give it one (--critic), or the orchestrator another advantage.type"
             )
-        return {}
+        return found
 
     def trains_policy(self, step: int) -> bool:
         """After the critic's warm-up."""

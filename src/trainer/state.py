@@ -8,17 +8,14 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.arena import Tensors
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
 from cairn.checkpoint.step import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
-from cairn.trainer.attention import Device, choose
 from cairn.trainer.balancing import Balance, coefficient_of
 from cairn.trainer.group import RankGroup
-from cairn.trainer.head import Head
+from cairn.trainer.scorers import check_scorer, make_scorer
 from cairn.trainer.scoring import Scorer
-from cairn.trainer.self_check import find_rows
 from cairn.trainer.spikes import SpikeGuard
 from cairn.trainer.trained import Trained
 
@@ -68,10 +65,7 @@ class TrainerState:
     @cached_property
     def scorer(self) -> Scorer:
         """What turns micro-batches into logprobs; all ranks must ask for it first at the same place."""
-        module, device = self.policy.module, self.group.device
-        vocabulary = module.config.get_text_config().vocab_size
-        in_float32 = self.config.precision.settled(gpu=device.type == "cuda").head == "float32"
-        return Scorer(module, device, Head.on(device, vocabulary, in_float32=in_float32))
+        return make_scorer(self.policy.module, self.config, self.group.device)
 
     @cached_property
     def balance(self) -> Balance:
@@ -90,20 +84,7 @@ class TrainerState:
         """
         if self.balance.coefficient:
             logger.info("the experts' load is balanced: router_aux_coef = %g", self.balance.coefficient)
-        config, group = self.config, self.group
-        precision = config.precision.settled(gpu=group.device.type == "cuda")
-        device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
-        kernel, why = choose(config.attention, self.policy.module, device)
-        logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
-        self.scorer.rows = find_rows(
-            self.scorer,
-            group,
-            rounding=precision.rounding,
-            must_pass=config.self_check,
-            first=self.rows,
-            kernel=kernel,
-            must_be_kernel=kernel is not None and config.attention != "auto",
-        )
+        check_scorer(self.scorer, self.config, self.group, first=self.rows)
 
     def begin(self, folder: Path) -> None:
         """Take the weights that a run starts from, with the policy's in `folder`; all ranks call it.

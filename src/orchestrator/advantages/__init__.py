@@ -21,6 +21,7 @@ from cairn.orchestrator.advantages.gae import Gae
 from cairn.orchestrator.advantages.gdpo import Gdpo
 from cairn.orchestrator.advantages.grpo import DrGrpo, Grpo
 from cairn.orchestrator.advantages.maxrl import MaxRL
+from cairn.orchestrator.advantages.none import NoAdvantage
 from cairn.orchestrator.advantages.reinforce import ReinforcePlusPlus, ReinforcePlusPlusBaseline
 from cairn.orchestrator.advantages.rloo import Rloo
 from cairn.orchestrator.advantages.samples import batch_samples, to_samples
@@ -49,6 +50,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
     "maxrl": MaxRL,
     "gdpo": Gdpo,
     "gae": Gae,
+    "none": NoAdvantage,
 }
 """By type; docs/algorithms.md has their formulas."""
 

@@ -4,6 +4,7 @@ A loss of your own extends `Loss` and is named as module:Class; see "A loss" in 
 """
 
 from cairn.config.loss import LossConfig
+from cairn.config.teachers import KLConfig
 from cairn.run.extensions import BadExtension, load, make
 from cairn.trainer.losses.cispo import Cispo
 from cairn.trainer.losses.dpo import DPO
@@ -12,6 +13,7 @@ from cairn.trainer.losses.gpg import Gpg
 from cairn.trainer.losses.gspo import Gspo
 from cairn.trainer.losses.icepop import IcePop
 from cairn.trainer.losses.ipo import IPO
+from cairn.trainer.losses.kl import KLPenalty
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.losses.loss import OLD_LOGPROBS, Loss, LossInputs, LossSums
 from cairn.trainer.losses.orpo import ORPO
@@ -50,13 +52,24 @@ LOSSES: dict[str, type[Loss]] = {
 for preferences, and both what each is made with."""
 
 
-def make_loss(config: LossConfig) -> Loss:
+def make_loss(config: LossConfig, kl: KLConfig | None = None) -> Loss:
     """The loss that a configuration asks for.
 
+    Args:
+        kl: the penalty on the divergence from a reference that is to be a term of it.
+
     Raises:
-        BadExtension: a class of the user's can't be found, can't be made, or is no loss.
+        BadExtension: a class of the user's can't be found, can't be made, is no loss, or takes no penalty.
     """
     loss = make(load(config.type, LOSSES, "loss.type"), config.arguments(), "loss.args")
     if not isinstance(loss, Loss):
         raise BadExtension(f"loss.type = {config.type!r}: it does not extend cairn.trainer.losses.Loss")
+    if kl is not None:
+        if not loss.takes_kl:
+            raise BadExtension(
+                f"loss.type = {config.type!r} with kl.place = 'loss': it adds no such penalty; extend "
+                "PolicyLoss (cairn.trainer.losses.policy), or take kl.place = 'reward'"
+            )
+        assert kl.coef is not None, "the configuration has checked it"
+        loss.kl = KLPenalty(kl.coef, kl.estimator, kl.unbiased)
     return loss

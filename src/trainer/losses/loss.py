@@ -4,11 +4,15 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from cairn.run.errors import UsageError
 from cairn.trainer.packing import BatchCounts, MicroBatch
+
+if TYPE_CHECKING:
+    from cairn.trainer.losses.kl import KLPenalty
 
 OLD_LOGPROBS = "old_logprobs"
 """The column with the logprobs under the weights at the begin of the step."""
@@ -144,6 +148,10 @@ class Loss(ABC):
     """Whether it uses `LossInputs.entropies`, which cost a second pass over the logits."""
     needs_reference: bool = False
     """For losses of preferences: whether it asks for the column `reference_logps`."""
+    takes_kl: bool = False
+    """Whether it subtracts `kl` from what each token adds to its objective."""
+    kl: "KLPenalty | None" = None
+    """The penalty on the divergence from a reference, if the run asks for one in the loss."""
 
     @abstractmethod
     def __call__(self, inputs: LossInputs) -> LossSums:

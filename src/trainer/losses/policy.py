@@ -46,6 +46,7 @@ class PolicyLoss(Loss):
     the rest.
     """
 
+    takes_kl = True
     has_ratio: ClassVar[bool] = True
     """Whether the objective depends on r; without, weights compare the current policy with the sampler."""
 
@@ -94,6 +95,8 @@ class PolicyLoss(Loss):
             means["entropy"] = (inputs.entropies.detach() * mask).sum()
             if self.entropy_coef:
                 values = values + self.entropy_coef * inputs.entropies
+        if self.kl is not None:
+            values = values - self.kl(inputs, means)
         if self.aggregation == "sequence":
             values = values / inputs.lengths.clamp(min=1)[inputs.sample_of]
         with torch.no_grad():

@@ -1,0 +1,297 @@
+"""References and teachers: KL penalties, rewards of tokens, and frozen copies."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from one_rank import one_rank
+from tiny import write_example
+
+from cairn.checkpoint.weight_sums import sums_of, weight_files
+from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
+from cairn.config.trainer import TrainerConfig
+from cairn.run.batches import Batch, Sample, Sampling
+from cairn.run.errors import UsageError
+from cairn.trainer.critic import TOKEN_REWARDS
+from cairn.trainer.frozen import Frozen
+from cairn.trainer.group import RankGroup
+from cairn.trainer.losses import LossInputs, make_loss
+from cairn.trainer.losses.kl import ESTIMATORS, KLPenalty
+from cairn.trainer.packing import RankBatch, make_micro_batches, make_rank_batch
+from cairn.trainer.policy import make_policy
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step import train_step
+from cairn.trainer.teachers import Teachers
+
+group = one_rank
+CONFIG = TrainerConfig(optimizer={"lr": 0.003, "eps": 1e-6}, seq_len=24)
+FORMULAS = {
+    "k1": lambda d: d,
+    "k2": lambda d: d**2 / 2,
+    "k3": lambda d: torch.exp(-d) - 1 + d,
+}
+
+
+def samples(**columns: float) -> list[Sample]:
+    """Answers of several lengths, of which all tokens but the first two are learned."""
+    return [
+        Sample.of_answer([5, 6], list(range(7, 9 + n)), logprobs=-1.0, advantages=0.5, **columns)
+        for n in range(6)
+    ]
+
+
+def configured(folder: Path, **sections: dict) -> TrainerConfig:
+    named = {name: {**values} for name, values in sections.items()}
+    for section, key in (("kl", "reference"), ("distill", "teacher")):
+        if section in named:
+            named[section].setdefault(key, str(folder))
+    return CONFIG.model_copy(
+        update={
+            **vars(TrainerConfig(**named)),
+            **{key: getattr(CONFIG, key) for key in ("optimizer", "seq_len")},
+        }
+    )
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_example(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture(scope="module")
+def other(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_example(tmp_path_factory.mktemp("other"), seed=1)
+
+
+def begin(group: RankGroup, folder: Path) -> TrainerState:
+    state = TrainerState(CONFIG, group, {POLICY: make_policy(folder, CONFIG, group)}, TrainerProgress())
+    state.begin(folder)
+    state.check_model()
+    return state
+
+
+def make_work(made: list[Sample], temperature: float = 1.0, **how: int) -> RankBatch:
+    return make_rank_batch(Batch(made, sampling=Sampling(temperature)), CONFIG, rank=0, world_size=1, **how)
+
+
+def inputs_of(logprobs: torch.Tensor, reference: torch.Tensor, sampled: torch.Tensor) -> LossInputs:
+    """One sample of a prompt of one token, and an answer of as many tokens as there are logprobs."""
+    n = len(logprobs)
+    sample = Sample.of_answer(
+        [1],
+        list(range(2, 2 + n)),
+        logprobs=sampled.tolist(),
+        advantages=0.0,
+        reference_logprobs=reference.tolist(),
+    )
+    (micro,) = make_micro_batches([sample], row_length=n + 1, rows_each=1, rank=0, world_size=1)
+    return LossInputs.of(logprobs[None], micro)
+
+
+@pytest.mark.parametrize("unbiased", [False, True])
+@pytest.mark.parametrize("estimator", FORMULAS)
+def test_penalties_and_their_gradients_are_those_of_the_formulas(estimator: str, unbiased: bool):
+    draw = torch.Generator().manual_seed(0)
+    now, reference, sampled = (-3 * torch.rand(9, generator=draw) for _ in range(3))
+    now.requires_grad_()
+    means: dict[str, torch.Tensor] = {}
+    found = KLPenalty(0.3, estimator, unbiased)(inputs_of(now, reference, sampled), means).sum()
+    found.backward()
+
+    wanted_of = now.detach().double().requires_grad_()
+    apart = wanted_of - reference.double()
+    estimates = FORMULAS[estimator](apart)
+    ratio = (wanted_of - sampled.double()).exp() if unbiased else 1.0
+    wanted = (0.3 * estimates * ratio).sum()
+    wanted.backward()
+    torch.testing.assert_close(found, wanted.float())
+    torch.testing.assert_close(now.grad, wanted_of.grad.float())
+    torch.testing.assert_close(means["kl/reference"], estimates.detach().sum().float())
+
+
+@pytest.mark.parametrize(
+    ("estimator", "unbiased", "gradient_of"),
+    [("k2", False, "reverse"), ("k3", False, "forward"), ("k1", True, "reverse"), ("k3", True, "reverse"),
+     ("k1", False, "nothing")],
+)  # fmt: skip
+def test_gradients_over_all_tokens_are_those_of_the_divergence(
+    estimator: str, unbiased: bool, gradient_of: str
+):
+    """In expectation over a small vocabulary, computed exactly; with `unbiased`, for stale samples, too."""
+    draw = torch.Generator().manual_seed(1)
+    logits, of_reference, of_sampler = torch.randn(3, 5, generator=draw, dtype=torch.float64)
+    logits.requires_grad_()
+    policy, reference = logits.log_softmax(0), of_reference.log_softmax(0)
+    sampler = of_sampler.log_softmax(0) if unbiased else policy.detach()
+    estimates = ESTIMATORS[estimator](policy - reference)
+    ratio = (policy - sampler).exp() if unbiased else 1.0
+    found = torch.autograd.grad((sampler.exp() * estimates * ratio).sum(), logits)[0]
+
+    policy = logits.log_softmax(0)
+    divergence = {
+        "reverse": (policy.exp() * (policy - reference)).sum(),
+        "forward": (reference.exp() * (reference - policy)).sum(),
+        "nothing": 0.0 * policy.sum(),
+    }[gradient_of]
+    torch.testing.assert_close(found, torch.autograd.grad(divergence, logits)[0])
+
+
+@pytest.mark.parametrize("estimator", ["k2", "k3"])
+def test_divergence_from_the_start_is_0_in_the_first_step_and_then_grows(
+    group: RankGroup, folder: Path, estimator: str
+):
+    config = configured(folder, kl={"coef": 0.1, "estimator": estimator})
+    state = begin(group, folder)
+    teachers = Teachers(config, group, state.scorer, {})
+    loss = make_loss(config.loss, config.kl_in_loss)
+    found = []
+    for step in (1, 2):
+        work = make_work(samples(), temperature=0.7)
+        assert not teachers.score(work), "the loss reports it"
+        found.append(train_step(state, work, step, loss)["kl/reference"])
+    assert found[0] == 0
+    assert found[1] > 1e-5
+
+
+def test_a_penalty_in_the_loss_is_added_to_it(group: RankGroup, folder: Path, other: Path):
+    """The same step with and without; another micro-batching changes nothing of it."""
+    rows = {}
+    for coef in (0.0, 0.5):
+        config = configured(other, kl={"coef": coef})
+        state = begin(group, folder)
+        work = make_work(samples())
+        Teachers(config, group, state.scorer, {}).score(work)
+        rows[coef] = train_step(state, work, 1, make_loss(config.loss, config.kl_in_loss))
+    assert rows[0.0]["kl/reference"] == rows[0.5]["kl/reference"] > 0.1
+    apart = rows[0.5]["loss"] - rows[0.0]["loss"]
+    assert apart == pytest.approx(0.5 * rows[0.5]["kl/reference"], rel=1e-4)
+
+
+def test_a_penalty_of_0_only_measures(group: RankGroup, folder: Path, other: Path):
+    def weights_after(coef: float | None) -> dict[str, torch.Tensor]:
+        config = CONFIG if coef is None else configured(other, kl={"coef": coef})
+        state = begin(group, folder)
+        work = make_work(samples())
+        Teachers(config, group, state.scorer, {}).score(work)
+        train_step(state, work, 1, make_loss(config.loss, config.kl_in_loss))
+        return {name: weight.clone() for name, weight in state.policy.saved().items()}
+
+    plain, measured, penalised = weights_after(None), weights_after(0.0), weights_after(0.5)
+    assert all(torch.equal(plain[name], measured[name]) for name in plain)
+    assert not all(torch.equal(plain[name], penalised[name]) for name in plain)
+
+
+@pytest.mark.parametrize("updates", [1, 2])
+def test_rewards_of_tokens_are_added_to_their_advantages(
+    group: RankGroup, folder: Path, other: Path, updates: int
+):
+    config = configured(other, kl={"coef": 0.5, "estimator": "k1", "place": "reward"}, distill={"coef": 2.0})
+    state = begin(group, folder)
+    work = make_work(samples(), updates=updates, mini_batches=updates)
+    teachers = Teachers(config, group, state.scorer, {})
+    assert len(teachers._copies) == 1, "one copy serves both"
+    metrics = teachers.score(work)
+    with torch.no_grad():
+        apart = [
+            state.scorer.logprobs(micro, 1.0) - teachers._copies[str(other)].scorer.logprobs(micro, 1.0)
+            for micro in work.micros
+        ]
+    for micro, log_ratio in zip(work.micros, apart, strict=True):
+        wanted = -2.5 * log_ratio  # 0.5 for the reference, and 2 for the teacher, which are the same here
+        torch.testing.assert_close(micro.columns[TOKEN_REWARDS][:, 1:], wanted)
+        learned = micro.loss_mask
+        torch.testing.assert_close(
+            micro.columns["advantages"][learned], 0.5 + micro.columns[TOKEN_REWARDS][learned]
+        )
+        assert not micro.columns[TOKEN_REWARDS][~learned].any()
+    mean = sum(part.double().sum().item() for part in apart) / work.counts.learned
+    assert metrics["kl/reference"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["kl/teacher"] == pytest.approx(mean, rel=1e-5)
+    assert metrics["teacher/logprob_gap"] >= abs(mean)
+
+
+def test_distillation_alone_reaches_the_teacher(group: RankGroup, folder: Path, other: Path):
+    """Without rewards, from tokens that the policy itself samples."""
+    config = configured(other, distill={})
+    state = begin(group, folder)
+    teachers = Teachers(config, group, state.scorer, {})
+    loss = make_loss(config.loss)
+    teacher = of_next_token(teachers._copies[str(other)].scorer.model)
+    draw = np.random.default_rng(0)
+    divergences = []
+    for step in range(1, 41):
+        policy = of_next_token(state.policy.module)
+        divergences.append((policy.exp() * (policy - teacher)).sum().item())
+        probabilities = policy.exp().numpy() / policy.exp().sum().item()
+        tokens = draw.choice(len(probabilities), size=64, p=probabilities)
+        work = make_work([
+            Sample.of_answer(PROMPT, [token], logprobs=policy[token].item(), advantages=0.0)
+            for token in tokens.tolist()
+        ])  # fmt: skip
+        teachers.score(work)
+        train_step(state, work, step, loss)
+    assert divergences[-1] < 0.1 * divergences[0]
+
+
+PROMPT = [5, 6]
+
+
+@torch.no_grad()
+def of_next_token(model: torch.nn.Module) -> torch.Tensor:
+    """Logprobs of all tokens after the prompt, float64."""
+    return model(input_ids=torch.tensor([PROMPT])).logits[0, -1].double().log_softmax(-1)
+
+
+def test_columns_that_the_orchestrator_did_not_ship_are_asked_for_by_name(group: RankGroup, folder: Path):
+    config = configured(folder, distill={"teacher": "http://127.0.0.1:9"})
+    state = begin(group, folder)
+    teachers = Teachers(config, group, state.scorer, {})
+    with pytest.raises(UsageError, match=r"distill\.teacher = http://127\.0\.0\.1:9.*teacher_logprobs"):
+        teachers.score(make_work(samples()))
+    work = make_work(samples(teacher_logprobs=-0.25))
+    teachers.score(work)
+    for micro in work.micros:
+        rewards = micro.columns[TOKEN_REWARDS] + micro.columns["old_logprobs"]
+        assert rewards[micro.loss_mask] == pytest.approx(-0.25, abs=1e-6)
+
+
+def test_a_frozen_copy_has_no_gradients_and_changes_no_random_state(
+    group: RankGroup, folder: Path, other: Path
+):
+    state = begin(group, folder)
+    before = torch.get_rng_state()
+    frozen = Frozen(other, CONFIG.model_copy(update={"freeze": ["*"]}), group, whose="x", policy=state.scorer)
+    assert torch.equal(before, torch.get_rng_state())
+    assert not any(parameter.requires_grad for parameter in frozen.scorer.model.parameters())
+    work = make_work(samples())
+    frozen.add_logprobs(work, TEACHER_LOGPROBS)
+    assert not any(micro.columns[TEACHER_LOGPROBS].requires_grad for micro in work.micros)
+
+
+def test_frozen_copies_hold_weights_as_they_compute(group: RankGroup, folder: Path):
+    """Logprobs are those of a policy with master weights in float32, to the bit."""
+    config = CONFIG.model_copy(
+        update={"precision": CONFIG.precision.model_copy(update={"compute": "bfloat16"})}
+    )
+    state = TrainerState(config, group, {POLICY: make_policy(folder, config, group)}, TrainerProgress())
+    state.begin(folder)
+    state.check_model()
+    frozen = Frozen(folder, config, group, whose="x", policy=state.scorer)
+    assert {parameter.dtype for parameter in frozen.scorer.model.parameters()} == {torch.bfloat16}
+    work = make_work(samples())
+    frozen.add_logprobs(work, REFERENCE_LOGPROBS)
+    for micro in work.micros:
+        with torch.no_grad():
+            own = state.scorer.logprobs(micro, 1.0)
+        assert torch.equal(micro.columns[REFERENCE_LOGPROBS][:, 1:], own)
+
+
+def test_weights_that_changed_are_refused_by_name(group: RankGroup, tmp_path: Path):
+    folder = write_example(tmp_path)
+    sums = sums_of(weight_files(folder))
+    state = begin(group, folder)
+    Frozen(folder, CONFIG, group, whose="kl.reference", policy=state.scorer, sums=sums)
+    write_example(folder, seed=1)
+    with pytest.raises(UsageError, match=r"kl\.reference = .*: model\.safetensors is not what it was"):
+        Frozen(folder, CONFIG, group, whose="kl.reference", policy=state.scorer, sums=sums)
