@@ -22,7 +22,7 @@ from cairn.orchestrator.ledger.opening import remove
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders, read_json, write_json
+from cairn.run.files import DamagedFile, make_folders, read_json, write_json
 from cairn.run.recipe import now
 
 
@@ -41,8 +41,8 @@ class EvalFolder:
         """Make the folder, and lock it.
 
         Raises:
-            UsageError: it is a run's, another process uses it, or it can't be made.
-            DamagedFile: what it says of its evaluations can't be read.
+            UsageError: it is a run's, another process uses it, it can't be made, or what it says of its
+                evaluations can't be read.
         """
         self.path = path
         self._directory = RunDirectory(path)
@@ -58,7 +58,15 @@ class EvalFolder:
                 f"--out {path}: another eval is at work there; wait for it, or give another folder"
             )
         self._about = path / "evaluations.json"
-        asked = read_json(self._about, Asked)
+        try:
+            asked = read_json(self._about, Asked)
+        except DamagedFile as error:
+            self.close()
+            raise UsageError(
+                f"--out {path}: {error}. It has the settings that the results there were made with. Give "
+                f"another --out; or, if you ask for the same evaluations with the same settings, delete "
+                f"{self._about}"
+            ) from None
         self.asked = asked or Asked(now())
 
     def close(self) -> None:

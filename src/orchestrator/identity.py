@@ -30,6 +30,14 @@ SECONDS = 1.0
 """Maximum time for reading messages. Digests are kept at every power of two, so that two environments are
 compared on as many problems as both have read, independent of the speed of the machine."""
 
+NOT_COMPARED = {
+    "process": ("processes", "at_once", "start_timeout"),
+    "verifiers": ("processes", "at_once", "start_timeout"),
+    "openenv": ("connect_timeout", "message_timeout", "wait"),
+    "agent": ("inherit",),
+}
+"""By built-in environment, arguments that say how fast or with what patience it runs, not what is asked."""
+
 
 async def environment_of(environment: AskedEnvironment) -> dict[str, Any]:
     """The identity of an environment, for the recipe.
@@ -113,7 +121,21 @@ def orchestrator_recipe(config: OrchestratorConfig, *environments: Environment) 
 
 def _settings(config: OrchestratorConfig, allowed: Settings) -> dict[str, Any]:
     found = settings_of(config.model_dump(), allowed)
-    return found | code_in(found)
+    return _as_compared(found) | code_in(found)
+
+
+def _as_compared(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings with those arguments of the environment that a resumed run compares.
+
+    Of an agent's variables, only the names: their values may be secrets, and recipes are in checkpoints.
+    """
+    name, args = settings.get("environment.name"), settings.get("environment.args")
+    if name not in NOT_COMPARED or not isinstance(args, Mapping):
+        return dict(settings)
+    kept = {key: value for key, value in args.items() if key not in NOT_COMPARED[name]}
+    if name == "agent" and "env" in kept:
+        kept["env"] = sorted(kept["env"])
+    return {**settings, "environment.args": kept}
 
 
 def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
@@ -127,11 +149,11 @@ def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
         "settings": settings_of({"environment": prompts.get("environment", {})}, ORCHESTRATOR),
         **({"environment": {"problems": prompts["problems"]}} if "problems" in prompts else {}),
     }
-    settings = _under_new_names(saved["settings"])
+    settings = _as_compared(_under_new_names(saved["settings"]))
     changes = changed_settings(settings, recipe["settings"], ORCHESTRATOR)
     before, after = saved.get("environments", {}), recipe.get("environments", {})
     for label in after:
-        own = changed_settings(before.get(label, {}), after[label], OF_ENVIRONMENT)
+        own = changed_settings(_as_compared(before.get(label, {})), after[label], OF_ENVIRONMENT)
         changes += [replace(change, name=f"environments.{label}.{change.name}") for change in own]
     was, now = saved.get("environment"), recipe["environment"]
     if was and not same_environment(was, now):

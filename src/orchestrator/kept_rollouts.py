@@ -196,7 +196,7 @@ def rows_of(
                     "parts": list(rollout.parts.items()),
                     "failed": rollout.failed,
                     "finish_reason": rollout.finish_reason,
-                    "tokens": len(rollout.token_ids),
+                    "tokens": sum(len(turn.token_ids) for turn in turns),
                     "seconds": rollout.seconds,
                     "diverged": rollout.diverged,
                     "turns": [_turn_row(turn, chat) for turn in turns],

@@ -56,6 +56,16 @@ class ProgramModel:
         found = await on_loop(self._loop, self._run.skip_to(name))
         return found and json.loads(found.result)
 
+    def pause(self) -> Callable[[], None]:
+        """As in `Model`."""
+        waiting = self._run.waiting()
+        self._loop.call_soon_threadsafe(waiting.__enter__)
+
+        def go_on() -> None:
+            self._loop.call_soon_threadsafe(waiting.__exit__, None, None, None)
+
+        return go_on
+
     async def snapshot(self) -> Snapshot | None:
         """As in `Model`."""
         return await on_loop(self._loop, self._run.newest_snapshot())

@@ -133,7 +133,7 @@ class Run:
             self._deadline.reschedule(asyncio.get_running_loop().time() + timeout)
 
     @contextlib.contextmanager
-    def _waiting(self) -> Iterator[None]:
+    def waiting(self) -> Iterator[None]:
         """The program waits for the model, which has a deadline of its own, or for a free thread."""
         self._paused += 1
         self._deadline.reschedule(None)
@@ -242,7 +242,7 @@ class Run:
             self._diverge_at(number)
             appended = array("i", context.appended.astype("i").tobytes())
             turn = Turn(number, request, context.branch, context.kept, appended)
-        with self._waiting():
+        with self.waiting():
             try:
                 while turn.finish_reason is None:
                     await self._sample(context, turn, longest, stops)
@@ -320,7 +320,7 @@ class Run:
         if number is not None:
             self._diverge_at(number)
         try:
-            return await self.runner.environment.answer(call, self._waiting())
+            return await self.runner.environment.answer(call, self.waiting())
         except Raised as raised:
             raise raised.error from None
 

@@ -67,4 +67,5 @@ class ProgramRunner(Completer[Programs]):
         finally:
             await self.environment.over(group.problem, rollout.seed)
         if rollout.failed is not None:
+            rollout.turns = self.ledger.turns(group.place, sample)  # kept rollouts show them
             self.ledger.finish(group.place, sample, rollout, None)

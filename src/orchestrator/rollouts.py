@@ -79,7 +79,7 @@ class Rollout(Sampled):
     begun (`time.monotonic`), or None if another process did that; seconds: from then to its reward.
 
     turns: of an answer that is a program, once it is whole; token_ids, logprobs and versions are then those
-    of all turns, one after the other.
+    of all turns, one after the other. Also of a program that has failed, as far as it has come.
     """
 
     seed: int

@@ -90,7 +90,7 @@ def test_a_world_whose_process_is_killed_at_every_step(tmp_path: Path, kind: str
         folders.append(folder)
         servers.append(Servers())
         environment = elsewhere(kind, folder=str(folder), mortal=mortal)
-        settings = {"reward_retries": 40}
+        settings: dict[str, Any] = {"reward_retries": 40}
         groups.append(complete(test_worlds.runner(folder / "run", environment, servers[-1], **settings)))
     calm, stormy = groups
     assert stormy == calm

@@ -242,6 +242,14 @@ def upload(step: Path, folder: Path) -> None:
     upload_to(step, f"file://{folder}", no_progress)
 
 
+def test_a_damaged_record_of_settings_is_refused_with_advice(run: Path, server: Answering, tmp_path: Path):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "evaluations.json").write_text('{"begun":')
+    for _ in range(2):  # the folder is not left locked
+        with pytest.raises(UsageError, match=r"(?s)evaluations.json: is damaged.* Give another --out; or"):
+            run_eval(server, tmp_path / "out", "--all", run)
+
+
 def test_a_server_that_a_run_may_use_is_refused(run: Path, server: Answering, tmp_path: Path):
     """Unless that run is known to be over, or the user says so."""
     step = run / "checkpoints" / "step_6"

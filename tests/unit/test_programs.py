@@ -21,6 +21,7 @@ from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.completing import PromptRefused
 from cairn.orchestrator.environments import BadEnvironment, Programs, Rewards, check_environment
 from cairn.orchestrator.environments.rewards import in_parts
+from cairn.orchestrator.kept_rollouts import rows_of
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.checks import oddity
 from cairn.orchestrator.metrics import batch_metrics
@@ -311,6 +312,9 @@ def test_a_program_that_fails_is_tried_again_from_the_ledger_and_then_has_failed
     (waiting,) = ledger.waiting()
     ledger.close()
     assert [rollout.failed for rollout in waiting.rollouts] == [rollout.failed for rollout in group.rollouts]
+    for kept in (group, waiting):  # also by a process that is started later
+        rows = rows_of(1, [kept], [""], CHAT)
+        assert [(len(row["turns"]), row["tokens"] > 0) for row in rows] == [(1, True)] * 2
     mended = complete(runner(tmp_path, Failing(value, times=0), servers))
     assert (mended.rewards, len(servers.asked), environment.tools) == ([1.0, 1.0], 2, 2)
 

@@ -29,11 +29,11 @@ from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.start import Start
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
-from cairn.orchestrator.identity import orchestrator_recipe, same_environment
+from cairn.orchestrator.identity import changes_since, orchestrator_recipe, same_environment
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import read_json, write_json
+from cairn.run.files import make_folders, read_json, write_json
 from cairn.run.recipe import ORCHESTRATOR, TRAINER, settings_of, template_arguments
 from cairn.trainer.data.rendering import encode
 
@@ -442,6 +442,35 @@ def test_an_orchestrator_on_its_own_joins_a_run(tmp_path: Path, capsys: pytest.C
         join(args={"problems": 20, "seed": 2})
     with pytest.raises(UsageError, match=r"its trainer begins. .* with --ckpt.accept-changes environment as"):
         join("environment", args={"problems": 20, "seed": 2})
+
+
+@pytest.mark.parametrize(
+    ("name", "before", "after", "changed"),
+    [
+        ("process", {"environment": "a:B"}, {"environment": "a:B", "processes": 4, "at_once": 2}, False),
+        ("process", {"environment": "a:B"}, {"environment": "a:C"}, True),
+        ("openenv", {"url": "u", "wait": 3}, {"url": "u", "wait": 9, "message_timeout": 2.0}, False),
+        ("agent", {"env": {"KEY": "one"}}, {"env": {"KEY": "two"}}, False),
+        ("agent", {"env": {"KEY": "one"}}, {"env": {"OTHER": "one"}}, True),
+    ],
+)
+def test_how_fast_an_environment_works_is_no_change_of_it(
+    tmp_path: Path, name: str, before: dict, after: dict, changed: bool
+):
+    """Nor what an agent's variables are, which may be secrets; also if an older recipe has them all."""
+
+    def recipe(args: dict[str, Any]) -> dict[str, Any]:
+        config = OrchestratorConfig(environment=EnvironmentConfig(name=name, args=args))
+        return orchestrator_recipe(config, ReverseText())
+
+    assert "one" not in json.dumps(recipe(before)) or name != "agent"
+    older = recipe(before)
+    older["settings"]["environment.args"] = before
+    for saved in (recipe(before), older):
+        make_folders(tmp_path / "orchestrator")
+        record = {"recipe": saved, "prompts": {}, "progress": {}}
+        write_json(tmp_path / "orchestrator" / "state.json", record)
+        assert bool(changes_since(tmp_path, recipe(after))) == changed
 
 
 def test_a_trainer_on_its_own_begins_the_branch_that_an_accepted_environment_takes(

@@ -5,6 +5,7 @@ import itertools
 import math
 import random
 import threading
+import time
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -369,6 +370,27 @@ def test_weights_that_change_have_no_sum(tmp_path: Path):
     environment = Given(lambda: ("a", Rewards({"right": 1.0}, {"right": float(next(weights))}), False))
     failure = complete(runner(tmp_path, environment, Servers())).failure
     assert "step must give part 'right' of the reward the same weight each time, and has given it" in failure
+
+
+class Slow:
+    """A world whose step takes a while, on a thread."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def start(self, problem: int, seed: int) -> tuple[int, str]:
+        return seed, "go"
+
+    def step(self, world: int, answer: str) -> tuple[None, float, bool]:
+        time.sleep(0.3)
+        return None, 1.0, True
+
+
+def test_a_world_that_waits_for_a_thread_has_time(tmp_path: Path):
+    """Together the steps take longer than one may."""
+    settings = {"samples_per_prompt": 8, "reward_threads": 1, "reward_timeout": 1.0, "reward_retries": 0}
+    group = complete(runner(tmp_path, Slow(), Servers(), kind=WorldPrograms, **settings))
+    assert group.rewards == [1.0] * 8
 
 
 def test_a_start_that_is_none_has_failed(tmp_path: Path):

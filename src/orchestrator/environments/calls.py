@@ -40,13 +40,16 @@ class Calls:
         self._started = 0
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._closed = False
 
     def close(self) -> None:
         """End the threads once their calls have returned. They are daemons: a hung call delays no exit."""
         for _ in range(self._started):
             self._jobs.put(None)
-        if self._loop is not None:
-            self._loop.call_soon_threadsafe(self._loop.stop)
+        with self._starting:
+            if self._loop is not None and not self._closed:
+                self._loop.call_soon_threadsafe(self._loop.stop)
+            self._closed = True
 
     async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
         """The result of `method`, awaited if it is a coroutine.
@@ -126,16 +129,14 @@ class Calls:
             except (Exception, SystemExit, KeyboardInterrupt) as error:
                 raise Raised(error) from error
 
-        if self._loop is None:
-            self._loop = asyncio.new_event_loop()
-            run = functools.partial(_run_loop, self._loop)
-            threading.Thread(target=run, name="environment loop", daemon=True).start()
-        work = outcome()
-        try:
-            future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        except RuntimeError:  # the loop has ended: the environment was closed
-            work.close()
-            raise asyncio.CancelledError(f"{self.whose} is closed") from None
+        with self._starting:  # what comes after the loop's end would never begin
+            if self._closed:
+                raise asyncio.CancelledError(f"{self.whose} is closed")
+            if self._loop is None:
+                self._loop = asyncio.new_event_loop()
+                run = functools.partial(_run_loop, self._loop)
+                threading.Thread(target=run, name="environment loop", daemon=True).start()
+            future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
         return await asyncio.wrap_future(future)
 
 
@@ -165,7 +166,6 @@ class AwaitedCalls(Calls):
 def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
     """Run the loop until it is stopped, then cancel its remaining tasks."""
     loop.run_forever()
-    loop.run_until_complete(asyncio.sleep(0))  # what was about to begin becomes a task
     tasks = asyncio.all_tasks(loop)
     for task in tasks:
         task.cancel()

@@ -101,6 +101,14 @@ class Model(Protocol):
         """
         ...
 
+    def pause(self) -> Callable[[], None]:
+        """Have the rollout's time stand still, while it waits for a free thread.
+
+        Returns:
+            What lets it go on; any thread may call it, once.
+        """
+        ...
+
     async def snapshot(self) -> Snapshot | None:
         """The rollout's newest snapshot; None if it has none, or the call that has it is still to come."""
         ...

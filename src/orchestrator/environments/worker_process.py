@@ -63,6 +63,7 @@ class WorkerProcess:
         self._lock = threading.Lock()
         self._requests: dict[int, Request] = {}
         self._number = 0
+        self._ended = False
         self._died: str | None = None
         self._lines: queue.SimpleQueue[str | None] = queue.SimpleQueue()
         self.send(first)
@@ -72,7 +73,7 @@ class WorkerProcess:
     @property
     def dead(self) -> bool:
         """Whether the process has ended, or is about to."""
-        return self._died is not None or self._process.poll() is not None
+        return self._ended or self._process.poll() is not None
 
     @property
     def at_work(self) -> int:
@@ -130,6 +131,7 @@ class WorkerProcess:
                     logger.exception("an environment's process wrote what is no answer: it is killed")
                     self.kill()
                     break
+        self._ended = True  # while a thread waits for a process, Popen.poll knows nothing of its end
         code = self._process.wait()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         with self._lock:

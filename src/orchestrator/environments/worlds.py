@@ -266,12 +266,14 @@ class _World:
         """
 
         def call() -> Any:
+            go_on()
             found = method(*arguments)
             return found if inspect.isawaitable(found) else read(found)
 
         try:
             if inspect.iscoroutinefunction(method):
                 return read(await method(*arguments))
+            go_on = self._model.pause()
             self._job = self._calls.submit(call)
             found = await asyncio.wrap_future(self._job)
             return read(await found) if inspect.isawaitable(found) else found

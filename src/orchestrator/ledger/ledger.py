@@ -138,6 +138,8 @@ class Ledger:
             rollouts.append(rollout_of(answer))
             if calls is not None:
                 rollouts[-1].take(self.turns(place, len(rollouts) - 1))
+            elif rollouts[-1].failed is not None:
+                rollouts[-1].turns = self.turns(place, len(rollouts) - 1)
         for place, sample, versions in self._database.execute(
             "SELECT place, sample, turns.versions FROM turns JOIN groups USING (place) "
             "JOIN samples USING (place, sample) WHERE batch IS NULL AND calls IS NULL "
