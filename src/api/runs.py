@@ -114,7 +114,7 @@ class Run:
 
     @property
     def evals(self) -> "pd.DataFrame":
-        """evals.jsonl: one row per evaluation of a policy: `step`, `name`, `reward`, `pass@1` ... (RL)."""
+        """evals.jsonl: one row per evaluation or validation: `step`, `name`, `reward` or `loss`, and more."""
         import pandas as pd
 
         return pd.DataFrame(self._view.run.evals.rows())

@@ -38,7 +38,7 @@ class TrainerRecord:
     recipe: the trainer's part of the run's recipe. spikes: what the guard against spikes goes by; written if
     there is one. position: where the batches go on behind this step, if whoever makes them has said so; in
     SFT `records`, the number taken so far, and `sources`, by label of the data set what else is needed to go
-    on.
+    on. validation: the best result of each validation (`cairn.run.patience`).
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])
@@ -49,6 +49,7 @@ class TrainerRecord:
     recipe: dict[str, Any] | None = None
     spikes: dict[str, float] | None = None
     position: dict[str, Any] | None = None
+    validation: dict[str, dict[str, float]] | None = None
     config: dict[str, Any] | None = None
     """The settings, from versions without a recipe."""
     data: dict[str, Any] | None = None
@@ -61,7 +62,7 @@ class TrainerRecord:
 
     def to_json(self) -> bytes:
         """The bytes of the file."""
-        optional = {name for name in ("spikes", "position") if getattr(self, name) is None}
+        optional = {name for name in ("spikes", "position", "validation") if getattr(self, name) is None}
         left_out = {"config", "data"} | optional
         return _to_json({key: value for key, value in asdict(self).items() if key not in left_out})
 

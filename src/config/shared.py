@@ -1,6 +1,7 @@
 """Settings that several commands have."""
 
 import os
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Self
 
@@ -60,6 +61,16 @@ class SharedConfig(CommandConfig):
         from cairn.run.directory import RunDirectory  # imports numpy, which would slow down --help
 
         return RunDirectory(Path(self.output_dir), self.ckpt.dir if self.ckpt else None)
+
+    @property
+    def validated_at(self) -> Mapping[str, int]:
+        """By name, the interval of each validation."""
+        return {}
+
+    @property
+    def patiences(self) -> Mapping[str, int]:
+        """By name, the validations that may end the run early, with the patience of each."""
+        return {}
 
     def sharing(self, **values: Any) -> Self:
         """A copy with other values, in every role that has these settings."""

@@ -18,6 +18,7 @@ from cairn.config.slurm import SlurmConfig
 from cairn.config.spike import SpikeConfig
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.teachers import KLConfig, WithTeachers
+from cairn.config.validation import ValidationConfig
 
 
 class SchedulerConfig(BaseConfig):
@@ -189,6 +190,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return None
 
     @property
+    def validations(self) -> "list[ValidationConfig]":
+        """The validations on held-out records."""
+        return []
+
+    @property
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is the user's own class."""
         return None
@@ -264,12 +270,46 @@ class SFTConfig(TrainerBase):
     output_dir: str = Field(default="outputs/sft", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: SFTDataConfig = SFTDataConfig()
+    validation: list[ValidationConfig] = []
+    """Held-out records whose loss is measured, as [[validation]] tables; see docs/training.md."""
     loss: SFTLossConfig = LikelihoodConfig()
     slurm: SlurmConfig | None = None
 
     @property
     def counted_records(self) -> SFTDataConfig | None:
         return self.data if self.data.epochs is not None else None
+
+    @property
+    def validations(self) -> list[ValidationConfig]:
+        return self.validation
+
+    @property
+    def validated_at(self) -> Mapping[str, int]:
+        return {one.name: one.interval for one in self.validation}
+
+    @property
+    def patiences(self) -> Mapping[str, int]:
+        return {one.name: one.patience for one in self.validation if one.patience is not None}
+
+    @field_validator("validation")
+    @classmethod
+    def _names_of_their_own(cls, value: list[ValidationConfig]) -> list[ValidationConfig]:
+        names = [one.name for one in value]
+        if twice := sorted({name for name in names if names.count(name) > 1}):
+            raise ValueError(f"two validations are called {twice[0]!r}: give each a name of its own")
+        return value
+
+    @model_validator(mode="after")
+    def _ends_with_a_checkpoint(self) -> "SFTConfig":
+        for name, patience in self.patiences.items():
+            wrong = None
+            if self.ckpt is None or not self.ckpt.training_state:
+                wrong = "needs --ckpt with training_state, which says later that the run has ended"
+            elif self.ckpt.remote or self.ckpt.export:
+                wrong = "can't be together with ckpt.remote and ckpt.export, which wait for step max_steps"
+            if wrong:
+                raise ValueError(f"patience = {patience} of validation {name!r} {wrong}")
+        return self
 
     @property
     def own_loss(self) -> LossConfig | None:

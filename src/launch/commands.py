@@ -35,7 +35,7 @@ from cairn.launch.remote import claim, leave_branch, replaced, with_remote
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
-from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, is_complete
+from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, ended_early, is_complete
 from cairn.launch.supervisor import run_roles
 from cairn.launch.teachers import Teachers
 from cairn.launch.uploading import finish_uploads
@@ -100,11 +100,11 @@ def start(command: str, config: RunConfig) -> int:
             raise RoleFailed(f"the run is complete, but not all of it could be exported: {missing}")
         assert chosen.manifest is not None, "a complete run has a last step"
         finish_uploads(config, chosen.manifest.run_id)
-        print(
+        complete = (
             f"the run is complete: {chosen.folder} is step {chosen.step} of --max-steps {config.max_steps}; "
-            "give a larger --max-steps to continue",
-            flush=True,
+            "give a larger --max-steps to continue"
         )
+        print(ended_early(config, chosen) or complete, flush=True)
         return 0
     serves = "inference" in kind.roles and not cast(RLConfig, config).orchestrator.inference_url
     machine, vllm = this_machine(), installed_build() if serves else "gpu"

@@ -5,6 +5,7 @@ from pathlib import Path
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
+from cairn.launch.start import Start, ended_early
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 
@@ -25,7 +26,9 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
     if code == EXIT_LOST:
         return conclude_early(run, attempt, step, config, why_unsaved(run))
     missing = None
-    if step < config.max_steps:
+    early = step < config.max_steps and store.exists(step)
+    ended = ended_early(config, Start(store, folder, store.manifest(step))) if early else None
+    if step < config.max_steps and not ended:
         missing = f"metrics.jsonl ends with step {step} of {config.max_steps}"
     elif config.ckpt and not store.exists(step):
         missing = f"{folder} does not exist"
@@ -33,6 +36,8 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
         raise RoleFailed(f"the trainer reported no error, but {missing}; see {run.logs / 'trainer.log'}")
     saved = f", saved in {folder}" if config.ckpt else ""
     print(f"done: step {step}{saved}", flush=True)
+    if ended:
+        print(ended, flush=True)
     return 0
 
 

@@ -14,6 +14,8 @@ def with_ratings(config: RunConfig) -> RunConfig:
         UsageError: there is no such evaluation, or it evaluates no step that is saved.
     """
     ckpt = config.ckpt
+    if ckpt is not None and ckpt.metric is not None and ckpt.metric.startswith("validation/"):
+        _check_validation(config, ckpt.metric, ckpt.interval)
     if ckpt is None or ckpt.rated_by is None:
         return config
     flag = f"--ckpt.metric {ckpt.metric}"
@@ -45,11 +47,36 @@ def with_ratings(config: RunConfig) -> RunConfig:
         )
     else:
         raise UsageError(f"{flag}: only RL runs evaluate; sft has metrics of training, such as loss")
-    both = math.lcm(interval, ckpt.interval or config.max_steps)
+    _check_both(config, flag, ckpt.interval, interval, "evaluated")
+    return config.sharing(ckpt=ckpt.model_copy(update={"metric_interval": interval}))
+
+
+def _check_both(config: RunConfig, flag: str, saved: int | None, measured: int, how: str) -> None:
+    """Check that some step is saved and measured.
+
+    Raises:
+        UsageError: none is.
+    """
+    both = math.lcm(measured, saved or config.max_steps)
     if both > config.max_steps:
         raise UsageError(
-            f"{flag}: steps are saved at multiples of {ckpt.interval or config.max_steps}, and evaluated at "
-            f"multiples of {interval}, so no step before {both} is both; make one interval a multiple of the "
+            f"{flag}: steps are saved at multiples of {saved or config.max_steps}, and {how} at "
+            f"multiples of {measured}, so no step before {both} is both; make one interval a multiple of the "
             "other"
         )
-    return config.sharing(ckpt=ckpt.model_copy(update={"metric_interval": interval}))
+
+
+def _check_validation(config: RunConfig, metric: str, saved: int | None) -> None:
+    """Check that a metric such as validation/NAME/loss is there for steps that are saved.
+
+    Raises:
+        UsageError: there is no such validation or number, or no step that is saved is validated.
+    """
+    flag, intervals = f"--ckpt.metric {metric}", config.validated_at
+    if metric.count("/") != 2 or metric.rpartition("/")[2] not in ("loss", "perplexity"):
+        raise UsageError(f"{flag}: it must be validation/NAME/loss or validation/NAME/perplexity")
+    name = metric.split("/")[1]
+    if name not in intervals:
+        known = f"the run has {', '.join(sorted(intervals))}" if intervals else "the run has none"
+        raise UsageError(f"{flag}: there is no validation {name!r}; {known}")
+    _check_both(config, flag, saved, intervals[name], "validated")

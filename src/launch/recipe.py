@@ -61,6 +61,7 @@ def plan_recipe(
     recipe: dict[str, Any] = {"trainer": {"settings": settings | code_in(settings)}}
     if (data := _look_at_data(trainer)) is not None:
         recipe["trainer"]["data"] = data
+    _look_at_validations(trainer)
     if orchestrator is not None:
         recipe["orchestrator"] = dict(orchestrator)
     if start.folder is None:
@@ -262,6 +263,22 @@ def _look_at_data(trainer: TrainerBase) -> dict[str, Any] | None:
         return identity_of_records(trainer)
     except BadRecord as error:
         raise UsageError(str(error)) from None
+
+
+def _look_at_validations(trainer: TrainerBase) -> None:
+    """Check every held-out record before anything is started.
+
+    Raises:
+        UsageError: one can't be used.
+    """
+    from cairn.run.data_sets import BadRecord, examine, load_records
+    from cairn.trainer.data.records import problem_of
+
+    for one in trainer.validations:
+        try:
+            examine(one.data, load_records(one.data), problem_of)
+        except BadRecord as error:
+            raise UsageError(f"validation {one.name!r}: {error}") from None
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:

@@ -16,6 +16,7 @@ from cairn.config.kinds import RunConfig
 from cairn.launch.exits import EXIT_DAMAGED
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.patience import why_exhausted
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,8 @@ def choose_start(
     if start.folder:
         _check_parts(start, needs)
         _check_fit(config, start)
+    if (early := ended_early(config, start)) and ckpt.resume != "auto":
+        raise UsageError(f"{early}; or resume from an earlier step")
     if is_complete(config, start) and ckpt.resume != "auto":
         raise UsageError(
             f"--max-steps {config.max_steps}: the run resumes from step {start.step}, so no step is left to "
@@ -113,7 +116,21 @@ def choose_start(
 
 def is_complete(config: RunConfig, start: Start) -> bool:
     """Whether the run has done its last step already."""
-    return start.step >= config.max_steps
+    return start.step >= config.max_steps or ended_early(config, start) is not None
+
+
+def ended_early(config: RunConfig, start: Start) -> str | None:
+    """Why the run ended with this step before its last one, and how it goes on; None if it did not."""
+    if start.folder is None or not config.patiences or start.step >= config.max_steps:
+        return None
+    record = StepFolder(start.folder).trainer_state()
+    why = why_exhausted((record and record.validation) or {}, config.patiences)
+    if why is None:
+        return None
+    return (
+        f"the run ended early with {start.folder}: {why}. To go on, raise that validation's patience, or "
+        "leave it out"
+    )
 
 
 def damaged_start(damaged: StartDamaged) -> UsageError:

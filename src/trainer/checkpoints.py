@@ -245,6 +245,7 @@ class TrainerCheckpoints:
                 recipe=dict(self.recipe),
                 spikes=state.spikes.saved(),
                 position=state.position,
+                validation=state.validation or None,
             )
             files[TRAINER_STATE] = record.to_json()
             for model in state.models.values():

@@ -107,9 +107,11 @@ class Training:
         """All steps, or as many as there are before somebody asks to stop."""
         config, progress = self.config, self.state.progress
         # A rank that died after the last save has nothing left to do: no further batch will come.
-        ended = Earlier(*self.group.any_of(*self.task.earlier(progress.step))).last
-        save = asked_to_stop = ended
+        asked_to_stop = Earlier(*self.group.any_of(*self.task.earlier(progress.step))).last
+        save = ended = asked_to_stop or self.task.finished() is not None
         row: dict[str, float] = {}
+        if progress.step == 0:
+            self.task.validate(0)
         for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
             heartbeat.doing(f"getting the batch of step {step}")
             waited_from = time.monotonic()
@@ -119,6 +121,7 @@ class Training:
                 break
             started = time.monotonic()
             row = self._train_on(batch, step)
+            row |= self.task.validate(step)
             decision, asked_to_stop = self._decide(step)
             save = decision.save
             self.task.after_step(step, decision)
@@ -186,7 +189,10 @@ class Training:
             *self.task.earlier(step),
         )
         earlier = Earlier(*flags)
-        last = step == self.config.max_steps or earlier.last or (asked_to_stop and not earlier.done)
+        if finished := self.task.finished():
+            logger.info("the run ends after step %d: %s", step, finished)
+        complete = step == self.config.max_steps or finished is not None
+        last = complete or earlier.last or (asked_to_stop and not earlier.done)
         save = self._checkpoints.due(step, last=last or overdue)
         if save and earlier.done and not earlier.save:  # then other roles save nothing, or have done so
             save = self._checkpoints.others_saved(step)

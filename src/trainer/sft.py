@@ -1,5 +1,6 @@
 """Supervised fine-tuning: records of a data set, and a loss of what the assistant says in them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 from transformers import AutoTokenizer
@@ -12,6 +13,7 @@ from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.opening import identity_of_all
 from cairn.trainer.losses import make_loss
 from cairn.trainer.task import Context, Task
+from cairn.trainer.validation import Validations
 
 
 class SFT(Task):
@@ -31,9 +33,10 @@ class SFT(Task):
         position = state.position or {"records": state.progress.total_samples}
         self._begins_at = recipe.get("data", {}).get("begins_at", 0)
         taken = position["records"] - self._begins_at
+        tokenizer = AutoTokenizer.from_pretrained(context.model_folder)
         self._data = SFTData(
             config.data,
-            AutoTokenizer.from_pretrained(context.model_folder),
+            tokenizer,
             config.seed,
             taken,
             state=position.get("sources") if taken else None,
@@ -48,6 +51,7 @@ class SFT(Task):
             )
         self._data.check_start()
         self.recipe = {"data": kept}
+        self._validations = Validations(config, context, tokenizer)
 
     @classmethod
     def warm_up(cls, folder: Path) -> None:
@@ -55,6 +59,14 @@ class SFT(Task):
         import datasets  # noqa: F401
 
         AutoTokenizer.from_pretrained(folder)
+
+    def validate(self, step: int) -> Mapping[str, float]:
+        """The loss of held-out records, where it is due."""
+        return self._validations.run(step)
+
+    def finished(self) -> str | None:
+        """Why a validation ends the run, if one does."""
+        return self._validations.exhausted()
 
     def next_batch(self, step: int) -> Batch:
         """The next records.

@@ -2,7 +2,7 @@
 
 import logging
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -51,6 +51,8 @@ class TrainerState:
     """How samples lay in rows in the loaded checkpoint's run."""
     position: dict[str, Any] | None = None
     """Where the batches go on, as the last one said; None if it said nothing."""
+    validation: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
+    """The best result of each validation."""
 
     @cached_property
     def spikes(self) -> SpikeGuard:
@@ -115,6 +117,7 @@ class TrainerState:
             )
         self.progress = TrainerProgress(**saved.progress)
         self.spikes.restore(saved.spikes)
+        self.validation = saved.validation or {}
         group = self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():

@@ -130,6 +130,18 @@ class Task(ABC):
         """Whether the policy is updated in this step; if not, `learners` are, and all else goes on."""
         return True
 
+    def validate(self, step: int) -> Mapping[str, float]:
+        """Measure the weights of `step`, or those that the run starts from, on what is never trained on.
+
+        Returns:
+            Further metrics of the step, the same on all ranks.
+        """
+        return {}
+
+    def finished(self) -> str | None:
+        """Why the run ends after the present step although more are left; the same on all ranks."""
+        return None
+
     def before_update(self) -> None:  # noqa: B027
         """Return once nobody reads the weights any more: the optimiser is about to change them."""
 

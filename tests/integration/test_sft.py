@@ -77,8 +77,14 @@ class Parts:
 
 @pytest.fixture(scope="module")
 def parts(shell: Shell, sft: tuple, tmp_path_factory: pytest.TempPathFactory) -> Parts:
-    """On one rank."""
+    """On one rank, and validated every third step, which the run without a stop is not."""
     run = tmp_path_factory.mktemp("parts") / "run"
+    held = run.parent / "validation.toml"
+    held.write_text(
+        f'[[validation]]\nname = "held"\ninterval = 3\nat_start = true\n'
+        f'data = {{ name = "{REPOSITORY / CONFIGS / "sft.jsonl"}", split = "train[200:240]" }}\n'
+    )
+    sft = (*sft, "@", held)
     with shell.start(*sft, "--max-steps", 100_000, "--ckpt", "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 3)
         (worker,) = command.workers()
@@ -110,7 +116,16 @@ def test_an_interrupt_saves_at_the_next_step_boundary(parts: Parts):
 def test_parts_have_the_metrics_of_a_run_that_never_stopped(straight: Path, parts: Parts):
     """Losses, gradient norms and counts of all steps, each step once, bit for bit, across epochs."""
     expected, found = whole_rows(straight, 40), whole_rows(parts.run, 40)
+    validated = [{key: row.pop(key) for key in list(row) if key.startswith("validation/")} for row in found]
     assert untimed(found) == untimed(expected)
+    results = {row["step"]: row["loss"] for row in RunDirectory(parts.run).evals.rows()}
+    assert sorted(results) == sorted({*range(0, 40, 3), 20, 40}), "20 and 40 ended a part"
+    assert len(results) == len(RunDirectory(parts.run).evals.rows())
+    of_rows = {
+        row["step"]: one["validation/held/loss"] for row, one in zip(found, validated, strict=True) if one
+    }
+    assert results == {0: results[0], **of_rows}
+    assert results[40] < results[20] < results[0]
     assert len({row["loss"] for row in expected}) == 40
     assert expected[19]["epoch"] > 1
     assert expected[39]["epoch"] > 2
