@@ -139,9 +139,13 @@ def _samples(
     arguments: Mapping[str, Any],
 ) -> tuple[list[Sample], int]:
     """The samples of all records in their order, as training would make them, and the number of records."""
-    where = {"name": validation.data.name, "split": validation.data.split}
     source = SFTDataConfig(
-        **where, shuffle=False, batch_size=1, learn=config.data.learn, too_long=config.data.too_long
+        name=validation.data.name,
+        split=validation.data.split,
+        shuffle=False,
+        batch_size=1,
+        learn=config.data.learn,
+        too_long=config.data.too_long,
     )
     count = len(load_records(source))
     wanted = min(count, validation.records or count)
