@@ -186,7 +186,7 @@ class TrainerBase(SharedConfig, SupervisionConfig):
 
     @property
     def counted_records(self) -> SFTDataConfig | None:
-        """The records by whose number the length of the run is given (`epochs`); None if that is max_steps."""
+        """The records that give the length of the run (`epochs`); None if max_steps does."""
         return None
 
     @property
