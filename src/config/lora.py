@@ -1,5 +1,7 @@
 """Settings of low-rank adapters."""
 
+from typing import Literal
+
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
@@ -22,6 +24,8 @@ class LoraConfig(BaseConfig):
     """Scale by alpha / sqrt(rank) (rank-stabilised LoRA, Kalajdzievski 2023)."""
     modules_to_save: list[str] = []
     """Modules that are trained in full beside the adapter, and saved with it: ends of their names."""
+    serve: Literal["merged", "adapter"] = "merged"
+    """What an RL run's servers get: the merged model, or the adapter, which they merge themselves."""
     base: str | None = None
     """To resume: the base model's folder, if it is no longer where the checkpoint says."""
 

@@ -200,6 +200,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return None
 
     @property
+    def sends_adapter(self) -> bool:
+        """Whether servers get an adapter as it is."""
+        return False
+
+    @property
     def models_beside(self) -> Mapping[str, ModelBeside]:
         """The models that are trained beside the policy, by the section that describes them."""
         return {}
@@ -416,6 +421,19 @@ class TrainerConfig(WithTeachers, TrainerBase):
             )
         if problem := critic.scheduler.problem(self.max_steps, "critic.scheduler"):
             raise ValueError(problem)
+        return self
+
+    @property
+    def sends_adapter(self) -> bool:
+        return self.lora is not None and self.lora.serve == "adapter"
+
+    @model_validator(mode="after")
+    def _adapter_can_be_sent(self) -> "TrainerConfig":
+        if self.lora and self.lora.serve == "adapter" and self.weight_transport != "files":
+            raise ValueError(
+                'lora.serve = "adapter" needs weight_transport = "files"; over the network servers get '
+                "merged weights"
+            )
         return self
 
     @field_validator("weight_host")

@@ -10,7 +10,6 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
-from cairn.checkpoint.step import StepFolder
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
@@ -25,7 +24,7 @@ from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
 from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
-from cairn.launch.model import resolve_model
+from cairn.launch.model import model_to_serve, resolve_model
 from cairn.launch.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.preemption import asking
 from cairn.launch.rating import with_ratings
@@ -196,7 +195,7 @@ def _see_through(
     try:
         while True:
             name = (
-                str(StepFolder(chosen.folder).model)
+                str(model_to_serve(chosen.folder, kind.trainer(config).lora))
                 if chosen.folder
                 else resolve_model(model, run.path / CONVERTED)
             )

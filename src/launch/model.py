@@ -8,8 +8,10 @@ import tempfile
 from pathlib import Path
 
 from cairn.checkpoint.formats import FORMATS, format_of
+from cairn.checkpoint.formats.adapters import base_of_adapter
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.step import StepFolder
+from cairn.config.lora import LoraConfig
 from cairn.config.model import ModelConfig
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
@@ -59,6 +61,23 @@ def resolve_model(config: ModelConfig, cache: Path | None = None) -> str:
             "--model.init-seed 0 starts from random ones"
         )
     return str(_create(path, config.init_seed))
+
+
+def model_to_serve(step: Path, lora: LoraConfig | None) -> Path:
+    """The Hugging Face directory that servers begin with in a run that resumes from `step`.
+
+    It is the step's own; if the step holds an adapter it is that of the base, and the trainer publishes the
+    policy before anything is sampled.
+
+    Raises:
+        UsageError: the base is not there.
+    """
+    model = StepFolder(step).model
+    try:
+        base = base_of_adapter(model)
+        return base.find(model, lora and lora.base) if base else model
+    except CheckpointError as error:
+        raise UsageError(str(error)) from None
 
 
 def is_step(path: Path) -> bool:

@@ -36,6 +36,8 @@ class Adapter(Trained):
     checksums. Servers get the weights of the base with the adapter added.
     """
 
+    saves_served = False
+
     def __init__(
         self, module: PreTrainedModel, optimizer: torch.optim.Optimizer, config: TrainerBase, group: RankGroup
     ):
@@ -143,6 +145,25 @@ class Adapter(Trained):
         return ((name, m) for name, m in self.module.named_modules() if isinstance(m, LoraLayer))
 
 
+class SentAdapter(Adapter):
+    """An adapter that servers get as checkpoints hold it; they add it to the base themselves."""
+
+    saves_served = True
+    served_stem = "adapter_model"
+
+    def served(self) -> Mapping[str, Stored]:
+        """The adapter."""
+        return self.saved()
+
+    def served_as(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """As it is: servers round once, when it is merged."""
+        return {}
+
+    def served_with(self, dtype: torch.dtype) -> Mapping[str, bytes]:
+        """Its configuration and the record of its base."""
+        return self.beside()
+
+
 def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter:
     """The policy of a run with `[lora]`; `folder` is the base, or the adapter that the run goes on with.
 
@@ -150,7 +171,8 @@ def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter
         CheckpointError: the adapter's base is not there, or is another model.
     """
     module = build_model(folder, config, group.mesh)
-    policy = Adapter(module, make_optimizer(module.named_parameters(), config.optimizer), config, group)
+    kind = SentAdapter if config.sends_adapter else Adapter
+    policy = kind(module, make_optimizer(module.named_parameters(), config.optimizer), config, group)
     if is_adapter(folder):
         assert config.lora
         base = base_of_adapter(folder)

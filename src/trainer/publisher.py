@@ -67,13 +67,14 @@ class VersionPublisher:
         """Have servers get the policy that the attempt starts from, which they may not know yet.
 
         That of a new run is in its model's folder. That of a checkpoint is in its folder, but is published
-        anew if policies are published in another data type: what servers compute from is then the same
-        whether the run was interrupted or not.
+        anew if that holds an adapter, or if policies are published in another data type: what servers compute
+        from is then the same whether the run was interrupted or not.
         """
         began = self.run.versions.beginning(self.attempt) is not None
         if self.group.any_of(began)[0]:  # by an earlier process of this attempt; servers may be reading it
             return
-        publishes = self.attempt.resume_from is not None and self._transport.served.rounds
+        served = self._transport.served
+        publishes = self.attempt.resume_from is not None and (not served.saved or served.rounds)
         probe = self._make_probe and self._make_probe()
         folder = self.run.versions.folder(step)
         if publishes:

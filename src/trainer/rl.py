@@ -56,6 +56,8 @@ class RL(Task):
             dtypes=policy.served_as(dtype),
             beside=policy.served_with(dtype),
             checked=config.self_check,
+            saved=policy.saves_served,
+            stem=policy.served_stem,
         )
         self._publisher = VersionPublisher(
             run,

@@ -2,6 +2,7 @@
 
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import ClassVar
 
 import torch
 from transformers import PreTrainedModel
@@ -45,6 +46,11 @@ class Trained:
         self.optimizer = optimizer
         self.weights_stem = weights_stem
         self.optimizer_stem = optimizer_stem
+
+    saves_served: ClassVar[bool] = True
+    """Whether checkpoints hold what servers get."""
+    served_stem: ClassVar[str] = "model"
+    """Of the files in which servers get it."""
 
     def begin(self, folder: Path) -> None:
         """Take the weights that a run starts from; the policy's are in `folder`. All ranks call it."""

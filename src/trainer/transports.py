@@ -3,12 +3,13 @@
 import contextlib
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
 
 from cairn.checkpoint.copies import Outlet, copies_from
+from cairn.checkpoint.step import OF_ADAPTERS
 from cairn.checkpoint.tensors import OutgoingTensors, Stored
 from cairn.policy.checksums import RunningSums
 from cairn.policy.rendezvous import address_towards
@@ -38,15 +39,19 @@ class Filling(ABC):
 class Served:
     """What servers get.
 
-    tensors: by the hub's name, as they are now; called on the thread that trains. dtypes: the data types that
-    they are published in, by name; others are published as they are. beside: files beside the tensors.
-    checked: whether servers are checked by checksums.
+    tensors: by the hub's name, as they are now; all ranks call it, on the thread that trains, and get the
+    same memory each time. dtypes: the data types that they are published in, by name; others are published as
+    they are. beside: files beside the tensors.
+    checked: whether servers are checked by checksums. saved: whether a checkpoint's model/ holds the tensors.
+    stem: of the files.
     """
 
     tensors: Callable[[], Mapping[str, Stored]]
     dtypes: Mapping[str, torch.dtype] = field(default_factory=dict[str, torch.dtype])
     beside: Mapping[str, bytes] = field(default_factory=dict[str, bytes])
     checked: bool = True
+    saved: bool = True
+    stem: str = "model"
 
     @property
     def rounds(self) -> bool:
@@ -104,9 +109,9 @@ class FileTransport(Transport):
         """The weights."""
         served = self.served
         outgoing = OutgoingTensors(
-            served.tensors(), "model", self._outlet, rank=self.group.rank, dtypes=served.dtypes
+            served.tensors(), served.stem, self._outlet, rank=self.group.rank, dtypes=served.dtypes
         )
-        return _Files(outgoing, served.beside, served.checked)
+        return _Files(outgoing, served)
 
     def close(self) -> None:
         """Free the memory through which weights leave a GPU."""
@@ -116,14 +121,17 @@ class FileTransport(Transport):
 class _Files(Filling):
     """Tensors in files, and those files that make the folder a model's."""
 
-    def __init__(self, outgoing: OutgoingTensors, beside: Mapping[str, bytes], checked: bool):
+    def __init__(self, outgoing: OutgoingTensors, served: Served):
         self._outgoing = outgoing
-        self._beside = beside
-        self._checked = checked
+        self._stem = served.stem
+        self._beside = served.beside
+        self._checked = served.checked
 
     def begin(self, folder: Path) -> None:
         """Make the files."""
-        (folder / WEIGHT_SOURCE).unlink(missing_ok=True)
+        others = [path for path in folder.glob("*.safetensors*") if not path.name.startswith(self._stem)]
+        for path in (folder / WEIGHT_SOURCE, *(folder / name for name in OF_ADAPTERS), *others):
+            path.unlink(missing_ok=True)
         for name, content in self._beside.items():
             (folder / name).write_bytes(content)
         self._outgoing.create(folder)
@@ -149,19 +157,21 @@ class NetworkTransport(Transport):
         """
         self.group = group
         self.served = served
-        self._files = FileTransport(group, served)
+        self._tensors = served.tensors()
+        self._files = FileTransport(group, replace(served, tensors=lambda: self._tensors))
         self._sender = WeightSender(
-            served.tensors(), rank=group.rank, host=_address(group, host), dtypes=served.dtypes
+            self._tensors, rank=group.rank, host=_address(group, host), dtypes=served.dtypes
         )
         self._ranks = group.gather_objects(self._sender.here)
 
     def offer(self, step: int) -> None:
         """Answer servers that ask for the weights of `step`."""
+        self._tensors = self.served.tensors()  # those that are computed for servers change now
         self._sender.offer(step)
 
     def offer_again(self, step: int, folder: Path) -> None:
         """Answer servers, and have `folder` name this process instead of an earlier one."""
-        self._sender.offer(step)
+        self.offer(step)
         self.group.barrier()
         if self.group.rank == 0 and (folder / WEIGHT_SOURCE).exists():
             with contextlib.suppress(FileNotFoundError):  # nobody needs it any more

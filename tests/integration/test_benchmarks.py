@@ -117,3 +117,11 @@ def test_gpu():
     assert shape["rl"]["push_bytes"] > 4 * 0.5e6
     assert 0 < shape["rl"]["push_s"] < shape["rl"]["step_s"] * 20
     assert shape["rl"]["staleness"] <= 1
+
+
+def test_lora():
+    found = report("lora")
+    full, adapter = found["full"], found["adapter"]
+    assert adapter["trained"] < full["trained"] / 10
+    assert adapter["save_bytes"] < full["save_bytes"] / 10
+    assert adapter["push_bytes"] < full["push_bytes"] / 10

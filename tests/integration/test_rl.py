@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import math
 import os
 import re
 import signal
@@ -27,9 +28,10 @@ from runs import (
     untimed,
     whole_rows,
 )
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from cairn.api.checkpoints import load_checkpoint
 from cairn.inference.client import ServerStatus
 from cairn.policy.generation import SamplingParams
 from cairn.run.batches import batch_path, read_batch
@@ -570,3 +572,39 @@ def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, t
     assert states(read(run / "roles.json")) == expected
     with pytest.raises(httpx.ConnectError):
         httpx.get(f"http://127.0.0.1:{port}/health", trust_env=False)
+
+
+@pytest.mark.parametrize("transport", ["files", "network"])
+def test_servers_get_an_adapter(shell: Shell, server: Server, trained: Path, tmp_path: Path, transport: str):
+    """In files as it is, over the network merged; after a resume, too, whatever the server had meanwhile."""
+    run = tmp_path / "run"
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--ckpt"),
+        *("--orchestrator.inference-url", server.url, "--trainer.weight-transport", transport),
+        *("--trainer.lora.serve", "adapter" if transport == "files" else "merged"),
+        *("--trainer.lora.rank", 4, "--trainer.optimizer.lr", 1e-2),
+    )
+    shell.succeed(*arguments, "--max-steps", 2)
+    assert status(server).weight_version.endswith(":2")
+    of_2 = server.ask(lambda client: client.weight_checksums())
+    assert push(server, step_folder(trained, 100) / "model", "test:other") != of_2
+    shell.succeed(*arguments, "--max-steps", 4, "--ckpt.resume-step", 2, "--trainer.workers", 2)
+    assert status(server).weight_version.endswith(":4")
+    of_4 = server.ask(lambda client: client.weight_checksums())
+    assert all(math.isfinite(row["loss"]) for row in rows(run))
+
+    merged = load_checkpoint(step_folder(run, 4)).tensors
+    base = load_file(step_folder(trained, 200) / "model" / "model.safetensors")
+    version = RunDirectory(run).versions.folder(4)
+    whole = (step_folder(trained, 200) / "model" / "model.safetensors").stat().st_size
+    if transport == "files":
+        assert {path.name for path in version.glob("*.safetensors")} == {"adapter_model.safetensors"}
+        assert all(row["weights/bytes"] < whole / 10 for row in rows(run) if "weights/bytes" in row)
+        save_file(merged, tmp_path / "model.safetensors")
+        assert push(server, tmp_path, "test:merged") == of_4
+        return
+    published = load_file(version / "model.safetensors")
+    assert published.keys() == merged.keys() == base.keys()
+    for name, tensor in published.items():
+        torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
+        assert torch.equal(tensor, base[name]) == (not name.endswith("_proj.weight"))

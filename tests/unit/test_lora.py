@@ -12,10 +12,11 @@ from peft import PeftModel, get_peft_model
 from runs import ABOUT
 from safetensors.torch import load_file
 from tiny import write_example
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from cairn.checkpoint.exporting import export
 from cairn.checkpoint.formats import FORMATS, WriteOptions
+from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.saver import Saver, SavingRank
@@ -24,13 +25,16 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensor
 from cairn.config.lora import LoraConfig
 from cairn.config.optimizer import AdamWConfig
-from cairn.config.trainer import SFTConfig
+from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.inference.plugin.merging import Merging
+from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
 from cairn.trainer.adapter import Adapter
 from cairn.trainer.group import RankGroup
 from cairn.trainer.model import companions
 from cairn.trainer.policy import make_policy
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.transports import FileTransport, Served
 
 group = one_rank
 TOKENS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))
@@ -271,3 +275,41 @@ def test_first_values_depend_on_the_seed_and_the_name_alone(base: Path, group: R
     assert torch.equal(first(), first(targets=["q_proj"]))
     assert first().abs().max() <= 128**-0.5
     assert first().std() > 0.5 * 128**-0.5
+
+
+def test_a_version_is_the_adapter_or_the_merged_model(base: Path, group: RankGroup, tmp_path: Path):
+    """In the folder of another kind of version, too, of which nothing is left; both are the same weights."""
+    folder, found = tmp_path / "version", {}
+    folder.mkdir()
+    for serve in ("merged", "adapter", "merged"):
+        config = TrainerConfig(lora=LoraConfig(rank=4, serve=serve), optimizer=AdamWConfig(lr=1e-2))
+        policy = make_policy(base, config, group)
+        policy.begin(base)
+        descend(policy.module, policy.optimizer, 2)
+        dtype = torch.float32
+        served = Served(
+            policy.served,
+            policy.served_as(dtype),
+            policy.served_with(dtype),
+            saved=policy.saves_served,
+            stem=policy.served_stem,
+        )
+        transport = FileTransport(group, served)
+        filling = transport.take(2, last=False)
+        filling.begin(folder)
+        write_checksums(folder, filling.write(folder, lambda: None))
+        transport.close()
+        names = {path.name for path in folder.iterdir()}
+        if serve == "adapter":
+            assert "model.safetensors" not in names
+            layout = hub_layout(AutoConfig.from_pretrained(base))
+            sources = Merging(str(base)).sources(folder, layout)
+            found[serve] = {name: read_tensor(source) for name, source in sources.items()}
+        else:
+            assert names.isdisjoint({"adapter_model.safetensors", "adapter_config.json", "cairn_base.json"})
+            found[serve] = load_file(folder / "model.safetensors")
+    assert found["adapter"].keys() == found["merged"].keys()
+    for name, tensor in found["merged"].items():
+        torch.testing.assert_close(found["adapter"][name], tensor, rtol=1e-6, atol=1e-6)
+    with pytest.raises(ValueError, match="over the network servers get merged weights"):
+        TrainerConfig(lora=LoraConfig(serve="adapter"), weight_transport="network")

@@ -1,6 +1,7 @@
 """What the API process prepares of a policy, and its workers map."""
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -9,14 +10,18 @@ from typing import Any
 import pytest
 import torch
 from families import make, make_model
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.formats.adapters import Base
 from cairn.checkpoint.formats.hub import tensors_in_memory
+from cairn.checkpoint.step import BASE_RECORD
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import Refused
 from cairn.inference.plugin.weights import PLAN, _begun, _prepared
-from cairn.policy.checksums import checksum
+from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.refusals import Altered, NotThere
 from cairn.policy.sender import WeightSender
 
@@ -30,6 +35,7 @@ def staging(folder: Path, dtype: torch.dtype = torch.float32, available: int = 1
         hf_config=AutoConfig.from_pretrained(folder),
         dtype=dtype,
         head_dtype=dtype,
+        model=str(folder),
         word_embeddings_untied_by_checkpoint=False,
     )
     return Staging(config, lambda: available, LARGE)
@@ -180,3 +186,62 @@ def test_a_source_that_sends_nothing_is_found_out_before_layers_are_taken_apart(
     with pytest.raises(RuntimeError, match="two ranks") as error:
         next(begun)
     assert not isinstance(error.value, NotThere)
+
+
+def adapter_of(base: Path, folder: Path) -> tuple[Path, Tensors]:
+    """A policy that is an adapter, and the weights that PEFT makes of it."""
+    about = LoraConfig(r=4, lora_alpha=9, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(1)
+        model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), about)
+    model.save_pretrained(folder)
+    files = {path.name: FileChecksum(path.stat().st_size) for path in base.glob("*.safetensors")}
+    (folder / BASE_RECORD).write_bytes(Base.of("base", base, files).to_json())
+    sums = {
+        name: checksum(values) for name, values in load_file(folder / "adapter_model.safetensors").items()
+    }
+    write_checksums(folder, sums)
+    merged = model.merge_and_unload()
+    merged.save_pretrained(folder / "merged")
+    return folder, load_file(folder / "merged" / "model.safetensors")
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_an_adapter_is_merged_into_the_base(kind: str, dtype: torch.dtype, tmp_path: Path):
+    """Those that are cast beforehand are, and the checksums are those of what the workers get as it came."""
+    base = make(kind, tmp_path / "base")
+    policy, expected = adapter_of(base, tmp_path / "policy")
+    with staging(base, dtype).prepare(str(policy)) as staged:
+        found, sums = mapped(staged), staged.update_info["plan"]["sums"]
+    assert found.keys() == expected.keys()
+    for name, tensor in found.items():
+        assert tensor.dtype == (dtype if tensor.numel() >= LARGE else torch.float32)
+        near = (
+            {"rtol": 1e-2, "atol": 1e-3} if tensor.dtype == torch.bfloat16 else {"rtol": 1e-6, "atol": 1e-6}
+        )
+        torch.testing.assert_close(tensor, expected[name].to(tensor.dtype), **near)
+        if tensor.dtype == torch.float32:
+            assert sums[name] == checksum(tensor)
+
+
+def test_an_adapter_that_is_not_the_trainers_or_of_another_base_is_refused(tmp_path: Path):
+    """The old weights serve on."""
+    base = make("qwen3", tmp_path / "base")
+    policy, expected = adapter_of(base, tmp_path / "policy")
+    server = staging(base)
+    with server.prepare(str(policy)) as staged:
+        assert mapped(staged).keys() == expected.keys()
+    tensors = load_file(policy / "adapter_model.safetensors")
+    name = next(iter(tensors))
+    tensors[name][0, 0] += 1
+    save_file(tensors, policy / "adapter_model.safetensors")
+    with pytest.raises(Altered, match=f"tensor {re.escape(name)} is not the one that the trainer wrote"):
+        server.prepare(str(policy))
+
+    policy, _ = adapter_of(base, tmp_path / "again")
+    weights = load_file(base / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, base / "model.safetensors", {"format": "pt"})
+    with pytest.raises(Refused, match="base is not the base of the adapter"):
+        server.prepare(str(policy))

@@ -31,21 +31,22 @@ class ExpectedTensors:
     """
 
     def __init__(self, config: PreTrainedConfig):
-        self._layout = hub_layout(config)
+        self.layout = hub_layout(config)
+        """Where the tensors of files are in transformers' model."""
         self._parts: dict[str, list[tuple[str, Place]]] = collections.defaultdict(list)
-        for name, place in self._layout.places.items():
+        for name, place in self.layout.places.items():
             self._parts[place.name].append((name, place))
 
     @functools.cached_property
     def own(self) -> Layout:
         """As transformers' model holds them, and a trainer that sends them from its memory."""
-        return _with_tied(self._layout.shapes, self._layout.tied_in_memory)
+        return _with_tied(self.layout.shapes, self.layout.tied_in_memory)
 
     @functools.cached_property
     def hub(self) -> Layout:
         """As in the files of the hub."""
-        shapes = {name: place.shape for name, place in self._layout.places.items()}
-        return _with_tied(shapes, self._layout.tied)
+        shapes = {name: place.shape for name, place in self.layout.places.items()}
+        return _with_tied(shapes, self.layout.tied)
 
     def layout_of(self, names: Iterable[str]) -> Layout:
         """The layout that tensors of these `names` are in, or are most like."""

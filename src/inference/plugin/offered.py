@@ -15,7 +15,9 @@ from vllm.config import ModelConfig
 from vllm.distributed.weight_transfer.base import layerwise_groups
 from vllm.logger import init_logger
 
+from cairn.checkpoint.formats.adapters import is_adapter
 from cairn.inference.plugin.expected import ExpectedTensors
+from cairn.inference.plugin.merging import Merging, in_groups
 from cairn.inference.plugin.weight_files import Refused, check_folder, look_at, read_weights
 from cairn.policy.receiver import WeightReceiver
 from cairn.policy.refusals import NotHeld, Unchanged
@@ -69,6 +71,8 @@ class Offers:
     def open(self, path: str) -> Offer:
         """The tensors of a folder, checked, or those that its trainer is about to send.
 
+        Those of a folder with an adapter are made of it and the base, a layer at a time.
+
         Raises:
             Refused: a file or tensor is unusable, or the trainer has other tensors than this model.
             Altered: the files are not those that the trainer wrote.
@@ -82,6 +86,8 @@ class Offers:
                 sums: dict[str, int] = {}
                 count = sum(map(math.prod, source.shapes.values()))
                 return Offer(self._from_trainer(source, sums), sums, count)
+            if is_adapter(Path(path)):
+                return self._merged(path)
             arrived = read_weights(path, self._expected.layout_of, self._config.dtype)
         except Unchanged:
             raise
@@ -117,6 +123,27 @@ class Offers:
                     raise NotHeld(f"checksum of {name} as it came from the trainer")
 
         return checked()
+
+    def _merged(self, path: str) -> Offer:
+        """The weights of the base with the folder's adapter."""
+        sources = self._merging.sources(Path(path), self._expected.layout)
+        sums: dict[str, int] = {}
+
+        def checked() -> Iterator[Tensors]:
+            for weights in in_groups(sources, layerwise_groups(list(sources))):
+                for name, tensor in weights.items():
+                    look = look_at(tensor, self._config.dtype)
+                    if not look.is_finite:
+                        raise NotFinite(f"the merged tensor {name} holds NaN or infinity")
+                    sums[name] = look.checksum
+                yield weights
+
+        count = sum(math.prod(source.spec.shape) for source in sources.values())
+        return Offer(checked(), sums, count)
+
+    @functools.cached_property
+    def _merging(self) -> Merging:
+        return Merging(self._config.model)
 
     @functools.cached_property
     def _receiver(self) -> WeightReceiver:

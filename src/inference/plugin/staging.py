@@ -21,6 +21,7 @@ import torch
 from vllm.config import ModelConfig
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.formats.adapters import is_adapter
 from cairn.checkpoint.layout import find_tensors
 from cairn.inference.plugin.offered import NotFinite, Offer, Offers, Tensors
 from cairn.inference.plugin.weight_files import WORKERS, Refused, identities
@@ -143,6 +144,10 @@ class Staging:
             Refused, Altered, Gone, NotThere: it can't be had; see `Offers.open`.
         """
         source = self._offers.source(path)
+        if source is None and is_adapter(Path(path)):
+            offer = self._offers.open(path)
+            size = offer.count * self._dtype.itemsize
+            return self._as_it_comes(path, offer, 2 * size) if self._fits(size) else Staged(path)
         if source is None:
             folder = [list(file) for file in identities(path)]
             return self._from_files(path, self._offers.open(path), folder)
@@ -150,7 +155,7 @@ class Staging:
         size = max(source.bytes, values * self._dtype.itemsize)
         if not self._fits(size):
             return Staged(path)
-        return self._from_trainer(path, self._offers.open(path), 2 * size)
+        return self._as_it_comes(path, self._offers.open(path), 2 * size)
 
     def _fits(self, size: int) -> bool:
         return size <= self._available() // 2
@@ -196,7 +201,7 @@ class Staging:
         """The data type that the workers get a tensor in."""
         return self._dtype if self._casts and tensor.numel() >= self._large else tensor.dtype
 
-    def _from_trainer(self, path: str, offer: Offer, size: int) -> Staged:
+    def _as_it_comes(self, path: str, offer: Offer, size: int) -> Staged:
         memory = SharedMemory(size + (ALIGNMENT << 20))  # what is not used takes no memory
         tensors: dict[str, Located] = {}
         changed: set[str] = set()

@@ -1,0 +1,75 @@
+"""A policy that comes as a low-rank adapter: the server adds it to the base, which it has on disk.
+
+So a version is a few megabytes, whatever the size of the model. The server computes from merged weights.
+"""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+
+from cairn.checkpoint.formats import FORMATS, Source
+from cairn.checkpoint.formats.adapters import Base, base_of_adapter, merged_weights
+from cairn.checkpoint.formats.fitting import weights_of
+from cairn.checkpoint.formats.hub import Layout
+from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.step import MODEL
+from cairn.checkpoint.tensors import read_tensor
+from cairn.inference.plugin.weight_files import Refused, identities
+from cairn.policy.checksums import checksum, read_checksums
+from cairn.policy.refusals import Altered
+
+
+class Merging:
+    """Merges adapters into their base, whose files are compared with their checksums once.
+
+    Args:
+        model: the folder that the server was started with; the base is looked for there first, since the
+            trainer's folder may be on another machine.
+    """
+
+    def __init__(self, model: str):
+        self._model = model
+        self._compared: tuple[Base, list[tuple[str, int, int]]] | None = None
+
+    def sources(self, folder: Path, layout: Layout) -> dict[str, Source]:
+        """The merged weights of the adapter in `folder`, by the hub's names; nothing of the base is read yet.
+
+        Raises:
+            Altered: the adapter is not the one that the trainer wrote.
+            Refused: the base is not here, or the adapter does not fit it.
+        """
+        published = read_checksums(folder) or {}
+        stored = find_tensors(folder, "adapter_model")
+        for name, expected in published.items():
+            if name not in stored or checksum(read_tensor(stored[name])) != expected:
+                raise Altered(
+                    f"{folder}: tensor {name} is not the one that the trainer wrote (other checksum)"
+                )
+        try:
+            base = self._base(folder)
+            merged = merged_weights(folder, FORMATS["hf"].read(base).tensors[MODEL], layout)
+            return weights_of(merged, layout, folder)
+        except CheckpointError as error:
+            raise Refused(str(error)) from None
+
+    def _base(self, folder: Path) -> Path:
+        record = base_of_adapter(folder)
+        if record is None:
+            raise CheckpointError(f"{folder}: does not say which base its adapter is of")
+        try:
+            found = record.find(folder, self._model)
+        except CheckpointError:
+            found = record.find(folder)
+        state = record, identities(str(found))
+        if self._compared != state:
+            record.check_files(found, folder)
+            self._compared = state
+        return found
+
+
+def in_groups(sources: dict[str, Source], groups: list[list[str]]) -> Iterator[dict[str, torch.Tensor]]:
+    """The tensors, a group at a time."""
+    for names in groups:
+        yield {name: read_tensor(sources[name]) for name in names}
