@@ -97,8 +97,8 @@ def away_in_step(step: Path) -> dict[str, AwayFile]:
 
 
 def away_files(folder: Path) -> dict[str, AwayFile]:
-    """Those files that lie in `folder`, such as the `model/` of a step, by their names there."""
-    files = away_in_step(folder.parent)
+    """Those files that lie in `folder`, such as the `model/` or `trainer/critic/` of a step, by name."""
+    files = away_in_step(folder.parent) or away_in_step(folder.parent.parent)
     return {file.path.name: file for file in files.values() if file.path.parent == folder}
 
 

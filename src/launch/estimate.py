@@ -81,10 +81,18 @@ class Beside:
     footprint: "Footprint"
     optimizer: BaseOptimizerConfig
 
-    def bytes(self, elements: int) -> tuple[int, bool]:
-        """Weights, gradients and optimiser state of so many elements, and whether that is counted."""
+    def state(self, ranks: int) -> State:
+        """Weights and optimiser state, float32, on the fullest of so many ranks.
+
+        Its gradients are as large as its weights. It has no output embeddings.
+        """
+        elements = self.elements(ranks)
         state = _state(self.footprint, self.optimizer, elements)
-        return 8 * elements + state.bytes, state.counted
+        return State("weights and state", 4 * elements + state.bytes, state.counted)
+
+    def elements(self, ranks: int) -> int:
+        """The weights on the fullest of so many ranks."""
+        return self.footprint.shard(ranks) - self.footprint.head // ranks
 
 
 def rank_need(
@@ -120,8 +128,12 @@ def rank_need(
             Part(state.what, state.bytes, counted=state.counted, kept=True),
         ]
         for one in beside:
-            size, counted = one.bytes(one.footprint.shard(ranks // config.replicas))
-            parts.append(Part(f"the {one.name}'s weights, gradients and state", size, counted, kept=True))
+            own = one.state(ranks // config.replicas)
+            gradients = 4 * one.elements(ranks // config.replicas)
+            parts += [
+                Part(f"the {one.name}'s weights and state, float32", own.bytes, own.counted, kept=True),
+                Part(f"the {one.name}'s gradients, float32", gradients),
+            ]
         parts += [
             Part(f"{FROZEN}, {config.precision.compute}", _held(one, config, ranks), kept=True)
             for one in frozen
@@ -187,7 +199,9 @@ def host_need(
             of(ranks // config.replicas) for of in (footprint.shard, footprint.trained_shard)
         )
         state = (4 * elements + 4 * trained + _state(footprint, config.optimizer, trained).bytes) * ranks
-        state += sum(one.bytes(one.footprint.shard(ranks // config.replicas))[0] for one in beside) * ranks
+        for one in beside:
+            each = ranks // config.replicas
+            state += (one.state(each).bytes + 4 * one.elements(each)) * ranks
         state += sum(_held(one, config, ranks) * ranks for one in frozen)
         parts.append(Part(f"state of {_ranks(ranks)}, by state_on = host", state))
     if config.ckpt:
@@ -195,8 +209,7 @@ def host_need(
         copied = 0
         if config.ckpt.training_state:
             copied = _state(footprint, config.optimizer, elements).bytes
-            for one in beside:
-                copied += one.bytes(one.footprint.elements)[0] - 4 * one.footprint.elements  # no gradients
+            copied += sum(one.state(1).bytes for one in beside)
         parts.append(Part("a copy of the state while it is saved", 4 * elements + copied, False))
     return Need("of the machine's memory", tuple(parts))
 

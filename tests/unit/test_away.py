@@ -18,7 +18,11 @@ from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.tensors import load_step, read_tensors
 
-FILES = {"model/model.safetensors": "model/model", "trainer/optimizer.safetensors": "trainer/optimizer"}
+FILES = {
+    "model/model.safetensors": "model/model",
+    "trainer/optimizer.safetensors": "trainer/optimizer",
+    "trainer/critic/model.safetensors": "trainer/critic/model",
+}
 
 
 def tensors(seed: int) -> dict[str, torch.Tensor]:

@@ -10,7 +10,7 @@ from families import make
 from one_rank import one_rank
 from test_saver import ABOUT, bits, make_saver, save, saver, store
 from tiny import write_example
-from transformers import AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from cairn.checkpoint.diff import compare
 from cairn.checkpoint.saver import Saver
@@ -20,10 +20,15 @@ from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.beside_policy import check_models_beside, with_models_beside
+from cairn.launch.fitting import training_needs
+from cairn.launch.recipe import join_recipe
 from cairn.launch.start import Start
+from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, Sample, Sampling
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_json
+from cairn.run.machine import Machine
 from cairn.trainer.critic import CriticLearner, make_critic
 from cairn.trainer.gae import estimate, moments
 from cairn.trainer.group import RankGroup
@@ -389,3 +394,33 @@ def test_where_a_critic_begins(folder: Path, tmp_path: Path, store: CheckpointSt
     (own / "tokenizer.json").write_text(about.replace('"a":', '"aaaa":'))
     with pytest.raises(UsageError, match=r"vocabulary is not the policy's \(1 of its \d+ tokens differ\)"):
         with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+
+
+def test_an_orchestrator_that_joins_must_have_the_trainers_kind_of_advantages(tmp_path: Path):
+    """Of several environments, each counts."""
+    run, attempt = RunDirectory(tmp_path), Attempt("run", 1, "trainer", 0, None, "branch_1")
+    rewards = {"settings": {"advantage.type": "gae"}}
+    compared = {"settings": {}, "environments": {"a": {"advantage.type": "grpo"}}}
+    for trainer, mine, other, message in (
+        ({}, compared, rewards, "'gae' without trainer.critic"),
+        ({"critic.clip": 0.2}, rewards, compared, "trainer.critic with orchestrator.advantage.type = 'grpo'"),
+    ):
+        write_json(run.recipe, {"trainer": {"settings": trainer}})
+        join_recipe(mine, attempt, run, [])
+        with pytest.raises(UsageError, match=message):
+            join_recipe(other, attempt, run, [])
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_its_memory_is_counted(folder: Path, tmp_path: Path, tied: bool):
+    """Four values of float32 for each weight; there are no output embeddings."""
+    own = write_example(tmp_path / "own", tied=tied)
+    trainer = RL.trainer(config_of(folder, model=str(own))).settled(gpu=False)
+    plain = trainer.model_copy(update={"critic": None})
+    found, without = (training_needs(str(folder), one, Machine()) for one in (trainer, plain))
+    about = AutoConfig.from_pretrained(own)
+    with torch.device("meta"):
+        layers = AutoModelForCausalLM.from_config(about).base_model
+    elements = sum(parameter.numel() for parameter in layers.parameters())
+    assert found.rank.counted - without.rank.counted == 16 * elements
+    assert found.host.total - without.host.total == (16 + 12 * bool(trainer.ckpt)) * elements
