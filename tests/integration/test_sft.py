@@ -351,6 +351,33 @@ def test_no_process_outlives_a_killed_launcher(shell: Shell, sft: tuple, tmp_pat
         command.assert_nothing_survives()
 
 
+def test_a_killed_run_goes_on_in_each_of_its_data_sets(shell: Shell, data: Path, tmp_path: Path):
+    """One of them a stream: SIGKILL of the whole run, and on bit for bit from the newest step."""
+    one, two, mix = tmp_path / "one.jsonl", tmp_path / "two.jsonl", tmp_path / "mix.toml"
+    records = data.read_text().splitlines(keepends=True)
+    one.write_text("".join(records[:60]))
+    two.write_text("".join(records[60:]))
+    mix.write_text(
+        f'seq_len = 32\n[data]\nname = ""\nbatch_size = {BATCH}\nshuffle_block = 16\n[ckpt]\ninterval = 4\n'
+        f'[[data.sets]]\nname = "{one}"\n[[data.sets]]\nname = "{two}"\nweight = 2\nread = "stream"\n'
+    )
+    sft = ("sft", "@", f"{CONFIGS}/sft.toml", "@", mix)
+    run, straight = tmp_path / "killed", tmp_path / "straight"
+    with shell.start(*sft, "--max-steps", 100_000, "--output-dir", run) as command:
+        command.wait_until(lambda: steps(run))
+        command.process.kill()
+        command.process.wait()
+        command.assert_nothing_survives()
+    first, last = steps(run)[-1], steps(run)[-1] + 12
+    for folder, how in ((run, ("--ckpt.resume", "auto")), (straight, ())):
+        shell.succeed(*sft, "--max-steps", last, "--output-dir", folder, *how)
+    found, expected = whole_rows(run, last), whole_rows(straight, last)
+    assert untimed(found) == untimed(expected)
+    assert sum(row["data/two/records"] for row in found[first:]) > 0
+    assert found[-1]["total_records"] == last * BATCH
+    assert_same_bits(tensors(step_folder(run, last)), tensors(step_folder(straight, last)))
+
+
 def test_an_adapter_goes_on_on_any_number_of_ranks(shell: Shell, sft: tuple, tmp_path: Path):
     """On as many ranks bit for bit, dropout and all; on others apart from rounding. PEFT opens the step."""
     run = tmp_path / "run"

@@ -75,6 +75,8 @@ class SFTData:
         for label, source in self.sources.items():
             source.seek(self.taken_of(label), (state or {}).get(label))
         self._encoded: dict[Taken, list[Sample]] = {}
+        self._whole: dict[Taken, int] = {}
+        """Of these, the records that are learned as they are, and how many tokens of each."""
         self._room = CACHED_TOKENS
         self._fates: Counter[str] = Counter()
         """How many records were taken by this process, and what became of those not learned as they are."""
@@ -122,10 +124,18 @@ class SFTData:
         while wanted:
             taken = self._take(wanted)
             for one, own in zip(taken, self._samples(taken), strict=True):
-                kept = self._fitting(one, own)
-                self._note(one, own, kept, counts)
+                learned = self._whole.get(one)
+                if learned is None:
+                    kept = self._fitting(one, own)
+                    learned = self._note(one, own, kept, counts)
+                else:
+                    kept = own
+                if label := one[0]:
+                    counts[f"data/{label}/records"] += 1
+                    counts[f"data/{label}/learned_tokens"] += learned
                 batch += kept
                 wanted -= bool(kept)
+            self._fates["taken"] += len(taken)
             if counts["dropped_records"] > DROPPED_AT_MOST and not batch:
                 raise BadRecord(
                     f"the last {counts['dropped_records']} records were all longer than --seq-len "
@@ -190,9 +200,10 @@ class SFTData:
             )
         return fitting
 
-    def _note(self, one: Taken, samples: list[Sample], kept: list[Sample], counts: Counter[str]) -> None:
-        """Count a record, and name the first of each kind that is not learned as it is."""
-        self._fates["taken"] += 1
+    def _note(self, one: Taken, samples: list[Sample], kept: list[Sample], counts: Counter[str]) -> int:
+        """Count a record that is not learned as it is, and name the first of each kind; returns the number of
+        its learned tokens."""
+        learned = sum(int(sample.loss_mask[1 : self.row_length].sum()) for sample in kept)
         cut = sum(len(sample.token_ids) > (self.row_length or len(sample.token_ids)) for sample in kept)
         unlearned = [sample for sample in kept if not self._teaches(sample)]
         away = sum(bool(sample.loss_mask[1:].any()) for sample in unlearned)
@@ -201,11 +212,10 @@ class SFTData:
         counts["records_by_turn"] += len(samples) > 1
         counts["unlearned/cut_away"] += away
         counts["unlearned/no_turn"] += len(unlearned) - away
-        if label := one[0]:
-            counts[f"data/{label}/records"] += 1
-            counts[f"data/{label}/learned_tokens"] += sum(
-                int(sample.loss_mask[1 : self.row_length].sum()) for sample in kept
-            )
+        if len(samples) == len(kept) == 1 and not cut and not unlearned:
+            if one in self._encoded:
+                self._whole[one] = learned
+            return learned
         longest = max(len(sample.token_ids) for sample in samples)
         too_long = f"it has {longest} tokens, more than --seq-len {self.row_length}"
         if not kept:
@@ -220,6 +230,7 @@ class SFTData:
         if len(unlearned) == len(kept) > 0:
             why = self._why_not(one, samples) if self._fates["with nothing to learn"] < WARNINGS else ""
             self._tell_of("with nothing to learn", one, f"nothing is learned: {why}")
+        return learned
 
     def _tell_of(self, fate: str, one: Taken, sentence: str) -> None:
         """Count a record with this fate, and name it in the log if it is one of the first."""
