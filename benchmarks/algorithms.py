@@ -3,7 +3,8 @@
 Every loss runs with the advantage `grpo`, and every advantage with the loss `ppo_clip`. The model has learned
 the task from examples for a while; each run starts from its weights, against one server that stays up. The
 curves show that an algorithm learns, not which is best: settings are the defaults, the learning rate is the
-same for all, and there is one seed.
+same for all, and there is one seed. With one update for each batch all ratios are 1, and losses of single
+tokens have the same gradient; more `--updates` tell them apart.
 """
 
 import argparse
@@ -41,23 +42,23 @@ SERVED = rl.RLTask(16, 8, 12, 128, 8, {})
 
 def main() -> None:
     """Run all, or those that are asked for, and print one JSON object."""
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", nargs="+", default=[*LOSSES, *ADVANTAGES], choices=[*LOSSES, *ADVANTAGES])
     parser.add_argument("--steps", type=int, default=20, help="steps of each run")
     parser.add_argument("--examples", type=int, default=150, help="steps on examples before them")
     parser.add_argument("--lr", type=float, default=4e-4)
+    parser.add_argument("--updates", type=int, default=1, help="optimiser updates for each batch")
     parser.add_argument("--quick", action="store_true", help="two runs of a few steps")
     parser.add_argument("--json", action="store_true", help="print only one JSON object")
     parser.add_argument("--out", type=Path, help="a folder for algorithms.json and algorithms.png")
     arguments = parser.parse_args()
-    arguments.dtype = "float32"
     if arguments.quick:
         arguments.runs, arguments.steps, arguments.examples = ["gpg", "rloo"], 2, 2
     with tempfile.TemporaryDirectory() as folder:
         runs = measure(arguments, Path(folder))
     report = {
         "benchmark": "algorithms",
-        **{name: getattr(arguments, name) for name in ("steps", "examples", "lr")},
+        **{name: getattr(arguments, name) for name in ("steps", "examples", "lr", "updates")},
         "runs": runs,
     }
     if not arguments.json:
@@ -87,13 +88,15 @@ def measure(arguments: argparse.Namespace, folder: Path) -> dict[str, list[float
         raise RuntimeError(log.read_text()[-3000:])
     model = taught / "checkpoints" / f"step_{arguments.examples}"
     found: dict[str, list[float]] = {}
-    with rl.server(SERVED, model / "model", arguments, folder / "server.log") as url:
+    of_server = argparse.Namespace(dtype="float32", quick=True)  # nothing is compiled
+    with rl.server(SERVED, model / "model", of_server, folder / "server.log") as url:
         for name in arguments.runs:
             run = folder / f"run_{len(found)}"
             flags = (
                 *("@", common.CONFIGS / "rl.toml", "--model.name", model, "--output-dir", run),
                 *("--max-steps", arguments.steps, "--trainer.optimizer.lr", arguments.lr),
-                *("--trainer.scheduler.warmup-steps", 0, "--orchestrator.inference-url", url),
+                *("--trainer.scheduler.warmup-steps", 0, "--trainer.updates-per-batch", arguments.updates),
+                *("--orchestrator.inference-url", url),
                 *LOSSES.get(name, ()),
                 *ADVANTAGES.get(name, ()),
             )
