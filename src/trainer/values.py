@@ -38,6 +38,14 @@ HEAD = "score"
 """The name of the head's module, as in transformers."""
 
 
+class Head(nn.Linear):
+    """A number of each hidden state, in float32: bfloat16 would round a value of 1 by up to 0.004."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float32 [L, 1] of hidden states [L, H] of any floating-point type."""
+        return F.linear(input.float(), self.weight.float(), self.bias.float())
+
+
 class ValueModel(nn.Module):
     """The layers of a causal language model, and a linear head of one output.
 
@@ -62,7 +70,7 @@ class ValueModel(nn.Module):
         self.add_module(self._prefix, decoder)
         head = causal.get_output_embeddings()
         width = getattr(head, "in_features", None) or causal.config.get_text_config().hidden_size
-        self.add_module(HEAD, nn.Linear(width, 1, device="meta", dtype=torch.float32))
+        self.add_module(HEAD, Head(width, 1, device="meta", dtype=torch.float32))
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -81,7 +89,7 @@ class ValueModel(nn.Module):
         if probe:
             hidden = F.layer_norm(hidden.float(), hidden.shape[-1:])
             return hidden[:, ::2].sum(-1) / hidden.shape[-1] ** 0.5
-        return self.get_output_embeddings()(hidden)[:, 0].float()
+        return self.get_output_embeddings()(hidden)[:, 0].clone()  # FSDP2 puts hooks on it, and not on views
 
     @property
     def config(self) -> Any:

@@ -245,6 +245,28 @@ def test_batches_without_rewards_are_refused(group: RankGroup, folder: Path):
         CriticLearner(CONFIG, state).prepare(make_work(samples))
 
 
+def test_values_are_float32_where_layers_are_not(group: RankGroup, folder: Path):
+    """And sharded weights learn as plain ones do."""
+    precision = {"compute": "bfloat16"}
+    config = TrainerConfig(**{**CONFIG.model_dump(exclude_unset=True), "precision": precision})
+    state, plain = begin(group, folder, config), begin(group, folder)
+    losses = []
+    for one in (state, plain):
+        learner = CriticLearner(one.config, one)
+        rows = []
+        for step in (1, 2, 3):
+            work = make_work(make_samples())
+            learner.prepare(work)
+            row = train_step(one, work, step, Likelihood(), others=[learner], with_policy=False)
+            rows.append(row["critic/loss"])
+        losses.append(rows)
+        if one is state:
+            values = np.concatenate(columns_of(work, make_samples(), "values"))
+            rounded = torch.from_numpy(values).bfloat16().float().numpy()
+            assert np.mean(values != rounded) > 0.8
+    assert losses[0] == pytest.approx(losses[1], rel=0.05)
+
+
 def learn(state: TrainerState, step: int, *, with_policy: bool = True) -> dict[str, float]:
     """A step of a run; returns its metrics."""
     learner = CriticLearner(CONFIG, state)
