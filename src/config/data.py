@@ -3,12 +3,15 @@
 import os
 import re
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.environment import LABEL
+
+if TYPE_CHECKING:
+    from cairn.run.data_sets import Part
 
 ENDINGS = r"(\.(jsonl|ndjson|json|parquet|csv))?(\.(gz|bz2|xz))?$"
 
@@ -27,6 +30,11 @@ class DataSetConfig(BaseConfig):
     def split_setting(self) -> str:
         """What sets the split, as messages show it."""
         return "--data.split"
+
+    @property
+    def part(self) -> "Part | None":
+        """The part of the split that is read; None: all of it."""
+        return None
 
     @field_validator("name")
     @classmethod
@@ -74,6 +82,8 @@ class SFTDataConfig(DataSetConfig):
 
     sets: list[MixedDataConfig] = []
     """Several data sets in place of `name`, as [[data.sets]] tables; see docs/training.md."""
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the records that is never trained on: of them are [[validation]] tables without data."""
     batch_size: int = Field(default=64, ge=1)
     """Records per optimiser step, over all ranks."""
     epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
@@ -86,6 +96,13 @@ class SFTDataConfig(DataSetConfig):
     """Roles whose turns are learned; `train` or `weight` of a message has precedence."""
     too_long: Literal["cut", "drop", "error"] = "cut"
     """What becomes of samples of more than seq_len tokens; in place of dropped records others are drawn."""
+
+    @property
+    def part(self) -> "Part | None":
+        """The records that are not held out."""
+        from cairn.run.data_sets import Part
+
+        return Part(self.held_out, held_out=False) if self.held_out else None
 
     @property
     def setting(self) -> str:
@@ -114,6 +131,15 @@ class SFTDataConfig(DataSetConfig):
         return value
 
     @model_validator(mode="after")
+    def _held_out_of_one(self) -> "SFTDataConfig":
+        if self.held_out and (self.sets or self.read == "stream"):
+            raise ValueError(
+                f"held_out = {self.held_out} is a share of a single data set, not read as a stream; give "
+                "[[validation]] tables data of their own"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _one_or_several(self) -> "SFTDataConfig":
         if self.sets and (self.name or self.split != "train" or self.read != "indexed"):
             several = ", ".join(one.called for one in self.sets)
@@ -129,3 +155,14 @@ class SFTDataConfig(DataSetConfig):
             what = "each of data.sets has its own epochs" if self.sets else "a stream's length is unknown"
             raise ValueError(f"data.epochs = {self.epochs:g}: {what}; give max_steps instead")
         return self
+
+
+class HeldOutPart(SFTDataConfig):
+    """The records that are held out of training data."""
+
+    @property
+    def part(self) -> "Part":
+        """The held-out ones."""
+        from cairn.run.data_sets import Part
+
+        return Part(self.held_out, held_out=True)

@@ -32,6 +32,10 @@ class PreferenceDataConfig(BaseConfig):
         return "--data.split"
 
     @property
+    def part(self) -> None:
+        """All of the split is read."""
+
+    @property
     def setting(self) -> str:
         """What sets the data set, as messages show it."""
         return "--data.name"

@@ -8,7 +8,7 @@ from pydantic import Field, field_validator, model_validator
 
 from cairn.config.advantage import GAE
 from cairn.config.base import BaseConfig
-from cairn.config.data import SFTDataConfig
+from cairn.config.data import HeldOutPart, SFTDataConfig
 from cairn.config.gpus import Gpus
 from cairn.config.lora import LoraConfig
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
@@ -190,9 +190,9 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return None
 
     @property
-    def validations(self) -> "list[ValidationConfig]":
-        """The validations on held-out records."""
-        return []
+    def held_out_data(self) -> Mapping[str, SFTDataConfig]:
+        """By name, the records of each validation, to be read one by one in their order."""
+        return {}
 
     @property
     def own_loss(self) -> LossConfig | None:
@@ -285,8 +285,18 @@ class SFTConfig(TrainerBase):
         return self.data if self.data.epochs is not None else None
 
     @property
-    def validations(self) -> list[ValidationConfig]:
-        return self.validation
+    def held_out_data(self) -> Mapping[str, SFTDataConfig]:
+        how = {"shuffle": False, "batch_size": 1, "epochs": None}
+        found: dict[str, SFTDataConfig] = {}
+        for one in self.validation:
+            if one.data is None:
+                found[one.name] = HeldOutPart(**self.data.model_dump() | how)
+            else:
+                where = {"name": one.data.name, "split": one.data.split, "learn": self.data.learn}
+                found[one.name] = SFTDataConfig.model_validate(
+                    {**where, **how, "too_long": self.data.too_long}
+                )
+        return found
 
     @property
     def validated_at(self) -> Mapping[str, int]:
@@ -303,6 +313,18 @@ class SFTConfig(TrainerBase):
         if twice := sorted({name for name in names if names.count(name) > 1}):
             raise ValueError(f"two validations are called {twice[0]!r}: give each a name of its own")
         return value
+
+    @model_validator(mode="after")
+    def _held_out_for_something(self) -> "SFTConfig":
+        without = [one.name for one in self.validation if one.data is None]
+        if without and not self.data.held_out:
+            raise ValueError(f"validation {without[0]!r} needs data, or data.held_out, such as 0.05")
+        if self.data.held_out and not without:
+            raise ValueError(
+                f"data.held_out = {self.data.held_out} is for a [[validation]] table without data, and there "
+                "is none"
+            )
+        return self
 
     @model_validator(mode="after")
     def _ends_with_a_checkpoint(self) -> "SFTConfig":

@@ -15,11 +15,6 @@ class HeldOutDataConfig(BaseConfig):
     split: str = "train"
     """Split to validate on, or a slice of it such as train[95%:]; a single file has only train."""
 
-    @property
-    def split_setting(self) -> str:
-        """What sets the split, as messages show it."""
-        return "validation.data.split"
-
     @field_validator("name")
     @classmethod
     def _absolute(cls, value: str) -> str:
@@ -32,7 +27,8 @@ class ValidationConfig(BaseConfig):
 
     name: str = Field(pattern=r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$")
     """Names the validation in evals.jsonl and metrics: letters, digits and _.- only."""
-    data: HeldOutDataConfig
+    data: HeldOutDataConfig | None = None
+    """The records (default: those that data.held_out leaves out of training)."""
     interval: int = Field(default=50, ge=1)
     """Validate after every N steps."""
     at_start: bool = False

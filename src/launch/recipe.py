@@ -274,11 +274,11 @@ def _look_at_validations(trainer: TrainerBase) -> None:
     from cairn.run.data_sets import BadRecord, examine, load_records
     from cairn.trainer.data.records import problem_of
 
-    for one in trainer.validations:
+    for name, data in trainer.held_out_data.items():
         try:
-            examine(one.data, load_records(one.data), problem_of)
+            examine(data, load_records(data), problem_of)
         except BadRecord as error:
-            raise UsageError(f"validation {one.name!r}: {error}") from None
+            raise UsageError(f"validation {name!r}: {error}") from None
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:

@@ -15,10 +15,11 @@ import os
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from cairn.run.errors import CairnError
 from cairn.run.files import write_json
+from cairn.run.seeds import permutation
 
 BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
 """The kinds of data files, and the builder of `datasets` that reads each."""
@@ -32,16 +33,35 @@ class BadRecord(CairnError):
     """A record, or a whole data set, can't be used; the message says which and why."""
 
 
+class Part(NamedTuple):
+    """One of two parts of a data set: the records that are held out, by a draw of their own, or the others.
+
+    share: of the records that is held out; at least one is. held_out: whether these are the part.
+    """
+
+    share: float
+    held_out: bool
+
+    def of(self, count: int) -> list[int]:
+        """Numbers of the part's records in their order, of a data set of `count`; the same in every run."""
+        order = permutation(count, 0, "held out")
+        first = max(1, round(self.share * count))
+        return sorted(order[:first] if self.held_out else order[first:])
+
+
 class DataSource(Protocol):
     """Where a data set is.
 
     name: a .jsonl, .json, .parquet or .csv file, a folder of such files or from `save_to_disk`, or a name on
     the hub. split: of it, or a slice such as train[:1000]. split_setting: what sets the split, as messages
-    show it.
+    show it. part: of the split; None: all of it.
     """
 
     @property
     def name(self) -> str: ...
+
+    @property
+    def part(self) -> Part | None: ...
 
     @property
     def split(self) -> str: ...
@@ -59,6 +79,8 @@ def load_records(source: DataSource) -> Any:
     import datasets
 
     records = _load(source, datasets.load_dataset)
+    if source.part and len(records):
+        records = records.select(source.part.of(len(records)))
     if not len(records):
         raise BadRecord(f"{source.name} holds no records")
     return records
@@ -242,6 +264,9 @@ def same_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
 
 def locate(source: DataSource, index: int) -> str:
     """Where a record stands: file and line, or its number, which is 0 for the first."""
+    if source.part:
+        which = "held out" if source.part.held_out else "not held out"
+        return f"{source.name}, record {index} (counted from 0) of those that are {which}"
     if source.split == "train" and Path(_uncompressed(source.name)).suffix in (".jsonl", ".ndjson"):
         filled = -1
         for number, line in _lines(Path(source.name)):
@@ -262,7 +287,8 @@ def _kept_identity(source: DataSource, records: Any, problem_of: Check) -> Path 
         return None
     about = [[str(f), s.st_size, s.st_mtime_ns, s.st_ino] for f in files for s in (f.stat(),)]
     check = f"{problem_of.__module__}.{problem_of.__qualname__}"
-    key = json.dumps([check, source.split, len(records), records.column_names, about])
+    part = [source.part] if source.part else []
+    key = json.dumps([check, source.split, len(records), records.column_names, about, *part])
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "records"
     return cache / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
 

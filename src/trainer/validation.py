@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from cairn.config.data import SFTDataConfig
 from cairn.config.trainer import SFTConfig
 from cairn.config.validation import ValidationConfig
 from cairn.run import heartbeat
@@ -98,7 +97,7 @@ class HeldOut:
         )
         if not self._batch.counts.learned:
             raise UsageError(
-                f"validation {validation.name!r}: no token of {validation.data.name} is learned within the "
+                f"validation {validation.name!r}: no token of its records is learned within the "
                 f"first {config.seq_len} of a record, so there is no loss to measure"
             )
 
@@ -139,14 +138,7 @@ def _samples(
     arguments: Mapping[str, Any],
 ) -> tuple[list[Sample], int]:
     """The samples of all records in their order, as training would make them, and the number of records."""
-    source = SFTDataConfig(
-        name=validation.data.name,
-        split=validation.data.split,
-        shuffle=False,
-        batch_size=1,
-        learn=config.data.learn,
-        too_long=config.data.too_long,
-    )
+    source = config.held_out_data[validation.name]
     count = len(load_records(source))
     wanted = min(count, validation.records or count)
     data = SFTData(source, tokenizer, 0, 0, row_length=config.seq_len, template_arguments=arguments)

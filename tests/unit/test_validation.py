@@ -21,10 +21,12 @@ from cairn.launch.rating import with_ratings
 from cairn.launch.recipe import plan_recipe
 from cairn.launch.start import Start, ended_early, is_complete
 from cairn.run.attempt import Attempt
+from cairn.run.data_sets import BadRecord, examine, load_records, locate
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_atomic
 from cairn.run.patience import better, why_exhausted
+from cairn.trainer.data.records import problem_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.policy import make_policy
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
@@ -102,8 +104,32 @@ def test_long_records_are_cut_as_in_training(one_rank: RankGroup, model: Path, h
     found.run(10)
     (row,) = RunDirectory(tmp_path).evals.rows()
     assert row["cut_samples"] == 1
-    with pytest.raises(UsageError, match=r"no token of .* is learned within the first 2 of a record"):
+    with pytest.raises(UsageError, match="no token of its records is learned within the first 2"):
         validations(one_rank, model, tmp_path, name="held", data={"name": str(held)}, seq_len=2, records=2)
+
+
+def test_held_out_records_are_never_trained_on(tmp_path: Path):
+    """A share of the data set, the same in every run; both parts have identities of their own."""
+    path = tmp_path / "data.jsonl"
+    path.write_text("".join(json.dumps({"prompt": str(i), "completion": str(i)}) + "\n" for i in range(40)))
+
+    def parts(seed: int) -> list[Any]:
+        data = {"name": str(path), "held_out": 0.5}
+        config = SFTConfig(seed=seed, data=data, validation=[{"name": "own"}])
+        return [config.data, config.held_out_data["own"]]
+
+    trained, held = (load_records(source)["prompt"] for source in parts(0))
+    assert (len(trained), len(held)) == (20, 20)
+    assert {*trained, *held} == {str(i) for i in range(40)}
+    assert held not in (trained[:20], [str(i) for i in range(20)], [str(i) for i in range(20, 40)])
+    assert [load_records(source)["prompt"][:] for source in parts(7)] == [trained[:], held[:]]
+    one, other = (examine(source, load_records(source), problem_of) for source in parts(0))
+    assert one["digest"] != other["digest"]
+    assert examine(parts(0)[0], load_records(parts(0)[0]), problem_of) == one
+    assert "record 3 (counted from 0) of those that are held out" in locate(parts(0)[1], 3)
+    tiny = SFTConfig(data={"name": str(path), "held_out": 0.999}, validation=[{"name": "own"}])
+    with pytest.raises(BadRecord, match="holds no records"):
+        load_records(tiny.data)
 
 
 # Early stopping
@@ -150,7 +176,9 @@ def test_a_run_that_ended_early_says_so(held: Path, tmp_path: Path):
 @pytest.mark.parametrize(
     ("settings", "words"),
     [
-        ({"validation": [{"name": "a"}]}, "data"),
+        ({"validation": [{"name": "a"}]}, "validation 'a' needs data, or data.held_out"),
+        ({"data": {"held_out": 0.1}}, "is for a .* table without data, and there is none"),
+        ({"data": {"held_out": 0.1, "read": "stream"}}, "a share of a single data set"),
         ({"validation": [{"name": "a", "data": {"name": "x"}}] * 2}, "two validations are called 'a'"),
         ({"validation": [{"name": "a", "data": {"name": "x"}, "patience": 1}]}, "needs --ckpt"),
         (

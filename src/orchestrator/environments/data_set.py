@@ -7,7 +7,7 @@ from typing import Any
 
 from cairn.orchestrator.environments.reward_functions import RewardFunction, awaited, make_reward_functions
 from cairn.orchestrator.environments.rewards import Rewards
-from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord, examine, kind_of, load_records, locate
+from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord, Part, examine, kind_of, load_records, locate
 
 Message = dict[str, Any]
 
@@ -19,6 +19,7 @@ class Source:
     name: str
     split: str
     split_setting: str = "orchestrator.environment.args.split"
+    part: Part | None = None
 
 
 class DataSet:
