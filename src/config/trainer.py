@@ -290,7 +290,7 @@ class SFTConfig(TrainerBase):
         found: dict[str, SFTDataConfig] = {}
         for one in self.validation:
             if one.data is None:
-                found[one.name] = HeldOutPart(**self.data.model_dump() | how)
+                found[one.name] = HeldOutPart.model_validate(self.data.model_dump() | how)
             else:
                 where = {"name": one.data.name, "split": one.data.split, "learn": self.data.learn}
                 found[one.name] = SFTDataConfig.model_validate(
