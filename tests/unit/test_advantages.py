@@ -103,8 +103,8 @@ def test_each_advantage_is_its_formula(kind: str):
 
 
 def test_every_built_in_advantage_is_known_to_the_configuration():
-    assert set(WANTED) | {"gae"} == BUILT_IN.keys()
-    assert BUILT_IN.keys() - {"reinforce_plus_plus", "gae"} == COMPARING
+    assert set(WANTED) | {"gae", "none"} == BUILT_IN.keys()
+    assert BUILT_IN.keys() - {"reinforce_plus_plus", "gae", "none"} == COMPARING
 
 
 @pytest.mark.parametrize("kind", WANTED)
