@@ -8,6 +8,7 @@ import torch
 from one_rank import one_rank
 from tiny import write_example
 
+from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.checkpoint.weight_sums import sums_of, weight_files
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from cairn.config.trainer import TrainerConfig
@@ -295,3 +296,35 @@ def test_weights_that_changed_are_refused_by_name(group: RankGroup, tmp_path: Pa
     write_example(folder, seed=1)
     with pytest.raises(UsageError, match=r"kl\.reference = .*: model\.safetensors is not what it was"):
         Frozen(folder, CONFIG, group, whose="kl.reference", policy=state.scorer, sums=sums)
+
+
+def test_a_run_that_goes_on_has_the_reference_of_before_to_the_bit(
+    group: RankGroup, folder: Path, other: Path, tmp_path: Path
+):
+    """The policy's state is handed on, and the reference is read again from where it was."""
+    config = configured(other, kl={"coef": 0.5}, distill={"teacher": str(folder), "coef": 0.3})
+    loss = make_loss(config.loss, config.kl_in_loss)
+
+    def step(state: TrainerState, teachers: Teachers, number: int) -> dict[str, float]:
+        work = make_work(samples())
+        metrics = dict(teachers.score(work))
+        return metrics | train_step(state, work, number, loss)
+
+    whole = begin(group, folder)
+    teachers = Teachers(config, group, whole.scorer, {})
+    step(whole, teachers, 1)
+    write_tensors(tmp_path, whole.policy.saved(), "model")
+    moments = {
+        name: {key: value.clone() for key, value in whole.policy.optimizer.state[parameter].items()}
+        for name, parameter in whole.policy.trained().items()
+    }
+    expected = step(whole, teachers, 2)
+
+    again = begin(group, folder)
+    read_tensors(tmp_path, again.policy.saved(), "model")
+    for name, parameter in again.policy.trained().items():
+        again.policy.optimizer.state[parameter].update(moments[name])
+    again.progress.step = 1
+    assert step(again, Teachers(config, group, again.scorer, {}), 2) == expected
+    after, wanted = again.policy.saved(), whole.policy.saved()
+    assert all(torch.equal(after[name], wanted[name]) for name in wanted)
