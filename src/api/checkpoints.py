@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.formats import FORMATS, Source
-from cairn.checkpoint.formats.adapters import is_adapter
+from cairn.checkpoint.formats.adapters import base_folder, is_adapter
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
 from cairn.checkpoint.step import MODEL, OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
 from cairn.checkpoint.steps import verify
@@ -68,10 +68,20 @@ class Checkpoint:
         return read_json(self.folder / ORCHESTRATOR_STATE, dict[str, Any]) or {}
 
     def model(self, **arguments: Any) -> "PreTrainedModel":
-        """The model, from `AutoModelForCausalLM.from_pretrained(folder, **arguments)`."""
+        """The model, from `AutoModelForCausalLM.from_pretrained(folder, **arguments)`.
+
+        That of a step that holds an adapter is the base, in float32 unless `dtype` is given, with the adapter
+        merged into it.
+        """
         from transformers import AutoModelForCausalLM
 
-        return AutoModelForCausalLM.from_pretrained(StepFolder(self.folder).model, **arguments)
+        folder = StepFolder(self.folder).model
+        if not is_adapter(folder):
+            return AutoModelForCausalLM.from_pretrained(folder, **arguments)
+        from peft import PeftModel
+
+        base = AutoModelForCausalLM.from_pretrained(base_folder(folder), **{"dtype": "float32", **arguments})
+        return PeftModel.from_pretrained(base, folder).merge_and_unload()
 
     def tokenizer(self, **arguments: Any) -> "PreTrainedTokenizerBase":
         """The tokenizer with its chat template."""

@@ -34,7 +34,11 @@ def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
         )
     # PEFT would keep a copy of what is trained in full; here it is trained in place.
     peft = peft_config(config, model, targets, [])
-    inject_adapter_in_model(peft, model, NAME, low_cpu_mem_usage=True)
+    try:
+        inject_adapter_in_model(peft, model, NAME, low_cpu_mem_usage=True)
+    except ValueError as error:  # such as of layers that a model's kernels read without calling them
+        who = f"PEFT refuses {type(model).__name__}"
+        raise UsageError(f"lora.targets = {config.targets}: {who}: {str(error).splitlines()[0]}") from None
     for name, parameter in model.named_parameters():
         whole = any(_within(name, module) for module in kept)
         parameter.requires_grad_(whole or is_adapters(name))

@@ -395,6 +395,8 @@ def test_an_adapter_goes_on_on_any_number_of_ranks(shell: Shell, sft: tuple, tmp
 
     model = AutoPeftModelForCausalLM.from_pretrained(step_folder(run, 6) / "model")
     merged = load_checkpoint(step_folder(run, 6)).tensors
+    opened = load_checkpoint(step_folder(run, 6)).model().state_dict()
+    assert all(torch.allclose(opened[name], tensor, rtol=1e-5, atol=1e-6) for name, tensor in merged.items())
     for name, tensor in model.merge_and_unload().state_dict().items():
         if name in merged:
             torch.testing.assert_close(tensor, merged[name], rtol=1e-5, atol=1e-6)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from families import make
 from one_rank import one_rank
 from peft import LoraConfig as PeftConfig
 from peft import PeftModel, get_peft_model
@@ -253,6 +254,14 @@ def test_what_a_model_has_no_adapter_for_is_refused(base: Path, group: RankGroup
     """With what there is."""
     with pytest.raises(UsageError, match=message):
         make_policy(base, config_with(**lora), group)
+
+
+def test_layers_that_a_kernel_reads_past_the_adapter_are_refused(group: RankGroup, tmp_path: Path):
+    """PEFT knows them."""
+    folder = make("falcon_h1", tmp_path)
+    with pytest.raises(UsageError, match=r"PEFT refuses FalconH1ForCausalLM: .*out_proj"):
+        make_policy(folder, config_with(), group)
+    make_policy(folder, config_with(targets=["q_proj"]), group)
 
 
 def test_wrong_settings_are_refused():
