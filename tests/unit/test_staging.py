@@ -229,9 +229,16 @@ def test_an_adapter_that_is_not_the_trainers_or_of_another_base_is_refused(tmp_p
     """The old weights serve on."""
     base = make("qwen3", tmp_path / "base")
     policy, expected = adapter_of(base, tmp_path / "policy")
-    server = staging(base)
-    with server.prepare(str(policy)) as staged:
-        assert mapped(staged).keys() == expected.keys()
+    other = make("qwen3", tmp_path / "other")
+    weights = load_file(other / "model.safetensors")
+    next(iter(weights.values())).view(-1)[0] += 1
+    save_file(weights, other / "model.safetensors", {"format": "pt"})
+    server = staging(other)  # the base is where the trainer has it
+    for _ in range(2):
+        with server.prepare(str(policy)) as staged:
+            found = mapped(staged)
+        for name, tensor in found.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=1e-6, atol=1e-6)
     tensors = load_file(policy / "adapter_model.safetensors")
     name = next(iter(tensors))
     tensors[name][0, 0] += 1

@@ -31,7 +31,7 @@ class Merging:
 
     def __init__(self, model: str):
         self._model = model
-        self._compared: tuple[Base, list[tuple[str, int, int]]] | None = None
+        self._compared: tuple[Base, Path, list[tuple[str, int, int]]] | None = None
 
     def sources(self, folder: Path, layout: Layout) -> dict[str, Source]:
         """The merged weights of the adapter in `folder`, by the hub's names; nothing of the base is read yet.
@@ -58,14 +58,19 @@ class Merging:
         record = base_of_adapter(folder)
         if record is None:
             raise CheckpointError(f"{folder}: does not say which base its adapter is of")
+        if self._compared is not None:
+            known, found, files = self._compared
+            if known == record and identities(str(found)) == files:
+                return found
         try:
-            found = record.find(folder, self._model)
-        except CheckpointError:
-            found = record.find(folder)
-        state = record, identities(str(found))
-        if self._compared != state:
-            record.check_files(found, folder)
-            self._compared = state
+            return self._compare(record, folder, record.find(folder, self._model))
+        except CheckpointError:  # the server may have been started with any model of these shapes
+            return self._compare(record, folder, record.find(folder))
+
+    def _compare(self, record: Base, folder: Path, found: Path) -> Path:
+        files = identities(str(found))
+        record.check_files(found, folder)
+        self._compared = record, found, files
         return found
 
 
