@@ -58,6 +58,11 @@ class Interrupted(Ledger):
         super().record_turn(*what)
         self._count()
 
+    def finish(self, *what: Any) -> None:
+        if self.dead:
+            raise asyncio.CancelledError
+        super().finish(*what)
+
     def record_call(self, *what: Any) -> None:
         super().record_call(*what)
         self._count()
@@ -88,6 +93,8 @@ def complete(one: ProgramRunner) -> AnswerGroup:
 
     try:
         return asyncio.run(run())
+    except asyncio.CancelledError:  # of a call after the death, which has come here before it
+        raise Power from None
     finally:
         one.ledger.close()
 

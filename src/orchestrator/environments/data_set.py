@@ -1,13 +1,16 @@
 """Problems from a data set, and rewards from functions."""
 
 import hashlib
-from collections.abc import Awaitable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from cairn.orchestrator.environments.asked import MAX_TURNS
+from cairn.orchestrator.environments.factories import load_factory, own_reward, tools_of
 from cairn.orchestrator.environments.reward_functions import RewardFunction, awaited, make_reward_functions
 from cairn.orchestrator.environments.rewards import Rewards
 from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord, Part, examine, kind_of, load_records, locate
+from cairn.run.extensions import code_of
 
 Message = dict[str, Any]
 
@@ -28,14 +31,18 @@ class DataSet:
     Args:
         data: a .jsonl, .json, .parquet or .csv file, a folder of such files or from `save_to_disk`, or a name
             on the hub.
-        rewards: the functions; for each its name (exact_match, or module:function), or a table with
-            `function`, `weight` and `args`. They are called as TRL calls them, with lists of one element:
-            prompts, completions, and every column of the data set by its name.
+        rewards: the functions, none if the objects of environment_factory have get_reward; for each its name
+            (exact_match, or module:function), or a table with `function`, `weight` and `args`. They are
+            called as TRL calls them, with lists of one element: prompts, completions, and every column of
+            the data set by its name.
         split: of the data set, or a slice of it such as train[:1000].
         prompt: the column that asks: text, or a list of messages.
         template: text that asks instead, with columns in braces, such as "{question} Answer with a number."
         system: a system prompt, put before conversations that have none.
         examples: answered questions to put before each, as tables with `prompt` and `completion`.
+        environment_factory: module:Class, called without arguments for each rollout, as TRL does:
+            `reset(**record)` begins a problem, the other public methods are tools.
+        max_turns: with it, the maximum number of answers of a rollout.
 
     Raises:
         BadRecord: the data set can't be read, or a record asks nothing.
@@ -46,14 +53,17 @@ class DataSet:
     def __init__(
         self,
         data: str,
-        rewards: Sequence[str | Mapping[str, Any]],
+        rewards: Sequence[str | Mapping[str, Any]] = (),
         *,
         split: str = "train",
         prompt: str = "prompt",
         template: str | None = None,
         system: str | None = None,
         examples: Sequence[Mapping[str, str]] = (),
+        environment_factory: str | None = None,
+        max_turns: int = MAX_TURNS,
     ):
+        self._made_by = ""
         self._source = Source(data, split)
         self._records = load_records(self._source)
         self._prompt, self._template = prompt, template
@@ -67,13 +77,27 @@ class DataSet:
             )
         self._columns = [column for column in columns if template is not None or column != prompt]
         offered = ["prompts", "completions", *self._columns]
-        self._rewards: list[RewardFunction] = make_reward_functions(rewards, offered)
+        self.environment_factory: Callable[[], Any] | None = None
+        self.max_turns, own = max_turns, list[RewardFunction]()
+        if environment_factory is not None:
+            self.environment_factory = load_factory(environment_factory)
+            one = self.environment_factory()
+            self.tools, own = tools_of(one), own_reward(environment_factory, one)
+            self._made_by = f"{environment_factory} {max_turns} {code_of(environment_factory)}"
+            offered.append("environments")
+        self._rewards: list[RewardFunction] = own
+        if rewards or not own:
+            self._rewards = [*make_reward_functions(rewards, offered), *own]
         _check_prompts(self._records, self._question, self._source)
         self.identity = self._identity()
         """Changes with the records, the functions' code and their settings."""
 
     def __len__(self) -> int:
         return len(self._records)
+
+    def record(self, problem: int) -> dict[str, Any]:
+        """All columns of a problem."""
+        return self._records[problem]
 
     def messages(self, problem: int) -> list[Message]:
         """The record's question, after the system prompt and the examples."""
@@ -85,12 +109,25 @@ class DataSet:
         Raises:
             ValueError: a function returns no number, or none of them applies.
         """
+        question = self._question(self._records[problem])
+        if isinstance(question, str):
+            return self.rewarded(problem, question, answer)
+        answered = [{"role": "assistant", "content": answer}]
+        return self.rewarded(problem, self._conversation(question), answered)
+
+    def rewarded(
+        self, problem: int, prompt: Any, completion: Any, further: Mapping[str, Sequence[Any]] | None = None
+    ) -> Rewards | Awaitable[Rewards]:
+        """As `reward`, of a prompt and a completion that are both text or both messages.
+
+        Args:
+            further: what functions may ask for besides, as lists with one element.
+        """
         record = self._records[problem]
-        question = self._question(record)
-        talk = not isinstance(question, str)
         offered = {column: [record[column]] for column in self._columns} | {
-            "prompts": [self._conversation(question) if talk else question],
-            "completions": [[{"role": "assistant", "content": answer}] if talk else answer],
+            "prompts": [prompt],
+            "completions": [completion],
+            **(further or {}),
         }
         found = [function(offered) for function in self._rewards]
         if any(isinstance(one, Awaitable) for one in found):
@@ -132,6 +169,7 @@ class DataSet:
 
     def _identity(self) -> str:
         about = [content_digest(self._source, self._records), *(one.identity for one in self._rewards)]
+        about += [self._made_by] if self._made_by else []
         return hashlib.blake2b("\n".join(about).encode(), digest_size=16).hexdigest()
 
 

@@ -10,6 +10,7 @@ from cairn.orchestrator.environments.calculator import Calculator
 from cairn.orchestrator.environments.data_set import DataSet
 from cairn.orchestrator.environments.elsewhere import AskedElsewhere
 from cairn.orchestrator.environments.elsewhere_making import process_environment, verifiers
+from cairn.orchestrator.environments.factories import FactoryPrograms
 from cairn.orchestrator.environments.gymnasium_worlds import GymnasiumWorlds
 from cairn.orchestrator.environments.open_env import OpenEnv
 from cairn.orchestrator.environments.program import Programs
@@ -36,6 +37,7 @@ BUILT_IN: dict[str, Callable[..., Any]] = {
 
 KINDS: dict[str, type[AskedEnvironment]] = {
     "rollout": Programs,
+    "environment_factory": FactoryPrograms,
     "tools": ToolPrograms,
     "at_once": AskedElsewhere,
     "agent_command": AgentPrograms,

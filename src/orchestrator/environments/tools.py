@@ -150,6 +150,26 @@ class ToolPrograms(Programs):
         messages: list[Any] = await model.once("messages", lambda: environment.messages(problem))
         if wrong := wrong_with_conversation(messages):
             raise EnvironmentFailed(f"messages({problem}) must return a list of messages, and {wrong}")
+        return await self.take_turns(
+            model, model.once, messages, self.calling, functools.partial(self._reward, problem)
+        )
+
+    async def take_turns(
+        self,
+        model: Model,
+        once: Callable[[str, Callable[[], Any]], Awaitable[Any]],
+        messages: list[Any],
+        calling: Callable[[Mapping[str, str]], Callable[[], Any]],
+        reward: Callable[[list[Any]], Any],
+    ) -> Rewards:
+        """The loop.
+
+        Args:
+            once: as `Model.once`.
+            messages: the conversation before the first answer.
+            calling: what makes a call of the model's.
+            reward: of the whole conversation, as JSON.
+        """
         called = errors = 0
         for turn in range(self.max_turns):
             reply = await model.generate(messages, tools=self.schemas)
@@ -159,16 +179,16 @@ class ToolPrograms(Programs):
                 break
             for call in calls:
                 name = call["function"]["name"]
-                outcome = await model.once(f"tool {name}", self._calling(call["function"]))
+                outcome = await once(f"tool {name}", calling(call["function"]))
                 called, errors = called + 1, errors + ("error" in outcome)
                 content = outcome.get("content", outcome.get("error"))
                 said = {"role": "tool", "tool_call_id": call["id"], "name": name, "content": content}
                 messages.append(said)
-        rewards = await model.once("reward", functools.partial(self._reward, problem, messages))
+        rewards = await once("reward", functools.partial(reward, messages))
         counts = dict(zip(TOOL_COUNTS, (called, errors), strict=True))
         return Rewards(rewards["parts"] | counts, rewards["weights"] | dict.fromkeys(counts, 0.0))
 
-    def _calling(self, function: Mapping[str, str]) -> Callable[[], Any]:
+    def calling(self, function: Mapping[str, str]) -> Callable[[], Any]:
         """What makes a call of the model's."""
         tool = self.tools.get(function["name"])
         if tool is None:
@@ -179,7 +199,15 @@ class ToolPrograms(Programs):
     def _reward(self, problem: int, messages: list[dict[str, Any]]) -> Any:
         """The environment's reward, as JSON."""
         further = {"messages": messages} if self._rewards_messages else {}
-        found = self.environment.reward(problem, messages[-1]["content"] or "", **further)
+        return self.recorded(self.environment.reward(problem, messages[-1]["content"] or "", **further))
+
+    @staticmethod
+    def recorded(found: Any) -> Any:
+        """A reward as it is recorded; an awaitable of that, if it is one.
+
+        Raises:
+            EnvironmentFailed: it is none.
+        """
         return _awaited_reward(found) if inspect.isawaitable(found) else _checked(found)
 
 
