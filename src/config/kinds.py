@@ -4,12 +4,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, cast
 
-from cairn.config.preferences import DPOConfig
+from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.errors import UsageError
 
-RunConfig = SFTConfig | DPOConfig | TrainerConfig | RLConfig
+RunConfig = SFTConfig | DPOConfig | RewardConfig | TrainerConfig | RLConfig
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ KINDS = {
             "sft", SFTConfig, ("model.name", "data.name|data.sets"), ("trainer",), ("trainer",), "records"
         ),
         RunKind("dpo", DPOConfig, ("model.name", "data.name"), ("trainer",), ("trainer",), "records"),
+        RunKind("reward", RewardConfig, ("model.name", "data.name"), ("trainer",), ("trainer",), "records"),
         RunKind(
             "trainer", TrainerConfig, ("model.name",), ("trainer",), ("trainer", "orchestrator"), "prompts"
         ),

@@ -57,6 +57,15 @@ class ORPOLossConfig(PairLossConfig):
     """orpo: weight of the odds ratio beside the chosen answer's likelihood (lambda in the paper)."""
 
 
+class BradleyTerryLossConfig(PairLossConfig):
+    """The likelihood of preferences under the rewards that a model gives."""
+
+    type: Literal["bradley_terry"] = "bradley_terry"
+    """What to minimise: bradley_terry."""
+    center: float = Field(default=0.0, ge=0, allow_inf_nan=False)
+    """Weight of the square of a pair's sum of rewards, which keeps rewards around 0, such as 0.01."""
+
+
 class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
     """A loss of your own."""
 

@@ -1,13 +1,13 @@
 """Settings of training on preferences."""
 
 import os
-from typing import Literal
+from typing import Literal, Self
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.loss import LossConfig
-from cairn.config.pair_loss import AnyPairLossConfig, DPOLossConfig
+from cairn.config.pair_loss import AnyPairLossConfig, BradleyTerryLossConfig, DPOLossConfig
 from cairn.config.slurm import SlurmConfig
 from cairn.config.trainer import TrainerBase
 
@@ -62,3 +62,29 @@ class DPOConfig(TrainerBase):
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is a class of the user's own."""
         return self.loss if self.loss.is_own else None
+
+
+class RewardConfig(TrainerBase):
+    """Training a reward model on preferences with FSDP2 on Ray workers."""
+
+    task = "reward"
+    together = 2
+    unlisted = frozenset({"lora", "router_aux_coef"})
+    output_dir: str = Field(default="outputs/reward", validate_default=True)
+    """Run directory: everything that the run writes goes there."""
+    data: PreferenceDataConfig = PreferenceDataConfig()
+    loss: BradleyTerryLossConfig = BradleyTerryLossConfig()
+    router_aux_coef: float | None = Field(default=0.0, ge=0)
+    """Must be 0: reward models are trained without a mixture of experts' load-balancing loss."""
+    slurm: SlurmConfig | None = None
+
+    @model_validator(mode="after")
+    def _whole_models_only(self) -> Self:
+        if self.lora is not None:
+            raise ValueError("lora: reward models are trained in full; leave the section out")
+        if self.router_aux_coef:
+            raise ValueError(
+                f"router_aux_coef = {self.router_aux_coef:g}: reward models are trained without that loss; "
+                "leave it out"
+            )
+        return self

@@ -26,6 +26,11 @@ def dpo() -> int:
     return _start("dpo")
 
 
+def reward() -> int:
+    """`reward @ reward.toml`: training a reward model."""
+    return _start("reward")
+
+
 def rl() -> int:
     """`rl --trainer @train.toml --orchestrator @orch.toml`: a complete RL run."""
     return _start("rl")

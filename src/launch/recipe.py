@@ -36,6 +36,8 @@ from cairn.run.recipe import (
     tokenizer_of,
 )
 
+OF_HEADS = {"architectures", "id2label", "label2id"}
+"""What config.json says of the head, which a reward model has in the place of its base's."""
 PROMPTS_AGAIN = {"environment", "samples_per_prompt"}
 """Changes that make answers useless which wait to be trained on."""
 
@@ -188,7 +190,7 @@ def check_model(name: str, start: Start) -> None:
     if own is None:
         return
     ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (own, saved))
-    keys = sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE)
+    keys = sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE - OF_HEADS)
     different = [
         f"{key} {theirs.get(key)} there, {ours.get(key)} here"
         for key in keys

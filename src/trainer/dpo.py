@@ -23,6 +23,8 @@ class DPO(Task):
     """
 
     prefetch = True
+    method = "dpo"
+    """What model cards say of the weights."""
 
     def __init__(self, config: DPOConfig, context: Context):
         """Read the records, go on behind the last one that was trained on, and have the reference score them.
@@ -32,7 +34,7 @@ class DPO(Task):
             UsageError: nothing can be learned from the first of them; or the reference is needed and gone.
         """
         self.loss = make_loss(config.loss)
-        self._form = config.loss.form
+        self._form, self._row_length = config.loss.form, config.seq_len
         recipe = context.recipe
         self._data = PreferenceData(
             config.data,
@@ -48,7 +50,7 @@ class DPO(Task):
             raise BadRecord(f"{config.data.name} holds other records than when the run was started")
         self._position = context.state.progress.total_samples - kept.get("begins_at", 0)
         self._data.check_start()
-        self.recipe = {"data": kept, "method": "dpo"}
+        self.recipe = {"data": kept, "method": self.method}
         self._reference: np.ndarray | None = None
         self._stopped = False
         if self.loss.needs_reference:
@@ -94,14 +96,15 @@ class DPO(Task):
         indices = self._data.indices(self._position, self._data.config.batch_size)
         self._position += len(indices)
         samples = [
-            self._with_reference(sample, index, place)
+            self._finished(sample, index, place)
             for index, unit in zip(indices, self._data.samples(indices), strict=True)
             for place, sample in enumerate(unit)
         ]
         metrics = {"epoch": self._position / len(self._data)}
         return Batch(samples, metrics, sampling=FROM_TEXT, together=len(samples) // len(indices))
 
-    def _with_reference(self, sample: Sample, index: int, place: int) -> Sample:
+    def _finished(self, sample: Sample, index: int, place: int) -> Sample:
+        """The sample of answer `place` of a record as it is trained on."""
         if self._reference is None:
             return sample
         column = np.full(len(sample.token_ids), self._reference[index, place], np.float32)

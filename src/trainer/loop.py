@@ -21,7 +21,6 @@ from cairn.run.files import read_json
 from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.policy import make_policy
 from cairn.trainer.prefetch import OnDemand, Prefetch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
@@ -64,7 +63,7 @@ class Training:
         resume_from = Path(attempt.resume_from) if attempt.resume_from else None
         model_folder = StepFolder(resume_from).model if resume_from else Path(config.model.name)
         models = {
-            POLICY: make_policy(model_folder, config, group),
+            POLICY: task_class(config).policy(config, model_folder, group),
             **task_class(config).models(config, model_folder, group, resume_from),
         }
         self.state = TrainerState(config, group, models, TrainerProgress())

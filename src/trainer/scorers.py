@@ -37,7 +37,7 @@ def check_scorer(scorer: Scorer, config: TrainerBase, group: RankGroup, *, first
     kernel, why = choose(config.attention, scorer.model, device)
     logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
     scorer.rows = find_rows(
-        scorer,
+        scorer.checked,
         group,
         rounding=precision.rounding,
         must_pass=config.self_check,

@@ -7,6 +7,7 @@ or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these place
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import numpy as np
 import torch
@@ -50,6 +51,11 @@ class Scorer:
             and type(head).forward is nn.Linear.forward  # also of the subclass that FSDP2 makes
             and self._returns_them_as_they_are(head, device)
         )
+
+    @property
+    def checked(self) -> Any:
+        """What the self-check compares (`self_check.Scores`)."""
+        return self
 
     def attend(self, attention: Attention) -> None:
         """Let the model's layers compute with this attention from now on."""

@@ -14,7 +14,7 @@ from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.balancing import Balance, coefficient_of
 from cairn.trainer.group import RankGroup
-from cairn.trainer.scorers import check_scorer, make_scorer
+from cairn.trainer.scorers import check_scorer
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.spikes import SpikeGuard
 from cairn.trainer.trained import Trained
@@ -67,7 +67,7 @@ class TrainerState:
     @cached_property
     def scorer(self) -> Scorer:
         """What turns micro-batches into logprobs; all ranks must ask for it first at the same place."""
-        return make_scorer(self.policy.module, self.config, self.group.device)
+        return self.policy.scorer(self.config, self.group.device)
 
     @cached_property
     def balance(self) -> Balance:

@@ -17,6 +17,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.learner import Learner
 from cairn.trainer.losses import Loss
 from cairn.trainer.packing import RankBatch
+from cairn.trainer.policy import make_policy
 from cairn.trainer.state import TrainerState
 from cairn.trainer.trained import Trained
 
@@ -87,6 +88,11 @@ class Task(ABC):
     @abstractmethod
     def __init__(self, config: Any, context: Context):
         """Prepare the first step; `config` is an instance of the configuration class that names the task."""
+
+    @classmethod
+    def policy(cls, config: Any, folder: Path, group: RankGroup) -> Trained:
+        """The model that learns the task, its weights not yet loaded; all ranks call it."""
+        return make_policy(folder, config, group)
 
     @classmethod
     def models(

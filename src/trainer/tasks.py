@@ -2,11 +2,12 @@
 
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.dpo import DPO
+from cairn.trainer.reward_model import Reward
 from cairn.trainer.rl import RL
 from cairn.trainer.sft import SFT
 from cairn.trainer.task import Context, Task
 
-TASKS: dict[str, type[Task]] = {"sft": SFT, "dpo": DPO, "rl": RL}
+TASKS: dict[str, type[Task]] = {"sft": SFT, "dpo": DPO, "reward": Reward, "rl": RL}
 
 
 def task_class(config: TrainerBase) -> type[Task]:

@@ -11,6 +11,7 @@ from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors import Stored, read_tensors
+from cairn.config.trainer import TrainerBase
 from cairn.trainer.model import (
     config_of,
     frozen_weights,
@@ -19,6 +20,8 @@ from cairn.trainer.model import (
     weights_in,
 )
 from cairn.trainer.optimizers.saved import state_of
+from cairn.trainer.scorers import make_scorer
+from cairn.trainer.scoring import Scorer
 
 
 class Trained:
@@ -80,6 +83,10 @@ class Trained:
     def constant(self) -> Collection[str]:
         """The names in `saved` whose values no step changes."""
         return frozen_weights(self.module)
+
+    def scorer(self, config: TrainerBase, device: torch.device) -> Scorer:
+        """What turns micro-batches into the numbers that losses are computed of; all ranks call it."""
+        return make_scorer(self.module, config, device)
 
     def served(self) -> Mapping[str, Stored]:
         """What servers get, by the hub's names."""

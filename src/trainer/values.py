@@ -43,7 +43,8 @@ class Head(nn.Linear):
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """float32 [L, 1] of hidden states [L, H] of any floating-point type."""
-        return F.linear(input.float(), self.weight.float(), self.bias.float())
+        bias: torch.Tensor | None = self.bias
+        return F.linear(input.float(), self.weight.float(), None if bias is None else bias.float())
 
 
 class ValueModel(nn.Module):
@@ -52,7 +53,7 @@ class ValueModel(nn.Module):
     It answers to what `build_model` and the self-check ask of transformers' models.
     """
 
-    def __init__(self, causal: PreTrainedModel):
+    def __init__(self, causal: PreTrainedModel, *, bias: bool = True):
         """Take the layers of `causal`, which is on the meta device; its own head is left out.
 
         Raises:
@@ -62,15 +63,15 @@ class ValueModel(nn.Module):
         parts = {name: part for name, part in causal.named_children() if isinstance(part, PreTrainedModel)}
         if not parts:
             raise UsageError(
-                f"{type(causal).__name__} can't be a critic: transformers keeps its layers and its head in "
-                "one module. Give another critic.model"
+                f"{type(causal).__name__} can't be a critic or reward model: transformers keeps its layers "
+                "and its head in one module. Give another one (critic.model, model.name)"
             )
         self._prefix, decoder = next(iter(parts.items()))
         self._no_split_modules = causal._no_split_modules
         self.add_module(self._prefix, decoder)
         head = causal.get_output_embeddings()
         width = getattr(head, "in_features", None) or causal.config.get_text_config().hidden_size
-        self.add_module(HEAD, Head(width, 1, device="meta", dtype=torch.float32))
+        self.add_module(HEAD, Head(width, 1, bias=bias, device="meta", dtype=torch.float32))
 
     @property
     def decoder(self) -> PreTrainedModel:
@@ -108,28 +109,21 @@ class ValueModel(nn.Module):
         """Let the layers compute attention by this name."""
         self.decoder.set_attn_implementation(name)
 
+    def _can_set_attn_implementation(self) -> bool:
+        return self.decoder._can_set_attn_implementation()
+
     def gradient_checkpointing_enable(self, how: dict[str, Any]) -> None:
         """Recompute activations in the backward pass."""
         self.decoder.gradient_checkpointing_enable(how)
 
 
-class Critic(Trained):
+class ValuedModel(Trained):
     """A model of values that is trained."""
 
-    def __init__(self, folder: Path, begins_as: Path | None, config: TrainerConfig, group: RankGroup):
-        """Make the model that `folder` describes, its weights not yet loaded.
-
-        Args:
-            begins_as: the folder of the weights with which a run begins; None: the policy's.
-        """
-        assert config.critic is not None
-        whole = config.model_copy(update={"freeze": [], "lora": None})
-        module = build_model(folder, whole, group.mesh, remade=ValueModel)
-        self.values = cast(ValueModel, module)
-        optimizer = make_optimizer(module.named_parameters(), config.critic.optimizer)
-        super().__init__(module, optimizer, weights_stem=CRITIC, optimizer_stem=CRITIC_OPTIMIZER)
-        self._begins_as = begins_as
-        self._layout = _layout_of(self.values)
+    values: ValueModel
+    _layout: Layout
+    _begins_as: Path | None = None
+    """The folder of the weights with which a run begins; None: the policy's."""
 
     def begin(self, folder: Path) -> None:
         """Take the layers, and the head if there is one; otherwise all values are 0 at first."""
@@ -147,7 +141,7 @@ class Critic(Trained):
         try:
             read_tensors(folder, wanted, "model")
         except CheckpointError as error:
-            raise UsageError(f"the critic can't begin as {folder}: {error}") from None
+            raise UsageError(f"the model can't begin as {folder}: {error}") from None
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
         """All of it, as a checkpoint holds it."""
@@ -161,16 +155,35 @@ class Critic(Trained):
         """Nothing: all of it is trained."""
         return ()
 
-    def beside(self) -> Mapping[str, bytes]:
-        """Its config.json, with which transformers opens the folder if it has such a model."""
-        return _about(self.values)
-
     def _tensors(self) -> dict[str, torch.Tensor]:
         state = self.values.state_dict()
         return {place.name: state[place.name] for place in self._layout.places.values()}
 
 
-def _layout_of(values: ValueModel) -> Layout:
+class Critic(ValuedModel):
+    """PPO's, beside the policy."""
+
+    def __init__(self, folder: Path, begins_as: Path | None, config: TrainerConfig, group: RankGroup):
+        """Make the model that `folder` describes, its weights not yet loaded.
+
+        Args:
+            begins_as: the folder of the weights with which a run begins; None: the policy's.
+        """
+        assert config.critic is not None
+        whole = config.model_copy(update={"freeze": [], "lora": None})
+        module = build_model(folder, whole, group.mesh, remade=ValueModel)
+        self.values = cast(ValueModel, module)
+        optimizer = make_optimizer(module.named_parameters(), config.critic.optimizer)
+        super().__init__(module, optimizer, weights_stem=CRITIC, optimizer_stem=CRITIC_OPTIMIZER)
+        self._begins_as = begins_as
+        self._layout = layout_of_values(self.values)
+
+    def beside(self) -> Mapping[str, bytes]:
+        """Its config.json, with which transformers opens the folder if it has such a model."""
+        return _about(self.values)
+
+
+def layout_of_values(values: ValueModel) -> Layout:
     """The hub's names of the layers, and the head's."""
     whole, state = hub_layout(values.config), values.state_dict()
     heads = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(f"{HEAD}.")}

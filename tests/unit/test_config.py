@@ -517,7 +517,7 @@ def test_every_foreign_name_has_an_answer():
         ("rl", ["@train.toml"], "train.toml holds settings of trainer: give it as --trainer @train.toml"),
         ("rl", ["--trainer", "@orch.toml"], "orch.toml holds .*: give it as --orchestrator @orch.toml"),
         ("rl", ["--orchestrator", "@train.toml"], "train.toml holds .*: give it as --trainer @train.toml"),
-        ("rl", ["--trainer", "@sft.toml"], "sft.toml holds settings of sft or dpo, not of rl"),
+        ("rl", ["--trainer", "@sft.toml"], "sft.toml holds settings of sft or dpo or reward, not of rl"),
     ],
 )
 def test_a_file_for_another_role_says_so_once(

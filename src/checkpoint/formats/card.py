@@ -10,6 +10,7 @@ HUB_NAME = re.compile(r"[\w-][\w.-]*/[\w.-]+")
 METHODS = {
     "sft": "supervised fine-tuning (SFT)",
     "dpo": "learning from preferences (DPO and its relatives)",
+    "reward": "training a reward model",
     "reinforcement-learning": "reinforcement learning (RL)",
 }
 """What made the weights: the hub's tag, and in words."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.orchestrator.environments.calls import shortened
+from cairn.orchestrator.environments.reward_model import reward_model
 from cairn.orchestrator.environments.rewards import to_reward
 from cairn.run.extensions import code_of, load
 
@@ -30,7 +31,7 @@ def _text(completion: Any) -> str:
     return completion if isinstance(completion, str) else str(completion[-1]["content"])
 
 
-BUILT_IN: dict[str, Callable[..., Any]] = {"exact_match": exact_match}
+BUILT_IN: dict[str, Callable[..., Any]] = {"exact_match": exact_match, "reward_model": reward_model}
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,11 @@ def _of_preferences(config: Any) -> dict[str, Any]:
     return forms.identity_of(config.data, config.loss.form)
 
 
-IDENTITIES: dict[str, Callable[[Any], dict[str, Any]]] = {"sft": _of_sft, "dpo": _of_preferences}
+IDENTITIES: dict[str, Callable[[Any], dict[str, Any]]] = {
+    "sft": _of_sft,
+    "dpo": _of_preferences,
+    "reward": _of_preferences,
+}
 """By the task's name; a task whose batches come from elsewhere has none."""
 
 

@@ -6,6 +6,7 @@ A loss of your own extends `Loss` and is named as module:Class; see "A loss" in 
 from cairn.config.loss import LossConfig
 from cairn.config.teachers import KLConfig
 from cairn.run.extensions import BadExtension, load, make
+from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.cispo import Cispo
 from cairn.trainer.losses.dpo import DPO
 from cairn.trainer.losses.dppo import Dppo
@@ -47,6 +48,7 @@ LOSSES: dict[str, type[Loss]] = {
     "ipo": IPO,
     "simpo": SimPO,
     "orpo": ORPO,
+    "bradley_terry": BradleyTerry,
 }
 """By type; `cairn.config.loss` says which are for SFT and which for RL, `cairn.config.pair_loss` which are
 for preferences, and both what each is made with."""

@@ -1,6 +1,7 @@
 """What the losses of pairs of answers have in common."""
 
 from abc import abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -49,6 +50,10 @@ class PairLoss(Loss):
     def of_pairs(self, chosen: Answers, rejected: Answers) -> torch.Tensor:
         """The loss of each pair, [P]."""
 
+    def shown(self, chosen: Answers, rejected: Answers) -> Mapping[str, torch.Tensor]:
+        """Further metrics of each pair, by name: [P]."""
+        return {"logps/chosen": chosen.logps, "logps/rejected": rejected.logps}
+
     @abstractmethod
     def reward(self, answers: Answers) -> torch.Tensor:
         """The reward that the loss implies, for metrics: [P]."""
@@ -71,8 +76,7 @@ class PairLoss(Loss):
                 "rewards/rejected": rewards[1],
                 "rewards/margins": rewards[0] - rewards[1],
                 "rewards/accuracies": (rewards[0] > rewards[1]).float(),
-                "logps/chosen": chosen.logps,
-                "logps/rejected": rejected.logps,
+                **self.shown(chosen, rejected),
             }
             pairs = counts.sum()
             averages = {
