@@ -512,6 +512,39 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
     push(server, run / "exports" / "step_5", "test:exported")
 
 
+def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
+    shell: Shell, server: Server, trained: Path, tmp_path: Path
+):
+    """On two ranks, with two updates a step; the steps after the checkpoint come out the same again."""
+    run = tmp_path / "run"
+    arguments = (
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 7),
+        *("--trainer.workers", 2, "--trainer.updates-per-batch", 2, "--ckpt.interval", 3),
+        *("--orchestrator.advantage.type", "gae", "--trainer.critic.warmup-steps", 2),
+        *("--trainer.critic.optimizer.lr", 1e-3, "--orchestrator.inference-url", server.url),
+    )
+    with shell.start(*arguments) as command:
+        command.wait_until(lambda: len(rows(run)) >= 5)
+        command.family()
+        command.process.kill()
+        command.process.wait()
+        command.assert_nothing_survives()
+    at_kill = rows(run)
+    shell.succeed(*arguments, "--ckpt.resume", "auto")
+    found = whole_rows(run, 7)
+    assert untimed(found[: len(at_kill)]) == untimed(at_kill)
+    assert ["loss" in row for row in found] == [False] * 2 + [True] * 5
+    losses = [row["critic/loss"] for row in found]
+    assert max(losses[-3:]) < losses[0], losses
+    assert found[0]["values/mean"] == 0 < found[-1]["values/mean"]
+    assert {path.name for path in (step_folder(run, 6) / "trainer" / "critic").iterdir()} == {
+        "config.json",
+        "model.safetensors",
+        "optimizer.safetensors",
+    }
+    assert json.loads(shell.succeed("ckpt", "audit", run, "--json"))["ok"]
+
+
 def assert_exported(run: Path, step: int) -> None:
     """The run's export has the step's weights in bfloat16 in several files, and the exporter ended well."""
     assert states(read(run / "roles.json"))["exporter"] == "done"
