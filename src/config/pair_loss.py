@@ -19,7 +19,7 @@ class DPOLossConfig(PairLossConfig):
     """Direct preference optimisation."""
 
     type: Literal["dpo"] = "dpo"
-    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """dpo: scale of the log-ratios to the reference; a larger one keeps the model closer to it."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -30,7 +30,7 @@ class IPOLossConfig(PairLossConfig):
     """Identity preference optimisation: a margin to reach, and not to exceed."""
 
     type: Literal["ipo"] = "ipo"
-    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """ipo: the margin of the mean log-ratios per token to reach is 1 / (2 beta)."""
 
@@ -39,7 +39,7 @@ class SimPOLossConfig(PairLossConfig):
     """Simple preference optimisation: mean logprobs, without a reference."""
 
     type: Literal["simpo"] = "simpo"
-    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     """simpo: scale of the answers' mean logprobs per token."""
     gamma: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -52,7 +52,7 @@ class ORPOLossConfig(PairLossConfig):
     """Odds ratio preference optimisation: SFT on the chosen answer, and the odds ratio; no reference."""
 
     type: Literal["orpo"] = "orpo"
-    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """orpo: weight of the odds ratio beside the chosen answer's likelihood (lambda in the paper)."""
 
@@ -70,7 +70,7 @@ class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
     """A loss of your own."""
 
     type: str
-    """What to minimise: dpo, ipo, simpo, orpo, kto, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
 
     @classmethod
     def built_in(cls) -> Iterable[str]:
