@@ -65,7 +65,7 @@ def main() -> None:
             vocab_size=8192, num_attention_heads=8, num_key_value_heads=4, **SIZES[options.size]
         )
         Qwen3ForCausalLM(config).save_pretrained(folder / "base")
-        kinds = {"full": TrainerConfig(), "adapter": TrainerConfig(lora=LoraConfig())}
+        kinds = {"full": TrainerConfig(), "adapter": TrainerConfig(lora=LoraConfig(serve="adapter"))}
         report = {
             name: measure(folder / "base", kind, group, folder / name, options.repeats)
             for name, kind in kinds.items()

@@ -46,7 +46,7 @@ def test_every_fault_point_and_every_role_has_its_turn():
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
-    elsewhere = ("export.", "import.", "adopt.")
+    elsewhere = ("export.", "import.", "adopt.", "reference.")
     of_runs = {point for point in POINTS if not point.startswith(elsewhere)} - {*OF_LARGE_FILES}
     assert points == {point for point in of_runs if not point.startswith("remote.")}
     assert {d.target.partition(".")[0] for d in of_sft if d.kind == "fault"} == {

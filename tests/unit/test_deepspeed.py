@@ -264,7 +264,7 @@ def set_field(where: str, key: str, value: Any) -> Callable[[Folder], None]:
 
 def moved(folder: Folder) -> None:
     """A rank says that a parameter is elsewhere."""
-    folder.optim(0)["param_slice_mappings"][0]["model.embed_tokens.weight"] = fragment_address(5, 1)
+    folder.optim(0)["param_slice_mappings"][1]["model.embed_tokens.weight"] = fragment_address(5, 1)
 
 
 def too_short(folder: Folder) -> None:
@@ -344,7 +344,7 @@ REFUSED = [
     (set_field("model", "global_steps", None), "not a model state of DeepSpeed"),
     (set_field("model", "param_shapes", None), "was saved without ZeRO.*--format pt"),
     (set_field("model", "param_shapes", [{"w": torch.Size([MAX_VALUES, 2])}]), "absurd shape"),
-    (set_field("model", "param_shapes", [{"w": torch.Size([1 << 40])}]), "lists 1 groups of 2"),
+    (set_field("model", "param_shapes", [{"w": torch.Size([1 << 40])}]), "lists 1 groups of 3"),
     (set_field("optim", "single_partition_of_fp32_groups", [torch.ones(2, 2)]), "is no flat tensor"),
     (renamed(SECOND, "zero_pp_rank_1_mp_rank_01_optim_states.pt"), "is of tensor parallelism"),
     (renamed(SECOND, f"bf16_{SECOND}".replace("rank_1", "rank_0")), "of another run"),

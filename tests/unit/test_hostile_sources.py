@@ -28,10 +28,12 @@ import torch
 from dcp_program import Program
 from deepspeed_folders import named_as_deepspeeds, zero_folder
 from families import make, make_model
+from peft import LoraConfig, get_peft_model
 from runs import ABOUT, Finished, free_port, join
 from safetensors.torch import load_file
 from safetensors.torch import save as as_bytes
 from test_formats import begun, update
+from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.formats import EXPORTERS, FORMATS
 from cairn.checkpoint.store import CheckpointStore
@@ -299,8 +301,17 @@ def shards(run: Callable[..., Finished], genuine: Path, out: Path) -> str:
     return "verl"
 
 
+def adapter(run: Callable[..., Finished], genuine: Path, out: Path) -> str:
+    """An adapter that PEFT itself has written."""
+    base = AutoModelForCausalLM.from_pretrained(genuine / "hf")
+    about = LoraConfig(r=2, target_modules=["q_proj", "down_proj"], init_lora_weights=False)
+    get_peft_model(base, about).save_pretrained(out)
+    return "peft"
+
+
 SOURCES: dict[str, Callable[..., str]] = {
-    **{name: exported(name) for name in sorted(FORMATS.keys() & EXPORTERS.keys())},
+    **{name: exported(name) for name in sorted(FORMATS.keys() & EXPORTERS.keys() - {"peft"})},
+    "peft": adapter,
     "hf of several files": exported("hf", "--shard-size", "100K"),
     "hf of several .bin files": old_shards,
     "hf before torch 1.6": older_file,

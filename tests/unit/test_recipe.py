@@ -97,6 +97,7 @@ def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
         *("server_timeout", "request_timeout", "version_timeout", "normalize_advantages"),
         *("keep_rollouts_gb", "reward_retries", "reward_retry_seconds", "max_failed_prompts", "eval"),
         "validation",
+        "teachers",  # whose checksums are in the trainer's recipe
         "environments",  # of which each has its own (`OF_ENVIRONMENT`)
     }
     supervision = set(SFTConfig.model_fields) & set(RLConfig.model_fields) - {"seed"}

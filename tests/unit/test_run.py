@@ -105,7 +105,13 @@ def samples(draw) -> Sample:
         return np.array(draw(st.lists(element, min_size=n, max_size=n)), dtype)
 
     tokens, mask = column(st.integers(0, 2**31 - 1), np.int32), column(st.booleans(), np.bool_)
-    columns = {name: column(FLOATS, np.float32) for name in COLUMNS}
+
+    def values(dtype: type) -> np.ndarray:
+        if np.issubdtype(dtype, np.integer):
+            return column(st.integers(np.iinfo(dtype).min, np.iinfo(dtype).max), dtype)
+        return column(FLOATS, dtype)
+
+    columns = {name: values(about.dtype) for name, about in COLUMNS.items()}
     return Sample(tokens, mask, columns)
 
 
@@ -153,8 +159,8 @@ def test_digests_of_batches_never_change():
 
 def test_columns_of_a_batch():
     """A name that nobody declared is refused, and so are samples of which only some have a column."""
-    with pytest.raises(ValueError, match="'rewards' is no column of samples; there are logprobs, advantages"):
-        Sample(np.zeros(1, np.int32), np.ones(1, bool), {"rewards": np.zeros(1)})
+    with pytest.raises(ValueError, match="'colour' is no column of samples; there are logprobs, advantages"):
+        Sample(np.zeros(1, np.int32), np.ones(1, bool), {"colour": np.zeros(1)})
     full, bare = Sample.of_answer([1], [2], logprobs=0.0, advantages=1.0), Sample.of_answer([1], [2])
     assert columns_of([full, full]) == ["logprobs", "advantages"]
     assert columns_of([bare]) == columns_of([]) == []
@@ -230,12 +236,17 @@ def test_a_batch_whose_header_lacks_something_is_damaged(tmp_path: Path):
 
 @given(samples(), st.integers(1, 20))
 def test_cutting_a_sample_cuts_all_of_it(sample: Sample, length: int):
+    """What is given to the last learned token for the whole sample goes to the last one that is left."""
     cut = sample.cut(length)
     for name in ("token_ids", "loss_mask"):
         np.testing.assert_array_equal(getattr(cut, name), getattr(sample, name)[:length])
     assert cut.columns.keys() == COLUMNS.keys()
+    learned = np.flatnonzero(cut.loss_mask)
     for name, values in cut.columns.items():
-        np.testing.assert_array_equal(values, sample.columns[name][:length])
+        expected = sample.columns[name][:length].copy()
+        if COLUMNS[name].summed and len(learned):
+            expected[learned[-1]] += sample.columns[name][length:].sum()
+        np.testing.assert_array_equal(values, expected)
     assert Sample(sample.token_ids, sample.loss_mask).cut(length).columns == {}
 
 

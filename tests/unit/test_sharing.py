@@ -57,7 +57,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.publisher import VersionPublisher
 from cairn.trainer.rl import ShippedBatches
 from cairn.trainer.sharing import make_sharing
-from cairn.trainer.transports import Filling, Transport
+from cairn.trainer.transports import Filling, Served, Transport
 
 __all__ = ["configuration", "one_rank"]  # fixtures
 
@@ -475,7 +475,7 @@ class NoWeights(Transport):
     """Publishes folders without weights."""
 
     def __init__(self) -> None:
-        pass
+        self.served = Served(dict, dtypes={}, beside={})
 
     def take(self, step: int, *, last: bool) -> Filling:
         return NoTensors()

@@ -204,9 +204,10 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
             other = parts.get(f"{module}.lora_B.weight")
             if other is None:
                 raise Damaged(f"{folder}: has {name} and no lora_B")
-            rank = tensor.spec.shape[0]
-            scaling = about["lora_alpha"] / (math.sqrt(rank) if about.get("use_rslora") else rank)
-            pairs[f"{module}.weight"] = Pair(tensor, other, scaling)
+            shapes = tensor.spec.shape, other.spec.shape
+            if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1] or not shapes[0][0]:
+                raise Damaged(f"{folder}: {module} has matrices of shapes {shapes[0]} and {shapes[1]}")
+            pairs[f"{module}.weight"] = Pair(tensor, other, _scaling(about, shapes[0][0], folder))
         elif not name.endswith(".lora_B.weight"):
             whole[name] = tensor
     places = {name: place for name, place in layout.find(base.keys()).items() if name in base}
@@ -237,6 +238,16 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
         else:
             merged[name] = Merged(source, spec)
     return merged
+
+
+def _scaling(about: Mapping[str, Any], rank: int, folder: Path) -> float:
+    """What the product of two matrices of rank `rank` is multiplied by, from the adapter's configuration."""
+    alpha, root = about.get("lora_alpha"), about.get("use_rslora", False)
+    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
+        raise Damaged(f"{folder / ADAPTER_CONFIG}: has lora_alpha = {alpha!r}, which is no positive number")
+    if not isinstance(root, bool):
+        raise Damaged(f"{folder / ADAPTER_CONFIG}: has use_rslora = {root!r}, which is not true or false")
+    return alpha / (math.sqrt(rank) if root else rank)
 
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
