@@ -1,96 +1,25 @@
 """Settings of the trainer: those that SFT and RL share, and those of each."""
 
-import math
 from collections.abc import Collection, Mapping
-from typing import ClassVar, Literal, NamedTuple, Self
+from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cairn.config.advantage import GAE
 from cairn.config.base import BaseConfig
+from cairn.config.critic import CriticConfig, ModelBeside, critic_problem
 from cairn.config.data import HeldOutPart, SFTDataConfig
 from cairn.config.gpus import Gpus
 from cairn.config.lora import LoraConfig
 from cairn.config.loss import LikelihoodConfig, LossConfig, PolicyLossConfig, PPOClipConfig, SFTLossConfig
 from cairn.config.optimizer import AdamWConfig, OptimizerConfig
+from cairn.config.precision import PrecisionConfig
+from cairn.config.scheduler import SchedulerConfig
 from cairn.config.shared import SharedConfig
 from cairn.config.slurm import SlurmConfig
 from cairn.config.spike import SpikeConfig
 from cairn.config.supervision import SupervisionConfig
 from cairn.config.teachers import KLConfig, WithTeachers
 from cairn.config.validation import ValidationConfig
-
-
-class SchedulerConfig(BaseConfig):
-    """Learning rate schedule: linear warm-up, then the chosen shape."""
-
-    type: Literal["constant", "linear", "cosine"] = "constant"
-    """Shape after the warm-up."""
-    warmup_steps: int = Field(default=0, ge=0)
-    """Steps of linear warm-up to the peak learning rate."""
-    steps: int | None = Field(default=None, ge=1)
-    """Step at which linear and cosine reach their end (default: max_steps)."""
-    min_lr_ratio: float = Field(default=0.0, ge=0, le=1)
-    """Final learning rate of linear and cosine, as a fraction of the peak."""
-
-    def rate(self, step: int, peak: float, end: int) -> float:
-        """The rate of optimiser step `step`, counted from 1; `end` is where linear and cosine arrive.
-
-        It depends on nothing else, so a resumed run needs only its step.
-        """
-        if step <= self.warmup_steps:
-            return peak * step / self.warmup_steps
-        if self.type == "constant":
-            return peak
-        done = min((step - self.warmup_steps) / max(end - self.warmup_steps, 1), 1.0)
-        fall = (1 + math.cos(math.pi * done)) / 2 if self.type == "cosine" else 1 - done
-        return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
-
-    def problem(self, max_steps: int, section: str) -> str | None:
-        """Why no schedule of so many steps can be like this; None if one can."""
-        end = self.steps or max_steps
-        if self.type == "constant" or self.warmup_steps < end:
-            return None
-        return (
-            f"{section}.warmup_steps = {self.warmup_steps} leaves no step for the {self.type} schedule, "
-            f"which ends at step {end}; lower it or raise {section}.steps"
-        )
-
-
-class PrecisionConfig(BaseConfig):
-    """FSDP2's mixed precision; master weights and optimiser state are always float32."""
-
-    compute: Literal["auto", "float32", "bfloat16"] = "auto"
-    """Data type of the forward and backward passes; auto is bfloat16 on GPUs and float32 on CPUs."""
-    reduce: Literal["float32", "bfloat16"] = "float32"
-    """Data type in which gradients are summed across ranks."""
-    float32_matmul: Literal["auto", "highest", "high"] = "auto"
-    """Float32 matrix products: high is TF32; auto is high beside bfloat16 on GPUs, and highest elsewhere."""
-    head: Literal["auto", "float32", "compute"] = "auto"
-    """Data type of logits: float32, or that of the computation; auto is float32 on GPUs."""
-
-    def settled(self, *, gpu: bool) -> "PrecisionConfig":
-        """With the values that `auto` means on a GPU or CPU.
-
-        Whoever asks for float32 gets it: TF32 rounds as float16 does. TF32 is no less deterministic, so
-        `deterministic` leaves it on.
-        """
-        compute = self.compute
-        if compute == "auto":
-            compute = "bfloat16" if gpu else "float32"
-        matmul = self.float32_matmul
-        if matmul == "auto":
-            matmul = "high" if gpu and compute == "bfloat16" else "highest"
-        head = self.head
-        if head == "auto":
-            head = "float32" if gpu and compute == "bfloat16" else "compute"
-        return self.model_copy(update={"compute": compute, "float32_matmul": matmul, "head": head})
-
-    @property
-    def rounding(self) -> str:
-        """The data type whose rounding the results have, once the precision is settled."""
-        tf32 = self.compute == "float32" and self.float32_matmul == "high"
-        return "float16" if tf32 else self.compute
 
 
 class RayConfig(BaseConfig):
@@ -111,17 +40,6 @@ class WandbConfig(BaseConfig):
     """Name of the run in W&B (default: the name of the output folder)."""
     mode: Literal["online", "offline"] = "online"
     """online needs a login; offline writes into the output folder, for `wandb sync` later."""
-
-
-POLICY_AGAIN = "policy"
-"""In the place of a model's name: another copy of the run's own."""
-
-
-class ModelBeside(NamedTuple):
-    """A model that is trained beside the policy: its name or folder, or POLICY_AGAIN; and its optimiser."""
-
-    model: str
-    optimizer: OptimizerConfig
 
 
 class TrainerBase(SharedConfig, SupervisionConfig):
@@ -342,45 +260,6 @@ class SFTConfig(TrainerBase):
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is a class of the user's own."""
         return self.loss if self.loss.is_own else None
-
-
-def critic_problem(critic: bool, types: Collection[str]) -> str | None:
-    """Why a trainer with or without a critic can't train on such advantages; None if it can.
-
-    Args:
-        types: of advantages (`advantage.type`); a class of the user's own may ship rewards as `gae` does.
-    """
-    others = sorted(name for name in types if name != GAE and ":" not in name)
-    if critic and others:
-        return (
-            f"trainer.critic with orchestrator.advantage.type = {others[0]!r}: a critic's values are used by "
-            f"advantage.type = {GAE!r} alone; set that, or leave out the critic"
-        )
-    if GAE in types and not critic:
-        return (
-            f"orchestrator.advantage.type = {GAE!r} without trainer.critic: the advantages are computed from "
-            "a critic's values; give the trainer a [critic] section (--trainer.critic), or another type"
-        )
-    return None
-
-
-class CriticConfig(BaseConfig):
-    """PPO's critic: a model that predicts the reward still to come, and is trained beside the policy."""
-
-    model: str = POLICY_AGAIN
-    """What it begins as: policy (the run's model), or a folder, a step_N folder, or a name on the hub."""
-    optimizer: OptimizerConfig = AdamWConfig()
-    scheduler: SchedulerConfig = SchedulerConfig()
-    warmup_steps: int = Field(default=0, ge=0)
-    """First steps of the run, in which the critic is trained and the policy is not."""
-    clip: float = Field(default=0.2, ge=0, allow_inf_nan=False)
-    """Change of a value within a step beyond which it earns nothing; 0: values are not clipped."""
-    gamma: float = Field(default=1.0, gt=0, le=1)
-    """Discount of rewards per token."""
-    gae_lambda: float = Field(default=0.95, ge=0, le=1)
-    """GAE's lambda: 1 compares rewards with values; lower ones trust values more, for less variance."""
-    whiten: bool = True
-    """Shift and scale the advantages of each batch to mean 0 and standard deviation 1."""
 
 
 class TrainerConfig(WithTeachers, TrainerBase):

@@ -5,9 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from cairn.checkpoint.step import CRITIC, StepFolder
+from cairn.config.critic import POLICY_AGAIN
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.model import ModelConfig
-from cairn.config.trainer import POLICY_AGAIN, TrainerBase
+from cairn.config.trainer import TrainerBase
 from cairn.launch.model import is_step, resolve_model
 from cairn.launch.start import Start
 from cairn.run.errors import UsageError

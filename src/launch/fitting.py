@@ -7,9 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.away import away_files
 from cairn.checkpoint.step import StepFolder
+from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
 from cairn.config.teachers import START, is_served
-from cairn.config.trainer import POLICY_AGAIN, TrainerBase
+from cairn.config.trainer import TrainerBase
 from cairn.launch.estimate import (
     Beside,
     Need,

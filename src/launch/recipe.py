@@ -10,9 +10,10 @@ from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.adapters import base_of_adapter
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
+from cairn.config.critic import critic_problem
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
-from cairn.config.trainer import TrainerBase, critic_problem
+from cairn.config.trainer import TrainerBase
 from cairn.launch.beside_policy import check_models_beside
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since

@@ -5,7 +5,7 @@ from abc import ABC, abstractmethod
 import torch
 
 from cairn.config.optimizer import BaseOptimizerConfig
-from cairn.config.trainer import SchedulerConfig
+from cairn.config.scheduler import SchedulerConfig
 from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.packing import BatchCounts, MicroBatch
 from cairn.trainer.state import TrainerState

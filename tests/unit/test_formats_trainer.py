@@ -21,7 +21,8 @@ from cairn.checkpoint.formats.hf_schedule import schedule_of
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.trainer import SchedulerConfig, SFTConfig
+from cairn.config.scheduler import SchedulerConfig
+from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.group import RankGroup

@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from cairn.config.trainer import PrecisionConfig
+from cairn.config.precision import PrecisionConfig
 from cairn.run.batches import Sample
 from cairn.trainer import entropy
 from cairn.trainer.entropy import logprobs_and_entropies

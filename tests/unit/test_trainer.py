@@ -23,12 +23,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
 from cairn.checkpoint.tensors import read_tensors
-from cairn.config.trainer import (
-    SchedulerConfig,
-    SFTConfig,
-    SFTDataConfig,
-    TrainerConfig,
-)
+from cairn.config.scheduler import SchedulerConfig
+from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.policy.source import read_source
 from cairn.run.attempt import Attempt
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling

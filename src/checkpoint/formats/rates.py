@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.config.trainer import SchedulerConfig
+from cairn.config.scheduler import SchedulerConfig
 
 
 def rate_of(settings: Mapping[str, Any], step: int) -> float:
