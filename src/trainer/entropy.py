@@ -6,16 +6,13 @@ in memory.
 """
 
 import functools
-import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch.autograd.function import once_differentiable
 
-from cairn.trainer.head import IN_PLACE, TRIAL_ROWS, Head, compile_rows, gradients_in_chunks
-
-logger = logging.getLogger(__name__)
+from cairn.trainer.head import IN_PLACE, Head, compile_rows, gradients_in_chunks, same_results
 
 LEAST_LOGIT = -1e30
 """What a logit of minus infinity counts as: 0 times infinity is no number."""
@@ -84,25 +81,13 @@ def of_logits(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) ->
 @functools.cache
 def _tried(device: torch.device, vocabulary: int) -> Passes:
     """Compiled passes if they can be compiled and compute what `PLAIN` does, else that."""
-    passes = Passes(fused=True)
-    draw = torch.Generator(device).manual_seed(0)
-    logits = torch.randn(TRIAL_ROWS, vocabulary, device=device, generator=draw)
-    wanted = torch.arange(TRIAL_ROWS, device=device) % vocabulary
-    try:
-        results: list[list[torch.Tensor]] = []
-        for one in (passes, PLAIN):
-            normalisers, logprobs, entropies = one.score(logits, wanted, 0.7)
-            gradient = one.differentiate(
-                logits, normalisers, entropies, wanted, logprobs, entropies, 0.7, torch.float32
-            )
-            results.append([normalisers, logprobs, entropies, gradient])
-        for fused, plain in zip(*results, strict=True):
-            torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
-    except Exception as error:  # a compiler may fail in any way
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("the passes for entropies are not fused, which is slower: %s", reason[:300])
-        return PLAIN
-    return passes
+
+    def compute(one: Passes, logits: torch.Tensor, wanted: torch.Tensor) -> list[torch.Tensor]:
+        normalisers, logprobs, entropies = one.score(logits, wanted, 0.7)
+        columns = (normalisers, entropies, wanted, logprobs, entropies)
+        return [normalisers, logprobs, entropies, one.differentiate(logits, *columns, 0.7, torch.float32)]
+
+    return same_results(Passes(fused=True), PLAIN, compute, device, vocabulary, "the passes for entropies")
 
 
 class _InChunks(torch.autograd.Function):

@@ -8,7 +8,7 @@ to keep up with PyTorch's and vLLM's versions. Where it can't compile, each oper
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.nn.functional as F
@@ -172,22 +172,44 @@ def of_logits(logits: torch.Tensor, tokens: torch.Tensor, temperature: float) ->
 
 def tried(passes: Passes, device: torch.device, vocabulary: int) -> Passes:
     """`passes` if they can be compiled and compute what `IN_PLACE` does, else those."""
+
+    def compute(one: Passes, logits: torch.Tensor, wanted: torch.Tensor) -> list[torch.Tensor]:
+        normalisers, logprobs = one.score(logits.clone(), wanted, 0.7)
+        gradient = one.differentiate(logits.clone(), normalisers, wanted, logprobs, 0.7, torch.float32)
+        return [normalisers, logprobs, gradient]
+
+    return same_results(passes, IN_PLACE, compute, device, vocabulary, "the head's passes")
+
+
+P = TypeVar("P")
+
+
+def same_results(
+    fused: P,
+    plain: P,
+    compute: Callable[[P, torch.Tensor, torch.Tensor], list[torch.Tensor]],
+    device: torch.device,
+    vocabulary: int,
+    what: str,
+) -> P:
+    """`fused` if it can be compiled and computes what `plain` does, else `plain`, with a warning.
+
+    Args:
+        compute: all that one of them computes from logits (float32 [TRIAL_ROWS, V]) and wanted tokens.
+        what: they are, for the warning.
+    """
     draw = torch.Generator(device).manual_seed(0)
     logits = torch.randn(TRIAL_ROWS, vocabulary, device=device, generator=draw)
     wanted = torch.arange(TRIAL_ROWS, device=device) % vocabulary
     try:
-        results: list[list[torch.Tensor]] = []
-        for one in (passes, IN_PLACE):
-            normalisers, logprobs = one.score(logits.clone(), wanted, 0.7)
-            gradient = one.differentiate(logits.clone(), normalisers, wanted, logprobs, 0.7, torch.float32)
-            results.append([normalisers, logprobs, gradient])
-        for fused, plain in zip(*results, strict=True):
-            torch.testing.assert_close(fused, plain, atol=1e-4, rtol=1e-4)
+        results = [compute(one, logits, wanted) for one in (fused, plain)]
+        for found, expected in zip(*results, strict=True):
+            torch.testing.assert_close(found, expected, atol=1e-4, rtol=1e-4)
     except Exception as error:  # a compiler may fail in any way
         reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        logger.warning("the head's passes are not fused, which is slower: %s", reason[:300])
-        return IN_PLACE
-    return passes
+        logger.warning("%s are not fused, which is slower: %s", what, reason[:300])
+        return plain
+    return fused
 
 
 class _InChunks(torch.autograd.Function):
