@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from cairn.config.base import BaseConfig
+from cairn.config.base import BaseConfig, refuse_twins
 from cairn.config.environment import LABEL
 
 if TYPE_CHECKING:
@@ -125,9 +125,7 @@ class SFTDataConfig(DataSetConfig):
     @field_validator("sets")
     @classmethod
     def _labels_of_their_own(cls, value: list[MixedDataConfig]) -> list[MixedDataConfig]:
-        labels = [one.called for one in value]
-        if twice := sorted({label for label in labels if labels.count(label) > 1}):
-            raise ValueError(f"two data sets are called {twice[0]!r}: give each a label of its own")
+        refuse_twins("data sets", "label", [one.called for one in value])
         return value
 
     @model_validator(mode="after")

@@ -7,7 +7,7 @@ from typing import Any, Self, cast
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from cairn.config.advantage import COMPARING, GAE, NOT_SHAPED, AdvantageConfig
-from cairn.config.base import BaseConfig
+from cairn.config.base import BaseConfig, refuse_twins
 from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from cairn.config.evaluation import EvalConfig
 from cairn.config.overlong import OverlongConfig
@@ -142,13 +142,13 @@ class OrchestratorConfig(SharedConfig):
     @field_validator("eval")
     @classmethod
     def _names_of_their_own(cls, value: list[EvalConfig]) -> list[EvalConfig]:
-        _refuse_twins("evaluations", "name", [one.name for one in value])
+        refuse_twins("evaluations", "name", [one.name for one in value])
         return value
 
     @field_validator("environments")
     @classmethod
     def _labels_of_their_own(cls, value: list[MixedEnvironmentConfig]) -> list[MixedEnvironmentConfig]:
-        _refuse_twins("environments", "label", [one.called for one in value])
+        refuse_twins("environments", "label", [one.called for one in value])
         return value
 
     @model_validator(mode="after")
@@ -244,8 +244,3 @@ class OrchestratorConfig(SharedConfig):
             if not str(url).startswith(("http://", "https://")):
                 raise ValueError(f"{url!r} is not a URL; write it like http://127.0.0.1:8000")
         return [url.rstrip("/") for url in urls]
-
-
-def _refuse_twins(what: str, key: str, names: list[str]) -> None:
-    if twice := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"two {what} are called {twice[0]!r}: give each a {key} of its own")

@@ -5,7 +5,7 @@ from typing import ClassVar, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from cairn.config.base import BaseConfig
+from cairn.config.base import BaseConfig, refuse_twins
 from cairn.config.critic import CriticConfig, ModelBeside, critic_problem
 from cairn.config.data import HeldOutPart, SFTDataConfig
 from cairn.config.gpus import Gpus
@@ -227,9 +227,7 @@ class SFTConfig(TrainerBase):
     @field_validator("validation")
     @classmethod
     def _names_of_their_own(cls, value: list[ValidationConfig]) -> list[ValidationConfig]:
-        names = [one.name for one in value]
-        if twice := sorted({name for name in names if names.count(name) > 1}):
-            raise ValueError(f"two validations are called {twice[0]!r}: give each a name of its own")
+        refuse_twins("validations", "name", [one.name for one in value])
         return value
 
     @model_validator(mode="after")
