@@ -120,6 +120,21 @@ def test_a_process_that_hangs_is_killed_and_started_again(monkeypatch: pytest.Mo
     asked(configuration("Words"), job)
 
 
+def test_a_process_that_is_killed_is_asked_nothing_more(monkeypatch: pytest.MonkeyPatch):
+    """Its threads may take a while to end, and until then it would take requests."""
+
+    async def job(calls: AskedElsewhere) -> None:
+        pid = await process_of(calls)
+        with monkeypatch.context() as patched:
+            patched.setattr(os, "killpg", lambda group, number: None)
+            (process,) = calls.environment._workers._processes  # pyright: ignore[reportPrivateUsage,reportAttributeAccessIssue]
+            process.kill()
+            assert process.dead
+        assert await process_of(calls) != pid
+
+    asked(configuration("Words"), job)
+
+
 def test_a_process_that_can_not_be_started_again_is_a_failure_like_others(tmp_path: Path):
     """Its interpreter may be away for a while."""
     python = tmp_path / "python"

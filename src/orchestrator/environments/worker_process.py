@@ -99,14 +99,16 @@ class WorkerProcess:
                 raise EnvironmentFailed(self._died)
             self._requests[number] = request
         self.send({**message, "number": number})
+        answer = asyncio.wrap_future(request.result)
+        answer.add_done_callback(lambda future: future.cancelled() or future.exception())
         try:
-            return await asyncio.shield(asyncio.wrap_future(request.result))
+            return await asyncio.shield(answer)
         except asyncio.CancelledError:
             self.send({"type": "cancel", "number": number})
             timer = threading.Timer(SECONDS_TO_CANCEL, self._kill_if_at, [number])
             timer.daemon = True
             timer.start()
-            request.result.add_done_callback(lambda future: (timer.cancel(), future.exception()))
+            request.result.add_done_callback(lambda _: timer.cancel())
             raise
 
     def _kill_if_at(self, number: int) -> None:
@@ -164,7 +166,8 @@ class WorkerProcess:
             request.result.set_result(message["result"])
 
     def kill(self) -> None:
-        """Kill the process, and what it has started."""
+        """Kill the process and what it has started. It is `dead` at once, though its threads end later."""
+        self._ended = True
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
