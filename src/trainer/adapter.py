@@ -1,8 +1,10 @@
 """A low-rank adapter (`lora`) as what is trained, saved and served."""
 
+import contextlib
 import json
 import math
-from collections.abc import Collection, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import replace
 from enum import Enum
 from pathlib import Path
@@ -20,6 +22,7 @@ from cairn.checkpoint.shares import Stored, at_places, local_values
 from cairn.checkpoint.step import ADAPTER, ADAPTER_CONFIG, BASE_RECORD
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
+from cairn.run.errors import UsageError
 from cairn.run.recipe import base_of
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
@@ -27,6 +30,8 @@ from cairn.trainer.lora import NAME, is_adapters, modules_in, peft_config, plain
 from cairn.trainer.model import build_model, places_in
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.trained import Trained
+
+_OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
 class Adapter(Trained):
@@ -118,6 +123,35 @@ class Adapter(Trained):
         text = json.dumps(about, indent=2, sort_keys=True) + "\n"
         return {ADAPTER_CONFIG: text.encode(), BASE_RECORD: self.base.to_json()}
 
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """See that each layer with an adapter is called; an adapter of another one would never be trained.
+
+        Such are layers whose weights the model reads itself. Experts may have got no token.
+
+        Raises:
+            UsageError: one is not.
+        """
+        layers = dict(self._layers())
+        called: set[str] = set()
+
+        def note(name: str) -> Callable[..., None]:
+            return lambda *_: called.add(name)
+
+        hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if idle := [name for name in layers if name not in called and not _OF_EXPERT.search(name)]:
+            others = sorted({_end(name) for name in layers} - {_end(name) for name in idle})
+            raise UsageError(
+                f"lora.targets = {','.join(self.config.targets)}: {type(self.module).__name__} uses the "
+                f"weights of {idle[0]} without calling the layer, so an adapter of it would have no effect. "
+                f"Others can be adapted: lora.targets = {','.join(others)}"
+            )
+
     def served(self) -> Mapping[str, Stored]:
         """The base's weights with the adapter added; each call computes them anew, in the same memory."""
         tensors = self._of_base()
@@ -180,6 +214,10 @@ def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter
             raise CheckpointError(f"{folder}: has no {BASE_RECORD}, so the adapter's base is unknown")
         policy.read_base(base.find(folder, config.lora.base), folder)
     return policy
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
 
 
 def _as_json(value: Any) -> Any:

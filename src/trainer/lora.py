@@ -5,6 +5,7 @@ are trained, W is not, and s is alpha / rank (or alpha / sqrt(rank)). A begins w
 zeros.
 """
 
+import logging
 from typing import Any
 
 import torch
@@ -13,8 +14,12 @@ from transformers import PreTrainedModel
 from cairn.config.lora import ALL_LINEAR, LoraConfig
 from cairn.run.errors import UsageError
 
+logger = logging.getLogger(__name__)
+
 NAME = "default"
 """What PEFT calls the one adapter of a model."""
+IS_HEAD = "it is the head, which can be trained in full: lora.modules_to_save"
+"""Why there is no adapter of the layer that computes logits."""
 
 
 def adapt(model: PreTrainedModel, config: LoraConfig) -> None:
@@ -48,13 +53,14 @@ def targets_in(model: PreTrainedModel, config: LoraConfig) -> list[str]:
     """The names of the layers that get an adapter.
 
     Raises:
-        UsageError: a name matches none, or the head.
+        UsageError: a name matches none that can have one.
     """
-    head = model.get_output_embeddings()
-    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
-    allowed = [name for name, module in linear.items() if module is not head]
+    unfit = _linear_layers(model)
+    allowed = [name for name, problem in unfit.items() if problem is None]
     if config.targets == [ALL_LINEAR]:
         chosen = allowed
+        for problem in sorted({p for p in unfit.values() if p and p != IS_HEAD}):
+            logger.info("lora.targets = all-linear leaves out layers: %s", problem)
     else:
         chosen = [name for name in allowed if any(_ends(name, target) for target in config.targets)]
     ends = sorted({name.rpartition(".")[2] for name in allowed})
@@ -63,13 +69,69 @@ def targets_in(model: PreTrainedModel, config: LoraConfig) -> list[str]:
         what = unmatched[0] if unmatched else ALL_LINEAR
         others = [name for name, _ in model.named_parameters() if any(_within(name, t) for t in unmatched)]
         why = f"; {others[0]} is not of a linear layer" if others else ""
-        if any(module is head and _ends(name, what) for name, module in linear.items()):
-            why = "; it is the head, which can be trained in full: lora.modules_to_save"
+        if problem := next((p for name, p in unfit.items() if p and _ends(name, what)), None):
+            why = f"; {problem}"
         raise UsageError(
             f"lora.targets: {what!r} matches no linear layer of {type(model).__name__} that can have an "
             f"adapter{why}. There are: {', '.join(ends) or 'none'}"
         )
     return chosen
+
+
+def _linear_layers(model: PreTrainedModel) -> dict[str, str | None]:
+    """The names of all linear layers, each with the reason why it can't have an adapter, if there is one."""
+    head, decoder = model.get_output_embeddings(), model.get_decoder()
+    of_text = {id(module) for module in decoder.modules()}
+    linear = {name: m for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)}
+    renamed = _experts_to_peft(model, {name.rpartition(".")[2] for name in linear})
+
+    def problem(name: str, module: torch.nn.Linear) -> str | None:
+        end = name.rpartition(".")[2]
+        if module is head:
+            return IS_HEAD
+        if id(module) not in of_text:
+            return f"{end} is in a part of the model that text does not go through"
+        if end in renamed:
+            return f"PEFT takes {end} for the experts' layers of that name, in this family"
+        if not _gives_outputs(module):
+            return f"{end} ({type(module).__name__}) computes more than a linear layer does"
+        return None
+
+    return {name: problem(name, module) for name, module in linear.items()}
+
+
+def _experts_to_peft(model: PreTrainedModel, ends: set[str]) -> set[str]:
+    """Those of these names by which PEFT means experts that transformers holds as one tensor.
+
+    In the configuration of an adapter it replaces such names by those of the experts' tensors, so that shared
+    experts and dense layers of the same name would get none.
+    """
+    from peft import LoraConfig as PeftConfig
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+    from transformers.conversion_mapping import get_model_conversion_mapping
+
+    conversions = get_model_conversion_mapping(model)
+    found: set[str] = set()
+    for end in ends:
+        config = PeftConfig(target_modules=[end])
+        try:
+            convert_peft_config_for_transformers(config, model=model, conversions=conversions)
+        except ValueError:  # the name is one of several that stand for one tensor
+            found.add(end)
+            continue
+        if config.target_modules != {end}:
+            found.add(end)
+    return found
+
+
+@torch.no_grad()
+def _gives_outputs(module: torch.nn.Linear) -> bool:
+    """Whether a module computes one tensor of outputs; routers that extend nn.Linear choose experts, too."""
+    if type(module).forward is torch.nn.Linear.forward:
+        return True
+    inputs = torch.empty(1, module.in_features, device=module.weight.device, dtype=module.weight.dtype)
+    outputs: object = module(inputs)
+    return isinstance(outputs, torch.Tensor) and outputs.shape == (1, module.out_features)
 
 
 def modules_in(model: PreTrainedModel, config: LoraConfig) -> list[str]:

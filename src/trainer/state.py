@@ -86,7 +86,8 @@ class TrainerState:
         """
         if self.balance.coefficient:
             logger.info("the experts' load is balanced: router_aux_coef = %g", self.balance.coefficient)
-        check_scorer(self.scorer, self.config, self.group, first=self.rows)
+        with self.policy.proving():
+            check_scorer(self.scorer, self.config, self.group, first=self.rows)
 
     def begin(self, folder: Path) -> None:
         """Take the weights that a run starts from, with the policy's in `folder`; all ranks call it.

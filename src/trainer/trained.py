@@ -1,5 +1,6 @@
 """A model that is trained, with its optimiser, and where both lie in a checkpoint."""
 
+import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import ClassVar
@@ -87,6 +88,13 @@ class Trained:
     def scorer(self, config: TrainerBase, device: torch.device) -> Scorer:
         """What turns micro-batches into the numbers that losses are computed of; all ranks call it."""
         return make_scorer(self.module, config, device)
+
+    def proving(self) -> contextlib.AbstractContextManager[None]:
+        """The context of the passes in which the loaded model is checked before it is trained.
+
+        Its end may raise UsageError, if they have shown that what is to be trained has no part in them.
+        """
+        return contextlib.nullcontext()
 
     def served(self) -> Mapping[str, Stored]:
         """What servers get, by the hub's names."""
