@@ -25,6 +25,8 @@ from cairn.run.signals import on_stop_signals
 
 TURN_SECONDS = 0.05
 """Between two looks at whose turn it is."""
+TOKENIZERS = "transformers.models.auto.tokenization_auto"
+"""What an orchestrator imports last, for seconds, when it opens its model's tokenizer."""
 
 
 class Turn:
@@ -102,12 +104,14 @@ def run_orchestrator(
 
     `at_once` is called on the second stop signal.
     """
-    turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop")
+    turn.load("cairn.inference.pool.server_pool", "cairn.orchestrator.loop", TOKENIZERS)
     with importing():
         from cairn.inference.pool.server_pool import ServerPool
         from cairn.inference.pool.settings import PoolSettings
         from cairn.inference.prompt_scores import scores_of
         from cairn.orchestrator.loop import Orchestrator
+
+        importlib.import_module(TOKENIZERS)  # now, and not when the event loop runs
 
     async def show_progress() -> None:
         while True:

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import jinja2
-from transformers import AutoTokenizer, GenerationConfig
 
 from cairn.run.conversations import Message, for_template, is_plain
+from cairn.run.imports import importing
 
 
 class NoPrompt(ValueError):
@@ -24,6 +24,9 @@ class ChatFormat:
     """
 
     def __init__(self, model: Path, template_arguments: Mapping[str, Any] | None = None):
+        with importing():
+            from transformers import AutoTokenizer  # takes seconds, and commands that only check need none
+
         self.tokenizer = AutoTokenizer.from_pretrained(model)
         self.stop_token_ids = _stop_tokens(model, self.tokenizer.eos_token_id)
         """Token ids that end an answer: the tokenizer's EOS token and those of `generation_config.json`."""
@@ -102,6 +105,8 @@ class ChatFormat:
 def _stop_tokens(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
     ids = {eos_token_id} if eos_token_id is not None else set()
     if (folder / "generation_config.json").exists():
+        from transformers import GenerationConfig
+
         eos = GenerationConfig.from_pretrained(folder).eos_token_id
         ids |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
     return tuple(sorted(ids))

@@ -62,6 +62,18 @@ def test_help_imports_nothing_heavy(command: str):
     assert not imported_by(code) & HEAVY
 
 
+def test_a_launcher_imports_neither_torch_nor_ray(tmp_path: Path):
+    """Its roles do, in processes of their own: `rl` has checked all but the server when it is refused."""
+    arguments = ["@", "configs/reverse_text/rl.toml", "--output-dir", str(tmp_path / "run")]
+    server = ["--orchestrator.inference-url", "http://127.0.0.1:9"]
+    code = (
+        f"import sys; sys.argv = ['rl', *{arguments + server}]\n"
+        "from cairn.launch import main\n"
+        "assert main.rl() == 1\n"
+    )
+    assert not imported_by(code) & {"torch", "transformers", "ray", "vllm", "datasets"}
+
+
 @pytest.mark.parametrize("command", [*COMMANDS, "ckpt"])
 def test_help_of_the_installed_command(command: str):
     """Each command is there, and its help has a usage line and ends with code 0."""
