@@ -3,8 +3,9 @@
 
 usage: scripts/chaos.py --seed S --runs N [--first I] [--jobs J] [--folder DIR] [--json] [-- COMMAND...]
 
-COMMAND is `sft ...` or `rl ...` with any flags; it needs --ckpt.interval and should take about a minute.
-Without COMMAND, short runs of configs/reverse_text alternate. Each run is struck by one to three disasters:
+COMMAND is `sft`, `rl`, `dpo` or `reward` with any flags; it needs --ckpt.interval and should take about a
+minute. Without COMMAND, short runs of configs/reverse_text alternate: SFT on one and two ranks, LoRA, RL with
+and without a critic, preferences. Each run is struck by one to three disasters:
 SIGKILL of any process at any time or at a named fault point, SIGSTOP, stop signals to one process, to the
 process group or to all processes, a full or read-only disk, a power cut, a damaged checkpoint, a torn file,
 a server that is slow, silent, failing, has other weights, or is used by two runs or, if the run uploads its
@@ -42,7 +43,7 @@ def main() -> int:
     parser.add_argument("--jobs", type=int, default=1, help="parallel runs (default: 1)")
     parser.add_argument("--folder", help="folder for the runs (default: a temporary folder)")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON on the last line")
-    parser.add_argument("command", nargs="*", metavar="COMMAND", help="sft or rl, after --")
+    parser.add_argument("command", nargs="*", metavar="COMMAND", help="sft, rl, dpo or reward, after --")
     options = parser.parse_args()
     if options.command and options.jobs > 1 and "inference-url" in " ".join(options.command):
         parser.error("--jobs: a server serves only one run at a time")

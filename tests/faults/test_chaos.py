@@ -52,7 +52,7 @@ def test_a_lost_machine(shell: Shell, tmp_path: Path):
     [
         (["sft", "@", f"{CONFIGS}/sft.toml"], "--ckpt.interval"),
         (["sft", "@", "nowhere.toml", "--ckpt.interval", "2"], "nowhere.toml"),
-        (["inference"], "must be sft or rl"),
+        (["inference"], "must be sft, rl"),
     ],
 )
 def test_a_command_that_can_not_be_disturbed(shell: Shell, command: list[str], message: str):

@@ -27,6 +27,7 @@ SFT = Setting(last_step=10, interval=3, rl=False, own_disk=True)
 PAIR = replace(SFT, ranks=2, own_disk=False)
 RL = replace(SFT, rl=True, groups=16, proxied=True, server="server")
 REMOTE = replace(RL, remote=True)
+PREFERENCES = replace(SFT, reference=True, validated=True)
 
 
 def plans(setting: Setting) -> list[list[Disaster]]:
@@ -46,8 +47,13 @@ def test_every_fault_point_and_every_role_has_its_turn():
     of_sft = {disaster for plan in plans(SFT) for disaster in plan}
     of_rl = {disaster for plan in plans(RL) for disaster in plan}
     points = {d.target.partition(":")[0] for d in of_rl if d.kind == "fault"}
-    elsewhere = ("export.", "import.", "adopt.", "reference.")
-    of_runs = {point for point in POINTS if not point.startswith(elsewhere)} - {*OF_LARGE_FILES}
+    elsewhere = ("export.", "import.", "adopt.")
+    of_preferences = {disaster for plan in plans(PREFERENCES) for disaster in plan}
+    assert any(d.target.startswith("reference.written:") for d in of_preferences)
+    torn = {d.target for d in of_preferences if d.kind == "torn"}
+    assert torn == SMALL_FILES.keys() - {"uploads", "versions", "batches", "ledger"}
+    of_runs = {point for point in POINTS if not point.startswith((*elsewhere, "reference."))}
+    of_runs -= {*OF_LARGE_FILES}
     assert points == {point for point in of_runs if not point.startswith("remote.")}
     assert {d.target.partition(".")[0] for d in of_sft if d.kind == "fault"} == {
         "save",
@@ -67,12 +73,13 @@ def test_every_fault_point_and_every_role_has_its_turn():
     asked = {(d.target, d.signal) for d in of_pair if d.kind == "stop"}
     everybody = {"launcher", "group", "everyone", "trainer", "worker", "worker1"}
     assert asked == {(target, signal) for target in everybody for signal in ("TERM", "INT", "HUP")}
-    assert {d.target for d in of_rl if d.kind == "torn"} == SMALL_FILES.keys() - {"uploads"}
+    of_all = SMALL_FILES.keys() - {"evals", "reference"}
+    assert {d.target for d in of_rl if d.kind == "torn"} == of_all - {"uploads"}
     of_remote = {disaster for plan in plans(REMOTE) for disaster in plan}
     assert {d.target.partition(":")[0] for d in of_remote if d.kind == "fault"} == of_runs
     assert {d.kind for d in of_remote} == {d.kind for d in of_rl} | {"machine_lost"}
     assert {d.target for d in of_remote if d.kind == "machine_lost"} == {"power", "disk"}
-    assert {d.target for d in of_remote if d.kind == "torn"} == SMALL_FILES.keys()
+    assert {d.target for d in of_remote if d.kind == "torn"} == of_all
     assert "uploader" in {d.target for d in of_remote if d.kind == "kill"}
 
 

@@ -27,13 +27,36 @@ RL_ALONE = ["rl", "@", f"{CONFIGS}/rl.toml", *SHORT]
 NETWORK = ["--trainer.weight-transport", "network"]
 REMOTE = ["--ckpt.remote-keep-last", "2"]
 PAIR = [*SFT, "--workers", "2"]
-TURNS = ("sft", "rl", "network", "pair", "rl", "alone", "sft_remote", "rl_remote")
+HELD_OUT = ["--data.held-out", "0.02", "--validation", '[{"name": "held", "interval": 2}]']
+LORA = ["--lora.rank", "8", *HELD_OUT]
+PAIRS = [*SHORT, "--data.batch-size", "96"]
+RANDOM = ["--model.name", f"{CONFIGS}/model", "--model.init-seed", "0"]
+DPO = ["dpo", "@", f"{CONFIGS}/dpo.toml", *RANDOM, *PAIRS]
+REWARD = ["reward", "@", f"{CONFIGS}/reward.toml", *PAIRS]
+CRITIC = [
+    *("--orchestrator.advantage.type", "gae", "--trainer.critic.warmup-steps", "2"),
+    *("--trainer.critic.optimizer.lr", "1e-3", "--trainer.updates-per-batch", "2"),
+    *("--trainer.kl.reference", "start", "--trainer.kl.coef", "0.01"),
+]
+ADAPTER = ["--trainer.lora.rank", "8", "--trainer.lora.serve", "adapter"]
+COMMANDS = ("sft", "rl", "dpo", "reward")
+"""Those that can be disturbed."""
+WITH_REFERENCE = ("dpo", "ipo")
+"""Losses of `dpo` whose reference scores all records before the first step."""
+ALONE = {"sft": SFT, "pair": PAIR, "lora": [*SFT, *LORA], "dpo": DPO, "reward": REWARD}
+"""Commands of runs without a server."""
+SHARING = {"network": NETWORK, "critic": CRITIC, "adapter": ADAPTER}
+"""What is added to the command of `rl`, whose server and proxy are used."""
+TURNS = (
+    *("sft", "rl", "network", "pair", "rl", "alone", "sft_remote", "rl_remote"),
+    *("critic", "lora", "adapter", "dpo", "critic", "reward"),
+)
 """Kinds of runs that alternate if no command is given.
 
-pair: two ranks; alone: starts its own server; remote: uploads its steps, so that its machine may be lost.
+pair: two ranks; alone: starts its own server; remote: uploads its steps, so that its machine may be lost;
+critic: with two updates for each batch and a penalty on KL; lora: of SFT, with validation; adapter: of RL,
+sent to the servers as such.
 """
-SHARING = ("network", "rl_remote")
-"""Those that use the server and the proxy of another."""
 
 
 @dataclass
@@ -54,19 +77,19 @@ class Bench:
         return self.tasks[kind]
 
     def _make(self, kind: str) -> Task:
-        if kind in ("sft", "pair"):
-            return make_task(SFT if kind == "sft" else PAIR)
+        if kind in ALONE:
+            return make_task(ALONE[kind])
         if kind == "alone":
             return make_task([*RL_ALONE, "--inference.port", str(free_port())])
         if kind == "given":
             return make_task(self.command)
         if kind == "sft_remote":
             return with_remote(self._task("sft"))
+        if kind == "rl_remote":
+            return with_remote(self._task("rl"))
         if kind in SHARING:
             usual = self._task("rl")
-            if kind == "rl_remote":
-                return with_remote(usual)
-            return replace(usual, command=[*usual.command, *NETWORK], calm=None)
+            return replace(usual, command=[*usual.command, *SHARING[kind]], calm=None)
         token, url = secrets.token_urlsafe(16), f"http://127.0.0.1:{free_port()}"
         command = ["inference", "@", f"{CONFIGS}/infer.toml", "--port", url.rpartition(":")[2]]
         server = Server(self.folder, command, url, token)
@@ -74,7 +97,8 @@ class Bench:
 
     def close(self) -> None:
         """Stop the server."""
-        for task in [task for kind, task in self.tasks.items() if kind not in SHARING]:
+        sharing = {*SHARING, "rl_remote"}
+        for task in [task for kind, task in self.tasks.items() if kind not in sharing]:
             if task.server:
                 task.server.kill()
             if task.proxy:
@@ -104,7 +128,13 @@ def make_task(command: list[str], server: Server | None = None, token: str = "")
     remote: str | None = config["ckpt"].get("remote")
     ranks = (config["trainer"] if rl else config)["workers"] or 1
     setting = Setting(config["max_steps"], interval, rl, ranks=ranks, own_disk=may_mount())
-    setting = replace(setting, remote=remote is not None)
+    reference = command[0] == "dpo" and config["loss"]["type"] in WITH_REFERENCE
+    setting = replace(
+        setting,
+        remote=remote is not None,
+        validated=bool(config.get("validation")),
+        reference=reference,
+    )
     task = Task(command, setting, token, server=server, remote=remote)
     if not rl:
         return task
@@ -133,8 +163,8 @@ def dry_run(command: list[str]) -> dict[str, Any]:
         UsageError: the command fails.
     """
     executable = Path(sys.executable).parent / command[0]
-    if command[0] not in ("sft", "rl") or not executable.exists():
-        raise UsageError(f"{command[0]}: the command must be sft or rl, with its flags")
+    if command[0] not in COMMANDS or not executable.exists():
+        raise UsageError(f"{command[0]}: the command must be {', '.join(COMMANDS)}, with its flags")
     done = subprocess.run([str(executable), *command[1:], "--dry-run"], capture_output=True, text=True)
     if done.returncode:
         raise UsageError(f"{shlex.join(command)}: {done.stderr.strip()}")

@@ -301,7 +301,7 @@ class Disasters:
 def tear(path: Path, name: str, chance: random.Random) -> None:
     """Damage one small file; a file of lines gets the beginning of another line."""
     content = path.read_bytes()
-    if name in ("metrics", "history"):
+    if name in ("metrics", "history", "evals"):
         last = content.rstrip(b"\n").rpartition(b"\n")[2]
         path.write_bytes(content + last[: chance.randint(1, max(len(last) - 1, 1))])
         return

@@ -21,10 +21,14 @@ SMALL_FILES = {
     "versions": "weights/v*.json",
     "batches": "batches/*.safetensors",
     "ledger": "ledger.sqlite*",
+    "evals": "evals.jsonl",
+    "reference": "reference/*/*",
 }
-"""Files of a run that a power cut may damage, by their names in plans; those of RL come last."""
+"""Files of a run that a power cut may damage, by their names in plans."""
 OF_RL = ("versions", "batches", "ledger")
 OF_REMOTE = ("uploads",)
+OF_VALIDATION = ("evals",)
+OF_REFERENCE = ("reference",)
 OF_LARGE_FILES = ("remote.sent_part",)
 """Fault points that the small models of these runs never reach."""
 
@@ -79,6 +83,10 @@ class Setting:
     """Whether the run's folder may be on a small file system, which can be filled."""
     remote: bool = False
     """Whether steps are also uploaded, so that the machine may be lost."""
+    validated: bool = False
+    """Whether held-out records are evaluated."""
+    reference: bool = False
+    """Whether the logprobs of a reference are computed once and kept in the run's folder."""
 
 
 def draw(chance: random.Random, setting: Setting) -> list[Disaster]:
@@ -123,8 +131,13 @@ def _draw_one(chance: random.Random, setting: Setting, when: dict) -> Disaster:
         roles = ["launcher", "group", "everyone", *trainers, *orchestrator]
         return Disaster(kind, chance.choice(roles), **when, signal=chance.choice(SIGNALS))
     if kind == "torn":
-        absent = (*(() if setting.rl else OF_RL), *(() if setting.remote else OF_REMOTE))
-        files = [name for name in SMALL_FILES if name not in absent]
+        there = {
+            **dict.fromkeys(OF_RL, setting.rl),
+            **dict.fromkeys(OF_REMOTE, setting.remote),
+            **dict.fromkeys(OF_VALIDATION, setting.validated),
+            **dict.fromkeys(OF_REFERENCE, setting.reference),
+        }
+        files = [name for name in SMALL_FILES if there.get(name, True)]
         return Disaster(kind, chance.choice(files), **when)
     if kind == "machine_lost":
         first = chance.choice(("power", "disk"))
@@ -145,6 +158,8 @@ def _draw_fault(chance: random.Random, setting: Setting) -> str:
         times |= dict.fromkeys(("trainer", "publish", "orchestrator"), setting.last_step - 1)
     if setting.remote:
         times["remote"] = saves
+    if setting.reference:
+        times["reference"] = 1
     points = [point for point in POINTS if point.partition(".")[0] in times and point not in OF_LARGE_FILES]
     point = chance.choice(points)
     most = times[point.partition(".")[0]]

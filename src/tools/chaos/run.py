@@ -222,6 +222,10 @@ class ChaosRun:
         result, setting = self.result, self.task.setting
         result.missed += [*self.pending, *self.faults]
         result.rows = RunView(self.path).run.metrics.rows()
+        result.evals = [
+            {key: value for key, value in row.items() if key not in ("run_id", "branch")}
+            for row in self.run.evals.rows()
+        ]
         seen = self.watch.seen_at
         if {1, setting.last_step} <= seen.keys():
             result.seconds = seen[setting.last_step] - seen[1]
@@ -285,6 +289,10 @@ class ChaosRun:
                 shown = {key: [row.get(key), other.get(key)] for key in sorted(different)}
                 self.result.violations.append(f"metrics of step {row['step']} differ: {shown}")
                 break
+        if self.machines == 1 and self.result.evals != calm.evals:
+            self.result.violations.append(
+                f"results of validations differ: {self.result.evals} instead of {calm.evals}"
+            )
         if self.result.tensors != calm.tensors:
             names = [n for n, entry in calm.tensors.items() if self.result.tensors.get(n) != entry]
             self.result.violations.append(f"the last step's tensors differ in {names}")

@@ -87,6 +87,8 @@ class Result:
 
     folder: Path
     rows: list[dict[str, Any]] = field(default_factory=list)
+    evals: list[dict[str, Any]] = field(default_factory=list)
+    """The results of validations."""
     tensors: dict[str, Any] = field(default_factory=dict)
     """Checksums of the last step's weights and optimiser state, by file."""
     seconds: float = 0.0
