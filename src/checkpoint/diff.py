@@ -74,12 +74,24 @@ def compare(a: Path, b: Path, stage: Stage = no_progress) -> dict[str, Any]:
     report["optimizer"] = None
     if states[0] and states[1]:
         report["optimizer"] = _tensor_changes(states[0], states[1], stage, "comparing the optimiser's state")
+    critics = [_critic(side) for side in sides]
     for name, (stem, what) in OF_CRITIC.items():
-        both = [StepFolder(side.path).tensors(stem) if side.manifest else {} for side in sides]
+        both = [critic.get(stem, {}) for critic in critics]
         report[name] = None
         if all(both):
             report[name] = _tensor_changes(both[0], both[1], stage, f"comparing {what}")
     return report
+
+
+def _critic(side: Side) -> Mapping[str, Mapping[str, Source]]:
+    """The tensors of a critic by stem, under the names that a step of Cairn has."""
+    if side.manifest:
+        return {stem: StepFolder(side.path).tensors(stem) for stem, _ in OF_CRITIC.values()}
+    if side.content.critic is None:
+        return {}
+    from cairn.checkpoint.formats.valued import critic_of  # imports torch
+
+    return critic_of(side.content, side.content.critic, side.path)[0]
 
 
 def _side(path: Path) -> Side:

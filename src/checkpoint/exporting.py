@@ -26,7 +26,7 @@ from cairn.checkpoint.formats.adapters import is_adapter
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.conversion import written_bytes
 from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
-from cairn.checkpoint.step import ADAPTER, MODEL, OPTIMIZER, StepFolder, TrainerRecord
+from cairn.checkpoint.step import ADAPTER, CRITIC, MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_atomic
@@ -121,6 +121,17 @@ def export(
         for file, data in beside.items():
             write_atomic(folder / file, data, durable=True)
     return found
+
+
+def left_out_of(step: Path, name: str) -> list[str]:
+    """What a step holds and the format `name` has no place for, one sentence each."""
+    folder, stems = StepFolder(step), EXPORTERS[name].stems
+    left_out: list[str] = []
+    if folder.tensors(CRITIC):
+        left_out.append(f"the critic ({folder.critic}); another run begins with it by trainer.critic.model")
+    if is_adapter(folder.model) and OPTIMIZER in stems:
+        left_out.append("the state of the adapter's optimiser: the weights are the merged model's")
+    return left_out
 
 
 def write_content(

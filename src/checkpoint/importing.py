@@ -16,10 +16,19 @@ from cairn.checkpoint.formats.fitting import state_of, weights_of
 from cairn.checkpoint.formats.foreign import check_link, check_plain, load_config
 from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.huggingface import COMPANIONS
+from cairn.checkpoint.formats.valued import critic_of
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.noted import check_noted, noted
 from cairn.checkpoint.receipts import make_receipt
-from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
+from cairn.checkpoint.step import (
+    CRITIC,
+    CRITIC_OPTIMIZER,
+    MODEL,
+    OPTIMIZER,
+    TRAINER_STATE,
+    StepFolder,
+    TrainerRecord,
+)
 from cairn.checkpoint.streaming import write_sources
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
@@ -88,6 +97,12 @@ def import_checkpoint(
             recipe={"settings": dict(content.settings)},
         )
         files[TRAINER_STATE] = record.to_json()
+    if content.critic is not None:
+        of_critic, about_critic = critic_of(content, content.critic, source)
+        if not state:
+            of_critic.pop(CRITIC_OPTIMIZER, None)
+        tensors |= {stem: noted(named) for stem, named in of_critic.items()}
+        files[f"{CRITIC.rpartition('/')[0]}/config.json"] = about_critic
     store = fresh_store(output_dir)
     make_folders(store.root)
     session = secrets.token_hex(8)
@@ -114,6 +129,7 @@ def import_checkpoint(
             written: dict[str, FileChecksum] = {}
             for stem, named in tensors.items():
                 where, _, short = stem.rpartition("/")
+                make_folders(folder / where)
                 progress = stage(f"writing {stem}", sum(tensor.spec.nbytes for tensor in named.values()))
                 sums = write_sources(folder / where, named, short, on_bytes=_faulty(progress))
                 written |= {f"{where}/{file}": checksum for file, checksum in sums.items()}
@@ -126,8 +142,9 @@ def import_checkpoint(
                     check_noted(StepFolder(folder).tensors(stem), named, folder, on_bytes=progress)
             store.write_part(number, "files", files, session, read_back=check)
             write_json(store.receipt_file(number, "tensors"), make_receipt(session, written), durable=True)
-            for path in sorted(folder.iterdir()):
-                sync(path)
+            for path in sorted(folder.rglob("*")):
+                if path.is_dir():
+                    sync(path)
             manifest = store.commit(number, {"files": session, "tensors": session}, timeout=60.0, about=about)
         except BaseException:
             if not store.exists(number):

@@ -66,7 +66,7 @@ def add_shards(command: argparse.ArgumentParser) -> None:
 
 def export_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt export`."""
-    from cairn.checkpoint.exporting import export  # imports torch, which --help has no time for
+    from cairn.checkpoint.exporting import export, left_out_of  # imports torch, which --help has no time for
 
     options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
     if arguments.all:
@@ -75,11 +75,22 @@ def export_step(arguments: argparse.Namespace) -> int:
     with local(arguments.step, newest=True, near=out) as place, progress_bars() as stage:
         step = step_in(place)
         found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
+        not_exported = left_out_of(step, arguments.format)
     name = name_of(arguments.step, step)
     if arguments.json:
-        print_json({"step": name, "folder": str(out), "format": arguments.format, "check": found})
+        print_json(
+            {
+                "step": name,
+                "folder": str(out),
+                "format": arguments.format,
+                "check": found,
+                "left_out": not_exported,
+            }
+        )
     else:
         say(f"{out} holds {name} as {arguments.format} ({found})")
+        for line in not_exported:
+            say(f"left out: {line}")
     return 0
 
 
@@ -89,7 +100,10 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
     Raises:
         UsageError: there are no steps, or something else is where one belongs; nothing was written.
     """
-    from cairn.checkpoint.exporting import export_into  # imports torch, which --help has no time for
+    from cairn.checkpoint.exporting import (
+        export_into,
+        left_out_of,
+    )  # imports torch, which --help has no time for
 
     if isinstance(arguments.step, str):
         raise UsageError(f"{arguments.step}: --all takes a local folder; export steps of a URL one by one")
@@ -109,9 +123,13 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
 
     def report(step: int, *, found: str | None = None, problem: str | None = None) -> None:
         out = exports.folder_of(step)
-        results.append({"step": step, "folder": str(out), "check": found, "problem": problem})
+        left_out = left_out_of(store.folder(step), arguments.format) if found else []
+        row = {"step": step, "folder": str(out), "check": found, "problem": problem, "left_out": left_out}
+        results.append(row)
         if not arguments.json:
             say(f"{store.folder(step)}: NOT EXPORTED: {problem}" if problem else f"{out}: {found}")
+            for line in left_out:
+                say(f"left out: {line}")
 
     with progress_bars() as bars:
         for step in steps:
@@ -199,6 +217,7 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
                 "step": manifest.step,
                 "run_id": manifest.run_id,
                 "weights_only": weights_only,
+                "critic": content.critic is not None,
                 "settings": dict(content.settings),
                 "left_out": list(content.left_out),
             }
@@ -211,9 +230,13 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
     if weights_only:
         say(f"{folder} holds weights only; start a run from them with")
         say(f"  --model.name {folder}")
+        if content.critic is not None:
+            say(f"  --trainer.critic.model {folder}  # its critic, for one that the run shall have")
     else:
         say(f"{folder} is step {manifest.step} of the new run {manifest.run_id}; resume it with")
         say(f"  --output-dir {output_dir} --ckpt.resume latest")
+        if content.critic is not None:
+            say("  --trainer.critic --orchestrator.advantage.type gae  # it has a critic, which goes on, too")
     return 0
 
 

@@ -6,7 +6,8 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.formats.valued import BIAS
+from cairn.checkpoint.step import CRITIC, StepFolder
 from cairn.config.trainer import TrainerConfig
 from cairn.run.errors import UsageError
 from cairn.trainer.gae import estimate, moments
@@ -39,9 +40,12 @@ def make_critic(folder: Path, config: TrainerConfig, group: RankGroup, resume_fr
     """
     assert config.critic is not None
     own = None if config.critic.model == "policy" else Path(config.critic.model)
-    if resume_from is not None:
-        own = StepFolder(resume_from).critic
-    return Critic(own or folder, own, config, group)
+    if resume_from is None:
+        return Critic(own or folder, own, config, group)
+    step = StepFolder(resume_from)
+    # Those of some programs have none, and one that begins to learn would be another critic.
+    bias = BIAS in step.tensors(CRITIC)
+    return Critic(step.critic, step.critic, config, group, bias=bias)
 
 
 class CriticLearner(Learner):

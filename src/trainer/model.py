@@ -1,6 +1,5 @@
 """The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
 
-import copy
 import fnmatch
 import logging
 import shutil
@@ -24,7 +23,7 @@ from transformers.initialization import no_init_weights
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.hub import Place, layout_of, tensors_in_memory
+from cairn.checkpoint.formats.hub import Place, config_json, layout_of, tensors_in_memory
 from cairn.checkpoint.shares import Stored, at_places
 from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
@@ -213,12 +212,7 @@ def published_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
 
 def config_of(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
     """The config.json of a folder that holds the model's weights as `dtype`."""
-    config = copy.deepcopy(model.config)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        part.dtype = dtype
-    with tempfile.TemporaryDirectory() as temporary:
-        config.save_pretrained(temporary)
-        return {"config.json": (Path(temporary) / "config.json").read_bytes()}
+    return {"config.json": config_json(model.config, dtype)}
 
 
 def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:

@@ -4,21 +4,27 @@ A checkpoint holds it as transformers' models for token classification with one 
 (`score.weight`, `score.bias`), which opens them where transformers has such a model of the family.
 """
 
-import dataclasses
-import json
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
 from torch import nn
-from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PreTrainedModel
-from transformers.modeling_layers import GenericForTokenClassification
+from transformers import PreTrainedModel
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.hub import Layout, Place, hub_layout
+from cairn.checkpoint.formats.hub import Layout
+from cairn.checkpoint.formats.valued import (
+    BIAS,
+    HEAD,
+    WEIGHT,
+    decoder_in,
+    value_config,
+    value_layout,
+)
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.shares import Stored, at_places
 from cairn.checkpoint.step import CRITIC, CRITIC_OPTIMIZER, MODEL
@@ -27,15 +33,12 @@ from cairn.config.trainer import TrainerConfig
 from cairn.run.errors import UsageError
 from cairn.trainer.attention import Attention, Device, choose, dense
 from cairn.trainer.group import RankGroup
-from cairn.trainer.model import build_model, config_of
+from cairn.trainer.model import build_model
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import MicroBatch
 from cairn.trainer.rows import BY_POSITIONS, Rows
 from cairn.trainer.self_check import find_rows
 from cairn.trainer.trained import Trained
-
-HEAD = "score"
-"""The name of the head's module, as in transformers."""
 
 
 class Head(nn.Linear):
@@ -60,13 +63,13 @@ class ValueModel(nn.Module):
             UsageError: it has no part without the head.
         """
         super().__init__()
-        parts = {name: part for name, part in causal.named_children() if isinstance(part, PreTrainedModel)}
-        if not parts:
+        found = decoder_in(causal)
+        if found is None:
             raise UsageError(
                 f"{type(causal).__name__} can't be a critic or reward model: transformers keeps its layers "
                 "and its head in one module. Give another one (critic.model, model.name)"
             )
-        self._prefix, decoder = next(iter(parts.items()))
+        self._prefix, decoder = found
         self._no_split_modules = causal._no_split_modules
         self.add_module(self._prefix, decoder)
         head = causal.get_output_embeddings()
@@ -91,6 +94,11 @@ class ValueModel(nn.Module):
             hidden = F.layer_norm(hidden.float(), hidden.shape[-1:])
             return hidden[:, ::2].sum(-1) / hidden.shape[-1] ** 0.5
         return self.get_output_embeddings()(hidden)[:, 0].clone()  # FSDP2 puts hooks on it, and not on views
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the head has one."""
+        return self.get_output_embeddings().bias is not None
 
     @property
     def config(self) -> Any:
@@ -129,7 +137,7 @@ class ValuedModel(Trained):
         """Take the layers, and the head if there is one; otherwise all values are 0 at first."""
         folder = self._begins_as or folder
         stored = FORMATS["hf"].read(folder).tensors[MODEL].keys()
-        heads = {f"{HEAD}.weight", f"{HEAD}.bias"}
+        heads = {WEIGHT, BIAS}
         wanted = {
             name: tensor
             for name, tensor in at_places(self._tensors(), self._layout.find(stored)).items()
@@ -163,15 +171,24 @@ class ValuedModel(Trained):
 class Critic(ValuedModel):
     """PPO's, beside the policy."""
 
-    def __init__(self, folder: Path, begins_as: Path | None, config: TrainerConfig, group: RankGroup):
+    def __init__(
+        self,
+        folder: Path,
+        begins_as: Path | None,
+        config: TrainerConfig,
+        group: RankGroup,
+        *,
+        bias: bool = True,
+    ):
         """Make the model that `folder` describes, its weights not yet loaded.
 
         Args:
             begins_as: the folder of the weights with which a run begins; None: the policy's.
+            bias: whether the head has one.
         """
         assert config.critic is not None
         whole = config.model_copy(update={"freeze": [], "lora": None})
-        module = build_model(folder, whole, group.mesh, remade=ValueModel)
+        module = build_model(folder, whole, group.mesh, remade=partial(ValueModel, bias=bias))
         self.values = cast(ValueModel, module)
         optimizer = make_optimizer(module.named_parameters(), config.critic.optimizer)
         super().__init__(module, optimizer, weights_stem=CRITIC, optimizer_stem=CRITIC_OPTIMIZER)
@@ -185,24 +202,12 @@ class Critic(ValuedModel):
 
 def layout_of_values(values: ValueModel) -> Layout:
     """The hub's names of the layers, and the head's."""
-    whole, state = hub_layout(values.config), values.state_dict()
-    heads = {name: tuple(tensor.shape) for name, tensor in state.items() if name.startswith(f"{HEAD}.")}
-    kept = {name: place for name, place in whole.places.items() if place.name in state}
-    return dataclasses.replace(
-        whole,
-        places=kept | {name: Place(name, 0, shape) for name, shape in heads.items()},
-        shapes={name: shape for name, shape in whole.shapes.items() if name in state} | heads,
-        tied={name: of for name, of in whole.tied.items() if of in kept},
-    )
+    return value_layout(values.config, bias=values.has_bias)
 
 
 def _about(values: ValueModel) -> dict[str, bytes]:
     """The config.json of a model for token classification with one label."""
-    about = json.loads(config_of(cast(PreTrainedModel, values), torch.float32)["config.json"])
-    kind: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(values.config), object)
-    about["architectures"] = [kind.__name__] if issubclass(kind, GenericForTokenClassification) else None
-    about |= {"id2label": {"0": "value"}, "label2id": {"value": 0}, "classifier_dropout": 0.0}
-    return {"config.json": (json.dumps(about, indent=2) + "\n").encode()}
+    return {"config.json": value_config(values.config, bias=values.has_bias)}
 
 
 class Valuer:

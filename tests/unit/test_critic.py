@@ -13,6 +13,7 @@ from tiny import write_example
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from cairn.checkpoint.diff import compare
+from cairn.checkpoint.exporting import left_out_of
 from cairn.checkpoint.saver import Saver
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import write_tensors
@@ -317,6 +318,7 @@ def test_its_folder_opens_in_transformers(
     saved = keep(saver, store, 1, state) / "trainer" / "critic"
     model, info = AutoModelForTokenClassification.from_pretrained(saved, output_loading_info=True)
     assert not any(info.values()), info
+    assert [line[:12] for line in left_out_of(saved.parents[1], "hf")] == ["the critic ("]
     for sample, values in zip(samples, columns_of(work, samples, "values"), strict=True):
         with torch.no_grad():
             logits = model.eval()(torch.from_numpy(sample.token_ids.astype(np.int64))[None]).logits[0, :, 0]

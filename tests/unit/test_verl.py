@@ -7,24 +7,36 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
-from dcp_program import STEPS
+from dcp_program import STEPS, WIDTH, tokens
 from families import make
 from foreign import values
 from one_rank import one_rank
 from runs import free_port, start_ranks
 from test_dcp import Runs, assert_goes_on
 from torch.distributed.tensor import Partial
-from verl_program import COUNTED, train_all
+from transformers import AutoModelForTokenClassification
+from verl_program import COUNTED, rewards, train_all
 
+from cairn.checkpoint.diff import compare
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.formats.safe_pickle import Refused
 from cairn.checkpoint.formats.verl import Verl
 from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step import MODEL, OPTIMIZER
+from cairn.checkpoint.step import CRITIC, MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.steps import verify
+from cairn.config.trainer import TrainerConfig
+from cairn.run.batches import Batch, Sample, Sampling
+from cairn.trainer.critic import CriticLearner, make_critic
 from cairn.trainer.group import RankGroup
+from cairn.trainer.losses.likelihood import Likelihood
+from cairn.trainer.packing import make_rank_batch
+from cairn.trainer.policy import make_policy
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step import train_step
 
 group = one_rank
 
@@ -71,14 +83,15 @@ def test_every_bit_is_read(written: Path, family: str):
 
 
 def test_what_is_left_out_is_said(written: Path):
-    """A critic above all, for which there is another way."""
+    """Each with what to do about it."""
     said = "\n".join(Verl().read(written / "qwen3_tied" / "run").left_out)
     for what in (
-        "critic: merge its weights",
         "data.pt:",
         r"lr_scheduler: .* \(at step 2\)",
         "rng:",
         "client_state:",
+        r"critic/: lr_scheduler: .*set `\[trainer\.critic\.scheduler\]`",
+        "the critic's optimiser has made 3 steps, and the policy's 2",
     ):
         assert re.search(what, said), what
     assert f"global_step_{COUNTED} is the program's own count" in said
@@ -90,11 +103,17 @@ def test_the_places_of_a_checkpoint(actor: Path):
         assert format_of(source) == "verl"
         content = Verl().read(source)
         assert content.model == actor / "huggingface"
-        assert any(line.startswith("critic:") for line in content.left_out)
-    critic = actor.rename(actor.parent / "critic" / "critic")
-    assert format_of(actor.parent) is None
+        assert (content.critic is None) == (source == actor)
+        assert (CRITIC in content.tensors) == (source != actor)
+        said = [line for line in content.left_out if line.startswith("critic: is taken over if you give")]
+        assert len(said) == (source == actor)
     with pytest.raises(CheckpointError, match="is a critic"):
-        Verl().read(critic)
+        Verl().read(actor.parent / "critic")
+    for path in (actor.parent / "critic").glob("model_*"):
+        path.unlink()
+    assert "critic: holds no model_world_size_W_rank_R.pt, and is not taken over" in (
+        Verl().read(actor.parent).left_out
+    )
 
 
 @pytest.mark.parametrize("family", MODELS)
@@ -104,6 +123,97 @@ def test_cairn_goes_on_with_the_programs_next_step(
     """The losses and the weights."""
     step, _, _ = import_checkpoint(written / family / "run", tmp_path / "run", "verl")
     assert_goes_on(step, group, written / family)
+
+
+@pytest.mark.parametrize("family", MODELS)
+def test_the_critic_goes_on_too(group: RankGroup, written: Path, tmp_path: Path, family: str):
+    """Every bit of it; a head that the program calls otherwise; and its own next losses."""
+    source = written / family / "run"
+    step, manifest, content = import_checkpoint(source, tmp_path / "run", "verl")
+    assert content.settings["critic.optimizer.lr"] == 1e-3
+    truth = torch.load(written / family / "critic.pt", weights_only=True)
+    saved = {n: values(t) for n, t in content.tensors[CRITIC].items()}
+    heads = {"score.weight", *(() if family == "qwen3_tied" else ("score.bias",))}
+    assert {name for name in saved if name.startswith("score")} == heads
+    named = {re.sub(r"^pretrained_model\.|", "", name): tensor for name, tensor in truth.items()}
+    named = {re.sub(r"^(value_head|v_head\.summary)", "score", n): t for n, t in named.items()}
+    unused = "critic/: pretrained_model.lm_head.weight: no value depends on it"
+    assert (unused in content.left_out) == (family == "qwen3_moe")
+    named.pop("lm_head.weight", None)
+    assert saved.keys() == named.keys()
+    assert all(torch.equal(saved[name], named[name]) for name in named)
+    config = TrainerConfig(
+        optimizer={"lr": 1e-3, "betas": (0.9, 0.95)},
+        seq_len=WIDTH,
+        critic={"optimizer": {"lr": 1e-3, "betas": (0.9, 0.95)}, "gae_lambda": 1.0, "clip": 0.0},
+    )
+    models = {
+        POLICY: make_policy(step / "model", config, group),
+        "critic": make_critic(step / "model", config, group, step),
+    }
+    state = TrainerState(config, group, models, TrainerProgress())
+    state.load(step)
+    state.check_model()
+    learner = CriticLearner(config, state)
+    losses = []
+    for number in (STEPS + 2, STEPS + 3):
+        rows = tokens(number, state.policy.module.config.vocab_size).to(torch.int32).numpy()
+        samples = []
+        for row, reward in zip(rows, rewards(number).tolist(), strict=True):
+            column = np.zeros(WIDTH, np.float32)
+            column[-1] = reward
+            samples.append(Sample(row, np.arange(WIDTH) >= 1, {"rewards": column}))
+        work = make_rank_batch(Batch(samples, sampling=Sampling(1.0)), config, rank=0, world_size=1)
+        learner.prepare(work)
+        row = train_step(state, work, number, Likelihood(), others=[learner], with_policy=False)
+        losses.append(row["critic/loss"])
+    assert losses == pytest.approx(
+        json.loads((written / family / "critic_losses.json").read_text()), rel=1e-5
+    )
+    assert manifest.parts == ["trainer"]
+    again = compare(step, source)
+    for stem in ("critic", "critic_optimizer"):
+        assert again[stem]["only_in_a"] == again[stem]["only_in_b"] == []
+        assert {row["changed"] for row in again[stem]["tensors"]} == {0}
+
+
+def test_weights_alone_bring_the_critics(actor: Path, tmp_path: Path):
+    """Which another run's can begin with."""
+    step, manifest, _ = import_checkpoint(actor.parent, tmp_path / "new", "verl", weights_only=True)
+    assert manifest.parts == ["model"]
+    assert {path.name for path in StepFolder(step).critic.iterdir()} == {"config.json", "model.safetensors"}
+    verify(step)
+    model = AutoModelForTokenClassification.from_pretrained(StepFolder(step).critic)
+    assert model.config.num_labels == 1
+
+
+def two_heads(critic: Path) -> None:
+    """Another weight of the same shape."""
+    for rank in (0, 1):
+        path = critic / f"model_world_size_2_rank_{rank}.pt"
+        resaved(path, lambda found: found.update({"other.weight": found["score.weight"]}))
+
+
+def no_head(critic: Path) -> None:
+    """Layers alone."""
+    for rank in (0, 1):
+        path = critic / f"model_world_size_2_rank_{rank}.pt"
+        resaved(path, lambda found: found.pop("score.weight"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (two_heads, r"its head, and this one has several: other\.weight, score\.weight"),
+        (no_head, r"has none; its tensors beside the layers are score\.bias"),
+    ],
+)
+def test_a_critic_without_counterpart_is_refused(actor: Path, change: Callable[[Path], None], said: str):
+    """The policy alone can be imported."""
+    change(actor.parent / "critic")
+    with pytest.raises(CheckpointError, match=said):
+        Verl().read(actor.parent)
+    assert Verl().read(actor).critic is None
 
 
 def test_weights_alone(actor: Path):

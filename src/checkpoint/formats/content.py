@@ -54,8 +54,10 @@ class Content:
     tensors: by stem and name. Weights have the stem `checkpoint.step.MODEL`. Their names are the hub's, those
     of transformers' modules, or older ones that transformers renames (`hub.Layout.find` knows all of them).
     The optimiser's state has the stem `checkpoint.step.OPTIMIZER` and names such as `<weight>.exp_avg`, for
-    weights with any of these names; a step is float32 of shape [], as in torch.
+    weights with any of these names; a step is float32 of shape [], as in torch. A critic has the stems CRITIC
+    and CRITIC_OPTIMIZER; its head is called as in `valued`.
     model: the folder with config.json, tokenizer, chat template and generation_config.json, if there is one.
+    critic: the folder with the critic's config.json, if there is a critic.
     step, tokens, samples: what was trained so far, as far as that is known.
     optimizer: name of the optimiser's class, such as AdamW; None if there is no state.
     settings: what the checkpoint says of the settings of the run, by the names that Cairn's have, such as
@@ -71,6 +73,7 @@ class Content:
 
     tensors: Mapping[str, Mapping[str, Source]]
     model: Path | None = None
+    critic: Path | None = None
     step: int | None = None
     tokens: int | None = None
     samples: int | None = None

@@ -6,6 +6,8 @@ from pathlib import Path
 
 POLICIES = ("actor", "policy")
 """Folders of the trained model in a step's folder: verl's and SkyRL's."""
+CRITIC = "critic"
+"""The folder of the critic beside it, in both."""
 LATEST = ("latest_checkpointed_iteration.txt", "latest_ckpt_global_step.txt")
 """Files that name the newest step, beside the folders of steps."""
 STEP = re.compile(r"global_step_(\d+)")
@@ -17,12 +19,14 @@ class Places:
     """Where a checkpoint is.
 
     policy: the folder of the trained model. step: the folder that it is in, if that holds a step. number:
-    the number in its name.
+    the number in its name. critic: the folder of the critic in it, if it has shards, and if the source holds
+    both.
     """
 
     policy: Path
     step: Path | None
     number: int | None
+    critic: Path | None = None
 
 
 def places_in(source: Path) -> Places | None:
@@ -33,10 +37,16 @@ def places_in(source: Path) -> Places | None:
             number = (source / name).read_text()[:40].strip()
             step = source / f"global_step_{number}" if number.isdecimal() else source
     for policy in (*(step / name for name in POLICIES), step):
-        if policy.is_dir() and any(_RANK.fullmatch(path.name) for path in policy.iterdir()):
+        if _has_shards(policy):
             found = STEP.fullmatch((policy.parent if policy != step else policy.absolute().parent).name)
-            return Places(policy, policy.parent if found or policy != step else None, found and int(found[1]))
+            holder = policy.parent if found or policy != step else None
+            critic = step / CRITIC if policy != step and _has_shards(step / CRITIC) else None
+            return Places(policy, holder, found and int(found[1]), critic)
     return None
+
+
+def _has_shards(folder: Path) -> bool:
+    return folder.is_dir() and any(_RANK.fullmatch(path.name) for path in folder.iterdir())
 
 
 def ranks_in(folder: Path) -> dict[int, set[int]]:
