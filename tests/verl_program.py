@@ -39,18 +39,28 @@ class SkyRLCritic(nn.Module):
         return self.value_head(self.model(input_ids=rows, use_cache=False).last_hidden_state)[..., 0]
 
 
+class TRLHead(nn.Module):
+    """The head of TRL's wrapper."""
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.summary = nn.Linear(width, 1)
+
+    def forward(self, states: torch.Tensor) -> torch.Tensor:
+        return self.summary(states)[..., 0]
+
+
 class TRLCritic(nn.Module):
     """A causal language model and a head, as TRL's wrapper names them, which verl falls back to."""
 
     def __init__(self, folder: Path):
         super().__init__()
         self.pretrained_model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
-        self.v_head = nn.Module()
-        self.v_head.summary = nn.Linear(self.pretrained_model.config.hidden_size, 1)
+        self.v_head = TRLHead(self.pretrained_model.config.hidden_size)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
         states = self.pretrained_model(input_ids=rows, use_cache=False, output_hidden_states=True)
-        return self.v_head.summary(states.hidden_states[-1])[..., 0]
+        return self.v_head(states.hidden_states[-1])
 
 
 class Classifier(nn.Module):

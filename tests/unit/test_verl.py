@@ -142,11 +142,10 @@ def test_the_critic_goes_on_too(group: RankGroup, written: Path, tmp_path: Path,
     named.pop("lm_head.weight", None)
     assert saved.keys() == named.keys()
     assert all(torch.equal(saved[name], named[name]) for name in named)
-    config = TrainerConfig(
-        optimizer={"lr": 1e-3, "betas": (0.9, 0.95)},
-        seq_len=WIDTH,
-        critic={"optimizer": {"lr": 1e-3, "betas": (0.9, 0.95)}, "gae_lambda": 1.0, "clip": 0.0},
-    )
+    optimizer = {"lr": 1e-3, "betas": (0.9, 0.95)}
+    critic = {"optimizer": optimizer, "gae_lambda": 1.0, "clip": 0.0}
+    settings = {"optimizer": optimizer, "seq_len": WIDTH, "critic": critic}
+    config = TrainerConfig.model_validate(settings)
     models = {
         POLICY: make_policy(step / "model", config, group),
         "critic": make_critic(step / "model", config, group, step),
