@@ -1,25 +1,36 @@
 """Settings of the losses of preferences; each type of loss has its own."""
 
 from collections.abc import Iterable
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal, Self
 
-from pydantic import Discriminator, Field, Tag
+from pydantic import Discriminator, Field, Tag, model_validator
 
 from cairn.config.loss import CustomLossConfig, LossConfig, tag_by_type
+
+TOGETHER = {"pairs": 2, "examples": 1}
+"""By what a loss learns from, how many answers a unit of it has: pairs of a chosen and a rejected answer, or
+examples, which are single answers that are desirable or undesirable."""
 
 
 class PairLossConfig(LossConfig):
     """The settings that all types of them have."""
 
-    form: ClassVar[str] = "pairs"
-    """What the records must be: a name in `cairn.trainer.data.forms.FORMS`."""
+    @property
+    def form(self) -> str:
+        """What it learns from: a name in `TOGETHER`."""
+        return "pairs"
+
+    @property
+    def together(self) -> int:
+        """How many answers are always in one micro-batch."""
+        return TOGETHER[self.form]
 
 
 class DPOLossConfig(PairLossConfig):
     """Direct preference optimisation."""
 
     type: Literal["dpo"] = "dpo"
-    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, kto, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """dpo: scale of the log-ratios to the reference; a larger one keeps the model closer to it."""
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
@@ -30,16 +41,41 @@ class IPOLossConfig(PairLossConfig):
     """Identity preference optimisation: a margin to reach, and not to exceed."""
 
     type: Literal["ipo"] = "ipo"
-    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, kto, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """ipo: the margin of the mean log-ratios per token to reach is 1 / (2 beta)."""
+
+
+class KTOLossConfig(PairLossConfig):
+    """Kahneman-Tversky optimisation: single answers, each desirable or undesirable."""
+
+    type: Literal["kto"] = "kto"
+    """What to minimise: dpo, ipo, kto, simpo, orpo, or your own loss (module:Class)."""
+    beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
+    """kto: scale of the log-ratios to the reference; a larger one keeps the model closer to it."""
+    desirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """kto: weight of desirable answers, such as undesirable / desirable where there are fewer of them."""
+    undesirable_weight: float = Field(default=1.0, ge=0, allow_inf_nan=False)
+    """kto: weight of undesirable answers."""
+
+    @property
+    def form(self) -> str:
+        return "examples"
+
+    @model_validator(mode="after")
+    def _one_counts(self) -> Self:
+        if not self.desirable_weight and not self.undesirable_weight:
+            raise ValueError(
+                "desirable_weight = undesirable_weight = 0: nothing would be learned; one must be above 0"
+            )
+        return self
 
 
 class SimPOLossConfig(PairLossConfig):
     """Simple preference optimisation: mean logprobs, without a reference."""
 
     type: Literal["simpo"] = "simpo"
-    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, kto, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=2.0, gt=0, allow_inf_nan=False)
     """simpo: scale of the answers' mean logprobs per token."""
     gamma: float = Field(default=1.0, ge=0, allow_inf_nan=False)
@@ -52,7 +88,7 @@ class ORPOLossConfig(PairLossConfig):
     """Odds ratio preference optimisation: SFT on the chosen answer, and the odds ratio; no reference."""
 
     type: Literal["orpo"] = "orpo"
-    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, kto, simpo, orpo, or your own loss (module:Class)."""
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """orpo: weight of the odds ratio beside the chosen answer's likelihood (lambda in the paper)."""
 
@@ -70,7 +106,14 @@ class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
     """A loss of your own."""
 
     type: str
-    """What to minimise: dpo, ipo, simpo, orpo, or your own loss (module:Class)."""
+    """What to minimise: dpo, ipo, kto, simpo, orpo, or your own loss (module:Class)."""
+
+    records: Literal["pairs", "examples"] = "pairs"
+    """module:Class: what it learns from, pairs of answers, or examples, each desirable or undesirable."""
+
+    @property
+    def form(self) -> str:
+        return self.records
 
     @classmethod
     def built_in(cls) -> Iterable[str]:
@@ -81,6 +124,7 @@ class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
 PAIR_LOSSES: dict[str, type[LossConfig]] = {
     "dpo": DPOLossConfig,
     "ipo": IPOLossConfig,
+    "kto": KTOLossConfig,
     "simpo": SimPOLossConfig,
     "orpo": ORPOLossConfig,
 }
@@ -89,6 +133,7 @@ PAIR_LOSSES: dict[str, type[LossConfig]] = {
 AnyPairLossConfig = Annotated[
     Annotated[DPOLossConfig, Tag("dpo")]
     | Annotated[IPOLossConfig, Tag("ipo")]
+    | Annotated[KTOLossConfig, Tag("kto")]
     | Annotated[SimPOLossConfig, Tag("simpo")]
     | Annotated[ORPOLossConfig, Tag("orpo")]
     | Annotated[CustomPairLossConfig, Tag("module:Class")],

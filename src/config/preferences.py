@@ -13,14 +13,14 @@ from cairn.config.trainer import TrainerBase
 
 
 class PreferenceDataConfig(BaseConfig):
-    """Records of preferences: `chosen` and `rejected` answers, with a `prompt` or beginning with it."""
+    """Records of preferences: `chosen` and `rejected` answers, or for kto completions with a `label`."""
 
     name: str = ""
     """A .jsonl, .json, .parquet or .csv file, a folder of such files or from save_to_disk, or a hub name."""
     split: str = "train"
     """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
     batch_size: int = Field(default=64, ge=1)
-    """Records (pairs) per optimiser step, over all ranks."""
+    """Pairs per optimiser step, over all ranks; for kto, answers."""
     shuffle: bool = True
     """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
     too_long: Literal["cut", "drop"] = "cut"
@@ -48,15 +48,18 @@ class PreferenceDataConfig(BaseConfig):
 
 
 class DPOConfig(TrainerBase):
-    """Learning from preferences (DPO, IPO, SimPO, ORPO) with FSDP2 on Ray workers."""
+    """Learning from preferences (DPO, IPO, KTO, SimPO, ORPO) with FSDP2 on Ray workers."""
 
     task = "dpo"
-    together = 2
     output_dir: str = Field(default="outputs/dpo", validate_default=True)
     """Run directory: everything that the run writes goes there."""
     data: PreferenceDataConfig = PreferenceDataConfig()
     loss: AnyPairLossConfig = DPOLossConfig()
     slurm: SlurmConfig | None = None
+
+    @property
+    def together(self) -> int:
+        return self.loss.together
 
     @property
     def own_loss(self) -> LossConfig | None:
@@ -68,7 +71,6 @@ class RewardConfig(TrainerBase):
     """Training a reward model on preferences with FSDP2 on Ray workers."""
 
     task = "reward"
-    together = 2
     unlisted = frozenset({"lora", "router_aux_coef"})
     output_dir: str = Field(default="outputs/reward", validate_default=True)
     """Run directory: everything that the run writes goes there."""
@@ -77,6 +79,10 @@ class RewardConfig(TrainerBase):
     router_aux_coef: float | None = Field(default=0.0, ge=0)
     """Must be 0: reward models are trained without a mixture of experts' load-balancing loss."""
     slurm: SlurmConfig | None = None
+
+    @property
+    def together(self) -> int:
+        return self.loss.together
 
     @model_validator(mode="after")
     def _whole_models_only(self) -> Self:

@@ -51,8 +51,6 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     """Whether the loss has a mean that a spike of it can be told by; a policy's loss is around 0."""
     beside_servers: ClassVar[bool] = False
     """Whether inference servers may run on the same CPUs."""
-    together: ClassVar[int] = 1
-    """So many samples, each of up to seq_len tokens, are always in one micro-batch."""
     workers: int | None = Field(default=None, ge=1)
     """Trainer ranks: one process each, with one GPU each (default: one for each of its GPUs, 1 on CPUs)."""
     gpus: Gpus = None
@@ -111,6 +109,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
     def held_out_data(self) -> Mapping[str, SFTDataConfig]:
         """By name, the records of each validation, to be read one by one in their order."""
         return {}
+
+    @property
+    def together(self) -> int:
+        """So many samples, each of up to seq_len tokens, are always in one micro-batch."""
+        return 1
 
     @property
     def own_loss(self) -> LossConfig | None:

@@ -189,7 +189,8 @@ class Batch:
 
     metrics: for the step's row in metrics.jsonl. together: so many samples in a row are a unit, such as the
     two of a pair: they stay in one micro-batch, and count as one record. position: JSON, where whoever made
-    the batch goes on behind it; saved with the step.
+    the batch goes on behind it; saved with the step. scored: samples that the task scores before the step,
+    and does not learn from.
     """
 
     samples: list[Sample]
@@ -197,6 +198,7 @@ class Batch:
     sampling: Sampling = field(kw_only=True)
     together: int = field(default=1, kw_only=True)
     position: dict[str, Any] | None = field(default=None, kw_only=True)
+    scored: list[Sample] = field(default_factory=list[Sample], kw_only=True)
 
     def __post_init__(self) -> None:
         if len(self.samples) % self.together:
@@ -206,7 +208,7 @@ class Batch:
         """Names what is learned from: the ledger notes it when a batch is shipped, the trainer's row when it
         was trained on."""
         digest = hashlib.blake2b(digest_size=8)
-        for sample in self.samples:
+        for sample in (*self.samples, *self.scored):
             digest.update(len(sample.token_ids).to_bytes(8, "little"))
             columns = (sample.columns[name] for name in COLUMNS if name in sample.columns)
             for values in (sample.token_ids, sample.loss_mask, *columns):

@@ -1,5 +1,6 @@
 """Learning from preferences: records of answers that are better and worse than others, and a loss of them."""
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -9,10 +10,13 @@ from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.preferences import DPOConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord, same_records
+from cairn.run.errors import UsageError
 from cairn.run.recipe import template_arguments, tokenizer_of
-from cairn.trainer.data.preferences import PreferenceData
+from cairn.trainer.data.preferences import open_preferences
 from cairn.trainer.losses import REFERENCE, make_loss
+from cairn.trainer.packing import RankBatch
 from cairn.trainer.reference import Origin, kept_origin, reference_logps, to_recipe
+from cairn.trainer.reference_point import add_reference_point
 from cairn.trainer.task import Context, Task
 
 
@@ -34,11 +38,16 @@ class DPO(Task):
             UsageError: nothing can be learned from the first of them; or the reference is needed and gone.
         """
         self.loss = make_loss(config.loss)
-        self._form, self._row_length = config.loss.form, config.seq_len
+        if self.loss.form not in (None, config.loss.form):
+            raise UsageError(
+                f"loss.type = {config.loss.type!r}: it learns from {self.loss.form}, and gets "
+                f"{config.loss.form}: set loss.records = {self.loss.form!r}"
+            )
+        self._row_length, self._state = config.seq_len, context.state
         recipe = context.recipe
-        self._data = PreferenceData(
+        self._data = open_preferences(
             config.data,
-            self._form,
+            config.loss.form,
             AutoTokenizer.from_pretrained(context.model_folder),
             config.seed,
             row_length=config.seq_len,
@@ -71,7 +80,7 @@ class DPO(Task):
             "records": records,
             "tokenizer": tokenizer_of(context.model_folder),
             "date": context.recipe.get("date"),
-            "answers": [self._form, self._data.config.too_long],
+            "answers": self._data.about_answers(),
         }
         self._reference = reference_logps(
             context.run.path / "reference",
@@ -95,13 +104,25 @@ class DPO(Task):
             return None
         indices = self._data.indices(self._position, self._data.config.batch_size)
         self._position += len(indices)
-        samples = [
-            self._finished(sample, index, place)
+        units = [
+            [self._finished(sample, index, place) for place, sample in enumerate(unit)]
             for index, unit in zip(indices, self._data.samples(indices), strict=True)
-            for place, sample in enumerate(unit)
         ]
-        metrics = {"epoch": self._position / len(self._data)}
-        return Batch(samples, metrics, sampling=FROM_TEXT, together=len(samples) // len(indices))
+        together = self._data.together
+        scored = [] if self._reference is None else [sample for unit in units for sample in unit[together:]]
+        return Batch(
+            [sample for unit in units for sample in unit[:together]],
+            {"epoch": self._position / len(self._data)},
+            sampling=FROM_TEXT,
+            together=together,
+            scored=scored,
+        )
+
+    def prepare(self, batch: RankBatch) -> Mapping[str, float]:
+        """Measure how far the policy is from the reference, if answers are there to measure it on."""
+        if batch.scored:
+            add_reference_point(batch, self._state.scorer, self._state.group)
+        return {}
 
     def _finished(self, sample: Sample, index: int, place: int) -> Sample:
         """The sample of answer `place` of a record as it is trained on."""

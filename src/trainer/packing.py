@@ -137,6 +137,7 @@ class RankBatch:
 
     parts: what it is divided into. updates: how many there are of the weights; they go through the parts in
     turn. Of the whole batch: its sampler's temperature, counts, digest, metrics, and the position behind it.
+    scored: this rank's micro-batches of what is scored before the step, and not learned from.
     """
 
     parts: list[Part]
@@ -146,6 +147,7 @@ class RankBatch:
     digest: str
     metrics: dict[str, float]
     position: dict[str, Any] | None = None
+    scored: list[MicroBatch] = field(default_factory=list[MicroBatch])
 
     @property
     def micros(self) -> list[MicroBatch]:
@@ -171,6 +173,7 @@ def make_rank_batch(
         updates: of the weights; they go through the parts in turn.
     """
     together = batch.together
+    rows_of = arrange or shared_rows
     mini_batches = max(1, min(mini_batches, len(batch.samples) // together))
     parts: list[Part] = []
     for number in range(mini_batches):
@@ -182,7 +185,7 @@ def make_rank_batch(
             [len(sample.token_ids) for sample in samples],
             row_length=config.seq_len,
             rows_each=config.micro_batch_size,
-            arrange=arrange or shared_rows,
+            arrange=rows_of,
             together=together,
         )
         micros = fill_groups(groups, samples, rank=rank, world_size=world_size, together=together)
@@ -196,6 +199,18 @@ def make_rank_batch(
             computed=sum(computed_tokens(group, samples) for group in groups),
         )
         parts.append(Part(micros, counts))
+    scored = (
+        make_micro_batches(
+            [sample.cut(config.seq_len) for sample in batch.scored],
+            row_length=config.seq_len,
+            rows_each=config.micro_batch_size,
+            rank=rank,
+            world_size=world_size,
+            arrange=rows_of,
+        )
+        if batch.scored
+        else []
+    )
     return RankBatch(
         parts=parts,
         updates=updates,
@@ -204,6 +219,7 @@ def make_rank_batch(
         digest=batch.digest(),
         metrics=batch.metrics,
         position=batch.position,
+        scored=scored,
     )
 
 

@@ -5,7 +5,8 @@ its output embeddings unchanged, logprobs are computed from hidden states, chunk
 or caps its logits (Cohere, Granite, Gemma 2) computes the logits of these places itself.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Generator
 from functools import partial
 from typing import Any
 
@@ -146,18 +147,28 @@ class Scorer:
         return logits.shape == ours.shape and torch.equal(logits, ours)
 
 
-@torch.no_grad()
-def add_logprobs(batch: RankBatch, name: str, scorer: Scorer, device: torch.device) -> None:
-    """Add the logprobs of the learned tokens under a model's present weights to `batch`, as column `name`.
+@contextlib.contextmanager
+def scoring(scorer: Scorer) -> Generator[None]:
+    """While the context lasts, the model computes without gradient and dropout, and changes no random state.
 
-    All ranks call it. The model computes without dropout, and changes no random state.
+    All ranks enter it.
     """
     model = scorer.model
     was_training = model.training
     try:
         model.eval()
-        for micro in batch.micros:
-            micro.add_column(name, scorer.logprobs(micro.to(device), batch.temperature))
+        with torch.no_grad():
+            yield
     finally:
         model.train(was_training)
         reshard(model)
+
+
+def add_logprobs(batch: RankBatch, name: str, scorer: Scorer, device: torch.device) -> None:
+    """Add the logprobs of the learned tokens under a model's present weights to `batch`, as column `name`.
+
+    All ranks call it.
+    """
+    with scoring(scorer):
+        for micro in batch.micros:
+            micro.add_column(name, scorer.logprobs(micro.to(device), batch.temperature))

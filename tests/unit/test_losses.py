@@ -145,7 +145,7 @@ def test_every_built_in_loss_has_its_settings():
             assert type(make_loss(parse({"type": name}))) is LOSSES[name]
             assert vars(make_loss(configs[name]())) == vars(LOSSES[name]())
         seen |= names
-    assert seen | {"dpo", "ipo", "simpo", "orpo", "bradley_terry"} == LOSSES.keys(), (
+    assert seen | {"dpo", "ipo", "kto", "simpo", "orpo", "bradley_terry"} == LOSSES.keys(), (
         "those have tests of their own"
     )
 

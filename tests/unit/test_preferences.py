@@ -23,14 +23,21 @@ from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.seeds import permutation
 from cairn.trainer import reference
+from cairn.trainer.data.examples import mismatched, name_of, problem_of_example
+from cairn.trainer.data.identities import identity_of_records
 from cairn.trainer.data.pairs import answers_of, problem_of_pair
-from cairn.trainer.data.preferences import PreferenceData
+from cairn.trainer.data.preferences import PreferenceData, open_preferences
+from cairn.trainer.data.records import problem_of
 from cairn.trainer.dpo import DPO
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, SIDE, LossInputs, LossSums, make_loss
+from cairn.trainer.losses.examples import POINT
+from cairn.trainer.losses.kto import KTO
 from cairn.trainer.packing import BatchCounts, fill_rows, make_rank_batch
 from cairn.trainer.policy import make_policy
+from cairn.trainer.reference_point import add_reference_point
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context
@@ -135,6 +142,109 @@ def test_data_from_which_nothing_can_be_learned(tmp_path: Path):
         UsageError, match=r"nothing can be learned from the first 2 of its 2 records.*seq-len"
     ):
         read(config, row_length=16).check_start()
+
+
+# Single answers
+
+
+def labelled(text: str, answer: str, label: object) -> dict:
+    return {"prompt": [{"role": "user", "content": text}], "completion": answer, "label": label}
+
+
+EXAMPLES = [labelled("abcdefgh"[: 2 + i % 5] + str(i), "cba"[: 1 + i % 3], i % 3 > 0) for i in range(12)]
+
+
+def read_examples(config: PreferenceDataConfig, row_length: int = 32) -> PreferenceData:
+    return open_preferences(config, "examples", tokenizer(), 0, row_length=row_length)
+
+
+@pytest.mark.parametrize(
+    ("record", "message"),
+    [
+        ({"prompt": "a", "completion": "b"}, "its label is missing; it must be true for a desirable answer"),
+        ({"prompt": "a", "completion": "b", "label": 1}, "label is the number 1; it must be true"),
+        ({"prompt": "a", "completion": "b", "label": "yes"}, "label is 'yes'; it must be true"),
+        ({"prompt": "a", "completion": "", "label": True}, "its completion is empty"),
+        ({"messages": [ASKED, GOOD]}, r"\['messages'\]; it needs prompt, completion and label, or chosen"),
+        ({"prompt": "a", "completion": [GOOD], "label": True}, "must both be text"),
+        ({"chosen": [ASKED, GOOD], "rejected": [BAD]}, "no first message in common"),
+    ],
+)
+def test_records_that_are_no_single_answers(record: dict, message: str):
+    problem = problem_of_example(record)
+    assert problem
+    assert re.search(message, problem)
+
+
+def test_other_runs_refuse_single_answers():
+    """Pairs are asked for by other losses; and SFT would learn undesirable answers."""
+    assert "loss.type = 'kto'" in str(problem_of_pair(EXAMPLES[0]))
+    assert "undesirable" in str(problem_of(EXAMPLES[0] | {"completion": [BAD]}))
+    assert problem_of(EXAMPLES[1] | {"completion": [BAD]}) is None
+
+
+@pytest.mark.parametrize(
+    ("records", "message"),
+    [
+        ([one for one in EXAMPLES if one["label"]], "all of its 8 answers are desirable"),
+        ([one for one in EXAMPLES if not one["label"]], "all of its 4 answers are undesirable"),
+        ([*EXAMPLES, *PAIRS], "12 of its records are no pairs, and the others are"),
+    ],
+)
+def test_data_sets_that_are_not_to_be_learned_from(tmp_path: Path, records: list[dict], message: str):
+    config = write(tmp_path / "answers.jsonl", records)
+    config = DPOConfig(data=config, loss={"type": "kto"})
+    with pytest.raises(BadRecord, match=rf"--data.name .*answers.jsonl: {message}"):
+        identity_of_records(config)
+
+
+def test_answers_to_one_prompt_only(tmp_path: Path):
+    """There is no other prompt's answer."""
+    with pytest.raises(BadRecord, match="all answers are to the same prompt"):
+        read_examples(write(tmp_path / "a.jsonl", [labelled("a", "b", True), labelled("a", "c", False)]))
+
+
+def test_the_answer_to_another_prompt():
+    """Each is the next of another prompt, around the circle; where prompts differ, each is used once."""
+    prompts = [name_of(i % 7 and i) for i in range(40)]  # 0, 7, 14, ... are equal
+    found = mismatched(prompts, 3)
+    assert found == mismatched(prompts, 3) != mismatched(prompts, 4)
+    assert all(prompts[i] != prompts[other] for i, other in enumerate(found))
+    order = permutation(40, 3, "mismatched answers")
+    for place, number in enumerate(order):
+        behind = [order[(place + 1 + i) % 40] for i in range(39)]
+        assert found[number] == next(other for other in behind if prompts[other] != prompts[number])
+    assert sorted(mismatched([name_of(i) for i in range(9)], 0)) == list(range(9))
+
+
+def test_pairs_are_two_single_answers(tmp_path: Path):
+    """In units of their own, each with another record's answer, which is not one of the pair."""
+    data = read_examples(write(tmp_path / "pairs.jsonl", PAIRS))
+    assert len(data) == 20
+    assert data.identity()["records"] == 20
+    pairs = read(data.config).samples(range(10))
+    for number, (own, other) in enumerate(data.samples(range(20))):
+        answer = pairs[number // 2][number % 2]
+        np.testing.assert_array_equal(own.token_ids, answer.token_ids)
+        assert set(own.columns[SIDE]) == {(1, -1)[number % 2]}
+        prompt = answer.token_ids[~answer.loss_mask]
+        np.testing.assert_array_equal(other.token_ids[~other.loss_mask], prompt)
+        elsewhere = [
+            a.token_ids[a.loss_mask].tolist() for i, u in enumerate(pairs) for a in u if i != number // 2
+        ]
+        assert other.token_ids[other.loss_mask].tolist() in elsewhere
+    assert sorted(data.indices(20, 20)) == list(range(20))
+
+
+def test_single_answers_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    """Only a unit's own answer decides; what a dropped one is compared with counts nothing either."""
+    records = [labelled("a", "b" * 30, True), labelled("b", "c", False), labelled("c" * 40, "d", True)]
+    config = write(tmp_path / "a.jsonl", records).model_copy(update={"too_long": "drop"})
+    units = read_examples(config, row_length=24).samples([0, 1, 2])
+    assert [own.columns[SIDE][0] for own, _ in units] == [0, -1, 0]
+    assert [bool(other.loss_mask.any()) for _, other in units] == [False, True, False]
+    assert "the desirable answer ends after" in caplog.text
+    assert "line 3: " in caplog.text
 
 
 # Losses
@@ -275,6 +385,61 @@ def test_certain_answers_have_finite_odds():
     assert all(torch.isfinite(one).all() for one in gradients)
 
 
+SIDES = [1, -1, -1, 1, -1, 0]
+"""Of the same samples, taken one by one; the last is not learned from."""
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+def test_kto_is_that_of_the_paper(rows: list[list[int]]):
+    """Equations 7 and 8 in float64, with the gradient of every token, and the metrics."""
+    logprobs, references = made(5)
+    samples = []
+    for i, (prompt, n) in enumerate(LENGTHS):
+        sample = Sample.of_answer([1] * prompt, [2] * n)
+        columns = {SIDE: SIDES[i], REFERENCE: references[i]}
+        filled = {k: np.full(prompt + n, v, np.float32) for k, v in columns.items()}
+        samples.append(Sample(sample.token_ids, sample.loss_mask & bool(SIDES[i]), filled))
+    micro = fill_rows([[samples[i] for i in row] for row in rows], 0, [SIDE, REFERENCE])
+    micro.columns[POINT] = torch.full(micro.input_ids.shape, 0.4)
+    values, places = torch.zeros(micro.input_ids.shape), {}
+    for r, row in enumerate(rows):
+        start = 0
+        for i in row:
+            prompt, n = LENGTHS[i]
+            places[i] = (r, slice(start + prompt - 1, start + prompt + n - 1))
+            values[r, start + prompt : start + prompt + n] = logprobs[i].detach().float()
+            start += prompt + n
+    given = values[:, 1:].clone().requires_grad_()
+    loss = loss_of({"type": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5})
+    sums = loss(LossInputs.of(given, micro))
+    sums.loss.backward()
+
+    wanted = torch.zeros((), dtype=torch.float64)
+    rewards: dict[int, list[float]] = {1: [], -1: []}
+    for one, of_reference, side in zip(logprobs, references, SIDES, strict=True):
+        if side:
+            ratio = one.sum() - of_reference
+            value = (
+                1.5 / (1 + torch.exp(-0.3 * (ratio - 0.4)))
+                if side > 0
+                else (0.5 / (1 + torch.exp(-0.3 * (0.4 - ratio))))
+            )
+            wanted = wanted + (1.5 if side > 0 else 0.5) - value
+            rewards[side].append(0.3 * ratio.item())
+    wanted.backward()
+    assert sums.loss.item() == pytest.approx(wanted.item(), rel=1e-5)
+    for i, one in enumerate(logprobs):
+        expected = one.grad if SIDES[i] else torch.zeros_like(one)
+        torch.testing.assert_close(given.grad[places[i]].double(), expected, rtol=1e-4, atol=1e-6)
+    counts = BatchCounts(samples=6, tokens=42, learned=18, cut=0, unlearned=1, records=6)
+    assert loss.normaliser(counts) == 5
+    shown = {name: (value / weight).item() for name, (value, weight) in sums.averages.items()}
+    assert shown["rewards/chosen"] == pytest.approx(np.mean(rewards[1]), rel=1e-4)
+    assert shown["rewards/rejected"] == pytest.approx(np.mean(rewards[-1]), rel=1e-4)
+    assert shown["kl"] == pytest.approx(0.4)
+    assert shown.keys() == {"kl", *(f"{a}/{b}" for a in ("rewards", "logps") for b in ("chosen", "rejected"))}
+
+
 def test_losses_are_those_of_trl():
     """Where it is installed."""
     pytest.importorskip("trl")
@@ -303,6 +468,8 @@ def test_losses_are_those_of_trl():
         ({"type": "dpo", "gamma": 1.0}, "Extra"),
         ({"type": "ipo", "beta": 0}, "greater"),
         ({"type": "dpoo"}, "dpo"),
+        ({"type": "kto", "label_smoothing": 0.1}, "Extra"),
+        ({"type": "kto", "desirable_weight": 0, "undesirable_weight": 0}, "nothing would be learned"),
     ],
 )
 def test_wrong_settings_of_losses(section: dict, message: str):
@@ -337,6 +504,7 @@ def take(state: TrainerState, task: DPO, step: int) -> dict[str, float]:
     work = make_rank_batch(
         task.next_batch(step), state.config, rank=0, world_size=1, arrange=state.scorer.rows.arrange
     )
+    task.prepare(work)
     return train_step(state, work, step, task.loss)
 
 
@@ -441,3 +609,90 @@ def test_records_that_have_changed_are_refused(group: RankGroup, folder: Path, c
     kept = {"data": {"records": 3, "digest": "x"}}
     with pytest.raises(BadRecord, match="other records than when the run was started"):
         DPO(config, replace(context, recipe=kept))
+
+
+# Single answers: the reference point, and the task
+
+
+@pytest.fixture
+def kto(tmp_path: Path) -> DPOConfig:
+    data = write(tmp_path / "answers.jsonl", EXAMPLES)
+    return DPOConfig(
+        seq_len=32, data=data, output_dir=str(tmp_path / "run"), optimizer={"lr": 0.01}, loss={"type": "kto"}
+    )
+
+
+def test_training_on_single_answers(group: RankGroup, folder: Path, kto: DPOConfig):
+    """At first the policy is the reference; then desirable answers are ahead. A resumed run goes on with the
+    same batches, and neither scores the reference's logprobs again nor loads it."""
+    state, context = begin(group, folder, kto)
+    task = DPO(kto, context)
+    rows = [take(state, task, step) for step in range(1, 7)]
+    assert rows[0]["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert rows[0]["kl"] == pytest.approx(0, abs=1e-5)
+    assert all(row["kl"] >= 0 for row in rows)
+    assert max(row["kl"] for row in rows) > 0
+    assert rows[-1]["rewards/chosen"] > rows[-1]["rewards/rejected"]
+    assert state.progress.total_samples == 24
+    (path,) = files_of(kto)
+    assert reference._read(path).shape == (12, 2)
+    seventh = task.next_batch(7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(reference, "build_model", None)
+        assert DPO(kto, context).next_batch(7).digest() == seventh.digest()
+    assert len(seventh.samples) == len(seventh.scored) == 4
+
+
+def test_the_point_does_not_depend_on_micro_batches_and_ranks(group: RankGroup, folder: Path, kto: DPOConfig):
+    """It is the mean log-ratio of all answers to other prompts; a mean below 0 counts as 0."""
+    state, context = begin(group, folder, kto)
+    task = DPO(kto, context)
+    for step in range(1, 5):
+        take(state, task, step)
+    batch = task.next_batch(5)
+
+    def ratio_of(sample: Sample) -> float:
+        ids = torch.tensor(sample.token_ids)[None].long()
+        with torch.no_grad():
+            logits = state.policy.module(input_ids=ids).logits.double()
+        found = logits[0, :-1].log_softmax(-1).gather(-1, ids[0, 1:, None])[:, 0]
+        return found[torch.tensor(sample.loss_mask[1:])].sum().item() - float(sample.columns[REFERENCE][0])
+
+    mean = np.mean([ratio_of(sample) for sample in batch.scored])
+
+    def point_of(rank: int, ranks: int, gather: Any, **settings: Any) -> float:
+        config = kto.model_copy(update=settings)
+        work = make_rank_batch(batch, config, rank=rank, world_size=ranks)
+        add_reference_point(work, state.scorer, SimpleNamespace(device=group.device, gather_rows=gather))
+        (point,) = {value for micro in work.micros for value in micro.columns[POINT].unique().tolist()}
+        return point
+
+    sums: list[torch.Tensor] = []
+    for sign in (1, -1):
+        for sample in batch.scored:
+            sample.columns[REFERENCE] += np.float32(0 if sign > 0 else 2 * abs(mean) + 1)
+        expected = max(mean, 0.0) if sign > 0 else 0.0
+        for tokens in (1, 8):
+            point = point_of(0, 1, group.gather_rows, micro_batch_size=tokens)
+            assert point == pytest.approx(expected, rel=1e-4, abs=1e-6)
+        sums.clear()
+        point_of(1, 2, lambda rows: sums.append(rows) or torch.stack([rows, rows]))
+        both = point_of(0, 2, lambda rows: torch.stack([rows, *sums]))
+        assert both == point_of(0, 1, group.gather_rows)
+    assert mean > 0, "otherwise nothing but the bound was tested"
+
+
+class MyLoss(KTO):
+    """A loss of single answers."""
+
+
+def test_a_loss_of_ones_own_over_single_answers(group: RankGroup, folder: Path, kto: DPOConfig):
+    """It says what it learns from, and pairs are not that."""
+    own = {"type": f"{__name__}:MyLoss", "args": {"beta": 0.2}}
+    wrong = DPOConfig(**{**kto.model_dump(), "loss": own})
+    with pytest.raises(UsageError, match=r"it learns from examples, and gets pairs: set loss.records"):
+        DPO(wrong, begin(group, folder, wrong)[1])
+    right = DPOConfig(**{**kto.model_dump(), "loss": {**own, "records": "examples"}})
+    state, context = begin(group, folder, right)
+    assert take(state, DPO(right, context), 1)["loss"] == pytest.approx(0.5, abs=1e-6)
+    assert (right.together, wrong.together) == (1, 2)

@@ -23,6 +23,8 @@ def problem_of_pair(record: Mapping[str, Any]) -> str | None:
     chosen, rejected = record.get("chosen"), record.get("rejected")
     if chosen is None or rejected is None:
         there = sorted(key for key in record if record[key] is not None)
+        if {"completion", "label"} <= set(there):
+            return "it is one answer with a label, from which loss.type = 'kto' learns; others need pairs"
         others = {"messages", "conversations", "completion", "label"} & set(there)
         hint = "; records of messages, or of prompt and completion, are for sft" if others else ""
         return f"it has the fields {there}; it needs chosen and rejected, and may have a prompt{hint}"
@@ -39,7 +41,7 @@ def problem_of_pair(record: Mapping[str, Any]) -> str | None:
     for side, answer in (("chosen", pair.chosen), ("rejected", pair.rejected)):
         if not answer:
             return f"{side} ends where the prompt ends, so it has no answer"
-        if problem := records.problem_of({"prompt": pair.prompt, "completion": answer, **_beside(record)}):
+        if problem := records.problem_of({"prompt": pair.prompt, "completion": answer, **beside(record)}):
             return f"with {side} as the completion: {problem}"
     return None
 
@@ -53,10 +55,11 @@ def answers_of(record: Mapping[str, Any]) -> list[dict[str, Any]]:
     pair = _pair_of(record)
     assert isinstance(pair, _Pair)
     both = (pair.chosen, pair.rejected)
-    return [{"prompt": pair.prompt, "completion": answer, **_beside(record)} for answer in both]
+    return [{"prompt": pair.prompt, "completion": answer, **beside(record)} for answer in both]
 
 
-def _beside(record: Mapping[str, Any]) -> dict[str, Any]:
+def beside(record: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields of a record that all of its answers share."""
     return {name: record[name] for name in BESIDE if record.get(name)}
 
 
@@ -72,7 +75,7 @@ def _pair_of(record: Mapping[str, Any]) -> _Pair | str:
             return _split_texts(chosen, rejected)
         if isinstance(prompt, str):
             return _Pair(prompt, chosen, rejected)
-        return _Pair(prompt, _as_messages(chosen), _as_messages(rejected))
+        return _Pair(prompt, as_messages(chosen), as_messages(rejected))
     common = _common(chosen, rejected)
     if prompt is None:
         if not common:
@@ -92,7 +95,8 @@ def _pair_of(record: Mapping[str, Any]) -> _Pair | str:
     )
 
 
-def _as_messages(answer: str) -> list[dict[str, str]]:
+def as_messages(answer: str) -> list[dict[str, str]]:
+    """A text as an answer of the assistant."""
     return [{"role": "assistant", "content": answer}]
 
 

@@ -46,6 +46,11 @@ def problem_of(record: Mapping[str, Any]) -> str | None:
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None or completion is None:
         return _problem_of_fields(record)
+    if record.get("label") is False:
+        return (
+            "its label is false, so its completion is an undesirable answer, from which `uv run dpo "
+            "--loss.type kto` learns; to learn it as it stands, leave out label"
+        )
     if isinstance(prompt, str) and isinstance(completion, str):
         return None
     if isinstance(prompt, str) or isinstance(completion, str):

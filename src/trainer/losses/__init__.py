@@ -6,6 +6,7 @@ A loss of your own extends `Loss` and is named as module:Class; see "A loss" in 
 from cairn.config.loss import LossConfig
 from cairn.config.teachers import KLConfig
 from cairn.run.extensions import BadExtension, load, make
+from cairn.trainer.losses.answers import REFERENCE, SIDE
 from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.cispo import Cispo
 from cairn.trainer.losses.dpo import DPO
@@ -15,10 +16,10 @@ from cairn.trainer.losses.gspo import Gspo
 from cairn.trainer.losses.icepop import IcePop
 from cairn.trainer.losses.ipo import IPO
 from cairn.trainer.losses.kl import KLPenalty
+from cairn.trainer.losses.kto import KTO
 from cairn.trainer.losses.likelihood import Likelihood
 from cairn.trainer.losses.loss import OLD_LOGPROBS, Loss, LossInputs, LossSums
 from cairn.trainer.losses.orpo import ORPO
-from cairn.trainer.losses.pairs import REFERENCE, SIDE
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.losses.sapo import Sapo
 from cairn.trainer.losses.simpo import SimPO
@@ -46,6 +47,7 @@ LOSSES: dict[str, type[Loss]] = {
     "gpg": Gpg,
     "dpo": DPO,
     "ipo": IPO,
+    "kto": KTO,
     "simpo": SimPO,
     "orpo": ORPO,
     "bradley_terry": BradleyTerry,

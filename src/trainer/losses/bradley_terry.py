@@ -5,7 +5,8 @@ from collections.abc import Mapping
 import torch
 from torch.nn.functional import logsigmoid
 
-from cairn.trainer.losses.pairs import Answers, PairLoss
+from cairn.trainer.losses.answers import Answers
+from cairn.trainer.losses.pairs import PairLoss
 
 
 class BradleyTerry(PairLoss):

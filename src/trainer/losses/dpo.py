@@ -3,7 +3,8 @@
 import torch
 from torch.nn.functional import logsigmoid
 
-from cairn.trainer.losses.pairs import Answers, PairLoss
+from cairn.trainer.losses.answers import Answers
+from cairn.trainer.losses.pairs import PairLoss
 
 
 class DPO(PairLoss):

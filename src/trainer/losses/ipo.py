@@ -2,7 +2,8 @@
 
 import torch
 
-from cairn.trainer.losses.pairs import Answers, PairLoss
+from cairn.trainer.losses.answers import Answers
+from cairn.trainer.losses.pairs import PairLoss
 
 
 class IPO(PairLoss):

@@ -148,6 +148,8 @@ class Loss(ABC):
     """Whether it uses `LossInputs.entropies`, which cost a second pass over the logits."""
     needs_reference: bool = False
     """For losses of preferences: whether it asks for the column `reference_logps`."""
+    form: str | None = None
+    """For losses of preferences: what its records must be, a name in `cairn.config.pair_loss.TOGETHER`."""
     takes_kl: bool = False
     """Whether it subtracts `kl` from what each token adds to its objective."""
     kl: "KLPenalty | None" = None
