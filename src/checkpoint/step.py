@@ -38,7 +38,8 @@ class TrainerRecord:
     recipe: the trainer's part of the run's recipe. spikes: what the guard against spikes goes by; written if
     there is one. position: where the batches go on behind this step, if whoever makes them has said so; in
     SFT `records`, the number taken so far, and `sources`, by label of the data set what else is needed to go
-    on. validation: the best result of each validation (`cairn.run.patience`).
+    on. validation: the best result of each validation (`cairn.run.patience`). rewinds: when the run went back
+    because of a spike (`cairn.run.rewinds.Rewind`); written if it did.
     """
 
     progress: dict[str, int] = field(default_factory=dict[str, int])
@@ -50,6 +51,7 @@ class TrainerRecord:
     spikes: dict[str, float] | None = None
     position: dict[str, Any] | None = None
     validation: dict[str, dict[str, float]] | None = None
+    rewinds: list[dict[str, Any]] | None = None
     config: dict[str, Any] | None = None
     """The settings, from versions without a recipe."""
     data: dict[str, Any] | None = None
@@ -62,8 +64,8 @@ class TrainerRecord:
 
     def to_json(self) -> bytes:
         """The bytes of the file."""
-        optional = {name for name in ("spikes", "position", "validation") if getattr(self, name) is None}
-        left_out = {"config", "data"} | optional
+        optional = ("spikes", "position", "validation", "rewinds")
+        left_out = {"config", "data"} | {name for name in optional if getattr(self, name) is None}
         return _to_json({key: value for key, value in asdict(self).items() if key not in left_out})
 
 

@@ -10,8 +10,8 @@ from cairn.config.base import BaseConfig
 class SpikeConfig(BaseConfig):
     """A guard against single updates that would harm the model."""
 
-    on_spike: Literal["off", "skip"] = "off"
-    """skip: gradients that spike, or are not finite, change no weights; off: only the latter end the run."""
+    on_spike: Literal["off", "skip", "rewind"] = "off"
+    """Gradients that spike or are not finite: skip them, or rewind a checkpoint; off: the latter end it."""
     grad_norm: float = Field(default=5.0, gt=1, allow_inf_nan=False)
     """A spike is a gradient norm above so many times its running mean."""
     loss: float | None = Field(default=None, gt=1, allow_inf_nan=False)
@@ -21,4 +21,4 @@ class SpikeConfig(BaseConfig):
     warmup: int = Field(default=20, ge=1)
     """Updates that make up the means before any is skipped."""
     max_in_a_row: int = Field(default=5, ge=1)
-    """The run ends when more updates than this would be skipped one after the other."""
+    """The run ends when more updates in a row would be skipped, or more rewinds in a row go to one step."""

@@ -161,6 +161,12 @@ class TrainerBase(SharedConfig, SupervisionConfig):
                 f"spike.loss = {self.spike.loss} is for a loss that is above 0, and that of a policy is "
                 "around it; spike.grad_norm is what can be used"
             )
+        ckpt = self.ckpt
+        if self.spike.on_spike == "rewind" and not (ckpt and ckpt.interval and ckpt.training_state):
+            raise ValueError(
+                "spike.on_spike = 'rewind' goes back to a step that the run has saved: give ckpt.interval, "
+                "such as 50, and leave ckpt.training_state on; skip needs no checkpoints"
+            )
         return self
 
     def problem_of_replicas(self, ranks: int) -> str | None:

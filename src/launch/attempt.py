@@ -89,6 +89,8 @@ def begin(
     for change in recipe["trainer"].get("changes", []):
         if change["step"] == start.step:
             run.history.change(change)
+    if not _same_recipe(run, recipe):
+        run.rewinds.forget_after(attempt)
     run.versions.clear()
     write_json(run.recipe, recipe, durable=True)
     write_atomic(run.config, (config.model_dump_json(indent=2) + "\n").encode(), durable=True)
@@ -102,12 +104,17 @@ def _made_again_through(run: RunDirectory, attempt: Attempt, recipe: Mapping[str
     recipe.json must still be that of the attempt before.
     """
     step = attempt.start_step
-    if _of_trainer(read_json(run.recipe, dict[str, Any]) or {}) != _of_trainer(recipe):
+    if not _same_recipe(run, recipe):
         return step
     with contextlib.suppress(BadBatch, DamagedFile):
         while run.batch(attempt, step + 1) is not None:
             step += 1
     return step
+
+
+def _same_recipe(run: RunDirectory, recipe: Mapping[str, Any]) -> bool:
+    """Whether the trainer's part is that of the attempt before, whose recipe.json must still be there."""
+    return _of_trainer(read_json(run.recipe, dict[str, Any]) or {}) == _of_trainer(recipe)
 
 
 def _of_trainer(recipe: Mapping[str, Any]) -> dict[str, Any]:

@@ -22,6 +22,7 @@ from cairn.run.jsonlines import as_object
 from cairn.run.messages import Deadline, StopRequest
 from cairn.run.metrics import MetricsLog
 from cairn.run.rates import Rates
+from cairn.run.rewinds import RewindLog
 from cairn.run.versions import PolicyVersions
 
 if TYPE_CHECKING:
@@ -87,6 +88,7 @@ class RunDirectory:
         self.versions = PolicyVersions(self.weights)
         self.servers = self.path / "servers.json"
         self.rates = Rates(self.path / "rates")
+        self.rewinds = RewindLog(self.path / "rewinds.json")
         self._stop = self.path / "stop.json"
         self._deadline = self.path / "deadline.json"
         self._lock: int | None = None
@@ -103,13 +105,14 @@ class RunDirectory:
             OSError: something can't be moved.
         """
         files = [self.roles, self.config, self.recipe, self.metrics.path, self.evals.path, self.history.path]
-        files += [self._stop, self._deadline, *entries(self.heartbeats, ".json")]
+        files += [self._stop, self._deadline, self.rewinds.path, *entries(self.heartbeats, ".json")]
         folders = [self.logs, self.heartbeats, self.batches, self.rollouts, self.weights, self.rates.folder]
         wrong = [path for path in files if os.path.lexists(path) and not path.is_file()]
         wrong += [path for path in folders if os.path.lexists(path) and not path.is_dir()]
         for path in wrong:
             logger.warning("%s is no %s; it is now %s", path, _kind(path in files), set_aside(path).name)
-        for path, shape in ((self.roles, _Roles), (self.config, dict), (self.recipe, dict)):
+        objects = [(path, dict) for path in (self.config, self.recipe, self.rewinds.path)]
+        for path, shape in [(self.roles, _Roles), *objects]:
             with self._aside_if_damaged(path):
                 read_json(path, shape)
         for path in self._batch_files():

@@ -13,6 +13,7 @@ import signal
 
 POINTS = {
     "trainer.batch_read": "each rank of an RL trainer, when it has read a step's batch",
+    "trainer.rewind": "each rank, when a return to a checkpoint is on record, before that is read",
     "reference.written": "trainer rank 0, when a file of a reference's logprobs is durable",
     "publish.begin": "each rank, before a policy version is written",
     "publish.before_announce": "trainer rank 0, when a policy version is written and nobody knows of it yet",

@@ -22,6 +22,7 @@ from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.machine import available_memory, bytes_of
+from cairn.run.rewinds import to_json
 from cairn.trainer.model import companions
 from cairn.trainer.save_times import SaveTimes
 from cairn.trainer.task import Context
@@ -65,6 +66,14 @@ class Checkpoints(Protocol):
 
     def save(self, metrics: Mapping[str, float]) -> None:
         """Save the current step, whose metrics these are."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the save in progress; `check` tells of it.
+
+        Raises:
+            CheckpointError: it failed.
+        """
         ...
 
     def metrics(self) -> Mapping[str, float]:
@@ -116,6 +125,9 @@ class NoCheckpoints:
     def save(self, metrics: Mapping[str, float]) -> None:
         """It is never due."""
         raise AssertionError("a run without checkpoints saves nothing")
+
+    def wait(self) -> None:
+        """None is in progress."""
 
     def metrics(self) -> Mapping[str, float]:
         """Nothing."""
@@ -246,6 +258,7 @@ class TrainerCheckpoints:
                 spikes=state.spikes.saved(),
                 position=state.position,
                 validation=state.validation or None,
+                rewinds=to_json(state.rewinds) or None,
             )
             files[TRAINER_STATE] = record.to_json()
             for model in state.models.values():
@@ -257,6 +270,10 @@ class TrainerCheckpoints:
         if not self._ckpt.save_async:
             self._saver.finish()
         self._saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait for the save in progress; see `Saver.finish`."""
+        self._saver.finish()
 
     def check(self) -> list[Saved]:
         """The saves completed since the last call; see `Saver.check`."""

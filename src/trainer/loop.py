@@ -22,6 +22,7 @@ from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
+from cairn.trainer.rewinds import make_rewinder
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context, Decision, Earlier
@@ -83,6 +84,7 @@ class Training:
         context = replace(context, recipe={**recipe, **self.task.recipe})
         self._checkpoints = make_checkpoints(context, parent, self.task.parts)
         closing.callback(self._checkpoints.abandon)
+        self._rewinder = make_rewinder(config, self.state, run, attempt, self._checkpoints)
         self._too_late = False
         """Whether the newest step is not saved because the run must have ended before."""
         self._tracker = make_tracker(config, run, attempt, group.rank)
@@ -171,6 +173,7 @@ class Training:
             meanwhile,
             others=task.learners,
             with_policy=task.trains_policy(step),
+            rewinder=self._rewinder,
         )
         self.state.position = batch.position
         return row | dict(prepared) | batch.metrics

@@ -50,33 +50,34 @@ class SpikeGuard:
         whole = {name: int(numbers[name]) for name in ("applied", "skipped", "in_a_row") if name in numbers}
         self._seen = Seen(**{**numbers, **whole})
 
-    def skips(self, metrics: Mapping[str, float], what: str) -> bool:
-        """Whether an update is to be left out.
+    def spike_in(self, metrics: Mapping[str, float], what: str, known: str | None = None) -> str | None:
+        """Why an update is to be left out; None if it is not.
 
         Args:
             metrics: `loss` and `grad_norm` of the policy, if it is trained, and NAME/grad_norm of others.
             what: names the update in messages.
+            known: why the update was left out when it was made before; then it is again.
 
         Raises:
             TrainingDiverged: a gradient is not finite and must not be left out, or too many in a row spike.
         """
-        reason = self._reason(metrics)
+        reason = self._reason(metrics) or known
         seen, config = self._seen, self._config
         if reason is None:
             if config.on_spike != "off" and "grad_norm" in metrics:
                 self._learn(metrics)
-            return False
-        if config.on_spike == "off" or seen.applied < config.warmup:
+            return None
+        if config.on_spike == "off" or (seen.applied < config.warmup and known is None):
             raise TrainingDiverged(f"{what}: {reason}; lower optimizer.lr, or look at the batch")
         if seen.in_a_row == config.max_in_a_row:
             raise TrainingDiverged(
-                f"{what}: {reason}, after {seen.in_a_row} updates in a row that were skipped "
+                f"{what}: {reason}, after {seen.in_a_row} updates in a row that were left out "
                 "(spike.max_in_a_row); lower optimizer.lr, or raise spike.grad_norm"
             )
         seen.skipped += 1
         seen.in_a_row += 1
-        logger.warning("%s: %s; the update is skipped, as %d before it", what, reason, seen.skipped - 1)
-        return True
+        logger.warning("%s: %s; the update is left out, as %d before it", what, reason, seen.skipped - 1)
+        return reason
 
     def _reason(self, metrics: Mapping[str, float]) -> str | None:
         for name, norm in metrics.items():

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.arena import Tensors
-from cairn.checkpoint.manifest import CheckpointError, Damaged, Origin
+from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
 from cairn.checkpoint.step import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors import Stored, load_step
 from cairn.config.trainer import TrainerBase
+from cairn.run.rewinds import Rewind
 from cairn.trainer.balancing import Balance, coefficient_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.scorers import check_scorer
@@ -53,6 +54,8 @@ class TrainerState:
     """Where the batches go on, as the last one said; None if it said nothing."""
     validation: dict[str, dict[str, float]] = field(default_factory=dict[str, dict[str, float]])
     """The best result of each validation."""
+    rewinds: list[Rewind] = field(default_factory=list[Rewind])
+    """When the run went back because of a spike, in order."""
 
     @cached_property
     def spikes(self) -> SpikeGuard:
@@ -119,7 +122,25 @@ class TrainerState:
         self.progress = TrainerProgress(**saved.progress)
         self.spikes.restore(saved.spikes)
         self.validation = saved.validation or {}
-        group = self.group
+        self.rewinds = [Rewind(**one) for one in saved.rewinds or []]
+        manifest = self._read_tensors(step)
+        return Origin(run_id=manifest.run_id, step=manifest.step)
+
+    def go_back(self, folder: Path) -> None:
+        """Take weights and the optimisers' state from the checkpoint in `folder`, and keep all else.
+
+        All ranks call it; no gradient is there. A parameter that had no state then has none now.
+
+        Raises:
+            CheckpointError: it holds other tensors than this run has, or is damaged.
+        """
+        for model in self.models.values():
+            model.optimizer.state.clear()
+        self._read_tensors(StepFolder(folder))
+
+    def _read_tensors(self, step: StepFolder) -> Manifest:
+        """Take the weights of all models, and the state of their optimisers, which have none yet."""
+        folder, group = step.path, self.group
         tensors: dict[str, Mapping[str, Stored]] = {}
         for model in self.models.values():
             model.create_optimizer_state(step.tensors(model.optimizer_stem))
@@ -129,8 +150,7 @@ class TrainerState:
                 tensors[model.weights_stem] = model.loaded(weights_folder)
             except FileNotFoundError as error:
                 raise Damaged(f"{error.filename}: {error.strerror}") from None
-        manifest = load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
-        return Origin(run_id=manifest.run_id, step=manifest.step)
+        return load_step(folder, tensors, rank=group.rank, gather=group.gather_objects)
 
     def tensors(self, *, weights_only: bool = False) -> Tensors:
         """What a checkpoint holds, by file stem and name: of all models, or the policy's weights alone."""

@@ -16,7 +16,10 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.learner import Learner, PolicyLearner
 from cairn.trainer.losses import Loss, LossSums
 from cairn.trainer.packing import BatchCounts, Part, RankBatch
+from cairn.trainer.rewinds import NoRewinds, Rewinder
 from cairn.trainer.state import TrainerState
+
+NO_REWINDS = NoRewinds()
 
 
 def _nothing() -> None:
@@ -33,6 +36,7 @@ def train_step(
     *,
     others: Sequence[Learner] = (),
     with_policy: bool = True,
+    rewinder: Rewinder = NO_REWINDS,
 ) -> dict[str, float]:
     """One step, in place: as many updates of the weights as the batch asks for; returns the step's metrics.
 
@@ -47,6 +51,7 @@ def train_step(
         loss: of the policy.
         others: models that learn from the same batch, each with a loss of its own.
         with_policy: False leaves the policy as it is; there must be others.
+        rewinder: where updates that the guard refuses lead back to. Then the step's others are left out, too.
 
     Raises:
         TrainingDiverged: a gradient is not finite, or too many in a row spike.
@@ -54,19 +59,23 @@ def train_step(
     config, counts = state.config, batch.counts
     learners = [PolicyLearner(state, loss), *others] if with_policy else list(others)
     rows: list[StepMetrics] = []
-    skipped = 0
+    skipped, rewound_to = 0, None
     for number in range(batch.updates):
         update = Update(state, batch.parts[number % len(batch.parts)], batch.temperature, step, number)
         last = number == batch.updates - 1
         rows.append(update.gradients(learners, meanwhile if last else _nothing))
-        skip = state.spikes.skips(rows[-1].means, update.name)
-        skipped += skip
+        spike = state.spikes.spike_in(rows[-1].means, update.name, rewinder.known(step, number))
         if number == 0:
             before_update()
         for learner in learners:
-            if not skip:
+            if spike is None:
                 _apply(learner, _rate(learner, config, step))
             learner.model.optimizer.zero_grad(set_to_none=True)
+        if spike is not None:
+            rewound_to = rewinder.rewind(step, number, spike)
+            skipped = skipped + 1 if rewound_to is None else batch.updates
+        if rewound_to is not None:
+            break
 
     progress = state.progress
     progress.step = step
@@ -76,6 +85,8 @@ def train_step(
     if skipped:
         metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
         metrics["skipped_updates"] = skipped
+    if rewound_to is not None:
+        metrics["rewound_to"] = rewound_to
     return {
         **metrics,
         **{_prefix(learner) + "lr": _rate(learner, config, step) for learner in learners},

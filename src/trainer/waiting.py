@@ -1,4 +1,4 @@
-"""What exports and uploads mean for retention: steps that wait for them are spared, within a bound."""
+"""What exports, uploads and the guard against spikes mean for retention: steps that they need are spared."""
 
 import logging
 import time
@@ -11,6 +11,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.export import ExportConfig
 from cairn.run.history import PREFIX
+from cairn.run.rewinds import rewind_target
 from cairn.trainer.task import Context
 
 logger = logging.getLogger(__name__)
@@ -40,6 +41,8 @@ class AllWaiting:
             self._parts.append(ExportsWaiting(context, ckpt.export))
         if ckpt.remote is not None:
             self._parts.append(UploadsWaiting(context, ckpt))
+        if context.state.config.spike.on_spike == "rewind" and ckpt.interval:
+            self._parts.append(RewindsWaiting(CheckpointStore(context.run.checkpoints), ckpt.interval))
 
     def spare(self, unkept: Collection[int]) -> Collection[int]:
         """What any of it needs."""
@@ -48,6 +51,21 @@ class AllWaiting:
     def metrics(self) -> Mapping[str, float]:
         """Those of all."""
         return {name: value for part in self._parts for name, value in part.metrics().items()}
+
+
+class RewindsWaiting:
+    """Spares the step that a spike in the next one would go back to."""
+
+    def __init__(self, store: CheckpointStore, interval: int):
+        self._store, self._interval = store, interval
+
+    def spare(self, unkept: Collection[int]) -> Collection[int]:
+        """That step; see `retention.Spare`."""
+        return {rewind_target((self._store.latest() or 0) + 1, self._interval)} & set(unkept)
+
+    def metrics(self) -> Mapping[str, float]:
+        """None."""
+        return {}
 
 
 class ExportsWaiting:

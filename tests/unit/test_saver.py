@@ -820,9 +820,15 @@ def test_several_models_are_saved_each_under_its_own_stems(saver, store, group):
     assert list(straight.tensors(weights_only=True)) == ["model/model"]
     resumed = pair(2)
     resumed.load(folder)
-    train(straight, 1)
-    train(resumed, 1)
-    assert bits(resumed.tensors()) == bits(straight.tensors())
+    back = pair(3)
+    train(back, 3)
+    back.go_back(folder)
+    assert back.progress.step == 3
+    assert bits(back.tensors()) == bits(resumed.tensors())
+    back.progress.step = 2
+    for state in (straight, resumed, back):
+        train(state, 1)
+    assert bits(resumed.tensors()) == bits(straight.tensors()) == bits(back.tensors())
 
 
 def test_a_state_with_more_than_the_run_is_refused(saver, store, group):

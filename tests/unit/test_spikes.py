@@ -29,7 +29,8 @@ SKIP = SpikeConfig(on_spike="skip", warmup=3, grad_norm=2.0, max_in_a_row=2, dec
 
 
 def judged(guard: SpikeGuard, *norms: float, loss: float = 1.0) -> list[bool]:
-    return [guard.skips({"loss": loss, "grad_norm": norm}, f"step {i}") for i, norm in enumerate(norms)]
+    metrics = [{"loss": loss, "grad_norm": norm} for norm in norms]
+    return [guard.spike_in(one, f"step {i}") is not None for i, one in enumerate(metrics)]
 
 
 def test_what_is_above_the_running_mean_is_skipped():
@@ -54,9 +55,9 @@ def test_what_is_not_finite_is_skipped_after_the_warm_up_only():
         judged(guard, math.nan)
     judged(guard, 1.0, 1.0, 1.0)
     assert judged(guard, math.inf, 1.0, math.nan) == [True, False, True]
-    assert guard.skips({"loss": 1.0, "grad_norm": 1.0, "critic/grad_norm": math.nan}, "step 7")
-    with pytest.raises(TrainingDiverged, match=r"step 8: .* after 2 updates in a row that were skipped"):
-        guard.skips({"loss": 1.0, "grad_norm": math.inf}, "step 8")
+    assert guard.spike_in({"loss": 1.0, "grad_norm": 1.0, "critic/grad_norm": math.nan}, "step 7")
+    with pytest.raises(TrainingDiverged, match=r"step 8: .* after 2 updates in a row that were left out"):
+        guard.spike_in({"loss": 1.0, "grad_norm": math.inf}, "step 8")
 
 
 def test_a_run_without_guard_ends_as_ever():
@@ -64,7 +65,7 @@ def test_a_run_without_guard_ends_as_ever():
     assert judged(guard, 1.0, 1e9) == [False, False]
     assert guard.saved() is None
     with pytest.raises(TrainingDiverged, match="norm of the critic is inf"):
-        guard.skips({"loss": 1.0, "grad_norm": 1.0, "critic/grad_norm": math.inf}, "step 1")
+        guard.spike_in({"loss": 1.0, "grad_norm": 1.0, "critic/grad_norm": math.inf}, "step 1")
 
 
 def test_a_resumed_run_decides_alike():
@@ -136,7 +137,7 @@ def test_a_skipped_step_changes_nothing_and_is_counted(one_rank: RankGroup, tmp_
     ("config", "section", "words"),
     [
         (TrainerConfig, {"on_spike": "skip", "loss": 3.0}, "spike.loss = 3.0 is for a loss that is above 0"),
-        (SFTConfig, {"on_spike": "stop"}, "'off' or 'skip'"),
+        (SFTConfig, {"on_spike": "stop"}, "'off', 'skip' or 'rewind'"),
         (SFTConfig, {"grad_norm": 0.5}, "greater than 1"),
     ],
 )

@@ -20,9 +20,11 @@ from cairn.tools.audit.steps import (
     check_lineage,
     check_manifests,
     check_steps,
+    note_rewinds,
     note_skipped,
     read_manifests,
     read_metrics,
+    recorded_rewinds,
 )
 
 __all__ = ["Report", "audit"]
@@ -48,6 +50,7 @@ def audit(path: Path) -> Report:
     rows = read_metrics(run.metrics, report)
     check_steps(rows, manifests, attempt, store, report)
     note_skipped(rows, report)
+    note_rewinds(rows, recorded_rewinds(run, attempt, store, report), report)
     check_lineage(manifests, config, attempt, report)
     check_manifests(store, manifests, rows, report)
     recipes = read_recipes(store, manifests, config, run, report)

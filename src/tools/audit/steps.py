@@ -2,7 +2,7 @@
 
 import itertools
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +10,10 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
 from cairn.run.metrics import MetricsLog
+from cairn.run.rewinds import Rewind
 from cairn.tools.audit.report import Report, Row
 
 # Metrics
@@ -31,7 +33,11 @@ def read_metrics(metrics: MetricsLog, report: Report) -> list[Row]:
 
 def note_skipped(rows: list[Row], report: Report) -> None:
     """Note the updates that the guard against spikes left out."""
-    skipped = {row["step"]: number for row in rows if (number := row.get("skipped_updates"))}
+    skipped = {
+        row["step"]: number
+        for row in rows
+        if (number := row.get("skipped_updates")) and row.get("rewound_to") is None
+    }
     if skipped:
         steps = [str(step) for step in skipped]
         more = f" and {len(steps) - 10} more" if len(steps) > 10 else ""
@@ -39,6 +45,33 @@ def note_skipped(rows: list[Row], report: Report) -> None:
             f"{sum(skipped.values())} updates were skipped as spikes (spike.on_spike), in steps "
             f"{', '.join(steps[:10])}{more}: their samples changed no weights"
         )
+
+
+def note_rewinds(rows: list[Row], rewinds: Sequence[Rewind], report: Report) -> None:
+    """Note which batches changed no weights because a spike led back to a checkpoint, and why.
+
+    Args:
+        rewinds: what the run and its checkpoints have on record.
+    """
+    reasons = {(one.step, one.to): one.reason for one in rewinds}
+    for row in rows:
+        if (to := row.get("rewound_to")) is not None:
+            step = row["step"]
+            reason = reasons.get((step, to), "the reason is in no file of the run")
+            which = f"batches of steps {to + 1} to {step}" if step > to + 1 else f"batch of step {step}"
+            report.notes.append(
+                f"step {step} went back to the weights of step {to} (spike.on_spike): {reason}; the {which} "
+                "changed no weights"
+            )
+
+
+def recorded_rewinds(
+    run: RunDirectory, attempt: Attempt, store: CheckpointStore, report: Report
+) -> list[Rewind]:
+    """What the run's file and its newest checkpoint say of rewinds."""
+    newest = store.latest()
+    saved = read_state(store, newest, report) if newest else None
+    return [Rewind(**one) for one in (saved and saved.rewinds) or []] + run.rewinds.of(attempt)
 
 
 def check_steps(

@@ -1,0 +1,241 @@
+"""Going back to a checkpoint when an update spikes: what is left of the batches since, and after a crash."""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+from one_rank import one_rank  # noqa: F401
+from pydantic import ValidationError
+from runs import assert_same_bits, rows, step_folder, steps, tensors
+from tiny import write_example
+
+from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.launch.attempt import newest_start
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
+from cairn.run.rewinds import Rewind, rewind_target
+from cairn.tools.audit.report import Report
+from cairn.tools.audit.steps import note_rewinds, note_skipped, recorded_rewinds
+from cairn.trainer.group import RankGroup
+from cairn.trainer.loop import train
+from cairn.trainer.spikes import SpikeGuard, TrainingDiverged
+
+GUARD = {"on_spike": "rewind", "warmup": 2, "max_in_a_row": 3}
+ATTEMPT = Attempt("0badcafe", 1, "sft", 0, None, "")
+
+
+@pytest.fixture
+def example(tmp_path: Path) -> dict[str, Any]:
+    """Settings of a small run."""
+    words = [
+        "one",
+        "two",
+        "three",
+        "four",
+        "five",
+        "six",
+        "seven",
+        "eight",
+        "nine",
+        "ten",
+        "eleven",
+        "twelve",
+    ]
+    records = [
+        {"messages": [{"role": "user", "content": word}, {"role": "assistant", "content": word[::-1] * 2}]}
+        for word in words
+    ]
+    data = tmp_path / "data.jsonl"
+    data.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return {
+        "model": {"name": str(write_example(tmp_path / "model"))},
+        "data": {"name": str(data), "batch_size": 2},
+        "seq_len": 32,
+        "max_steps": 10,
+        "optimizer": {"lr": 1e-2},
+        "spike": GUARD,
+    }
+
+
+@pytest.fixture
+def spiking(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """The steps whose gradients seem to spike; those of others are all of one norm."""
+    found: set[int] = set()
+    judge = SpikeGuard.spike_in
+
+    def spike_in(
+        guard: SpikeGuard, metrics: Mapping[str, float], what: str, known: str | None = None
+    ) -> str | None:
+        norm = 9.0 if what in {f"step {step}" for step in found} else 1.0
+        return judge(guard, {**metrics, "grad_norm": norm}, what, known)
+
+    monkeypatch.setattr(SpikeGuard, "spike_in", spike_in)
+    return found
+
+
+def run(settings: dict[str, Any], folder: Path, group: RankGroup, **ckpt: Any) -> Path:
+    """Train in this process, from the newest checkpoint in the folder."""
+    config = SFTConfig(**settings, output_dir=str(folder), ckpt={"interval": 3, **ckpt})
+    directory = config.run_directory()
+    attempt = newest_start(ATTEMPT, CheckpointStore(directory.checkpoints), pass_over=False)
+    folder.mkdir(exist_ok=True)
+    directory.begin(attempt)
+    directory.metrics.keep_through(attempt.start_step)
+    train(config, attempt, group)
+    return folder
+
+
+def test_the_weights_of_a_rewound_step_are_those_of_the_checkpoint(
+    example: dict[str, Any],
+    spiking: set[int],
+    one_rank: RankGroup,  # noqa: F811
+    tmp_path: Path,
+):
+    """And so is the optimiser's state; steps, samples and the position in the data go on."""
+    spiking |= {5, 6}
+    example["max_steps"] = 7
+    folder = run(example, tmp_path / "run", one_rank)
+    assert_same_bits(tensors(step_folder(folder, 6)), tensors(step_folder(folder, 3)))
+    found = rows(folder)
+    assert [row["step"] for row in found] == list(range(1, 8))
+    assert [row.get("rewound_to") for row in found] == [None] * 4 + [3, 3, None]
+    assert found[-1]["total_records"] == 14
+    assert len({row["batch/digest"] for row in found}) > 5
+
+    # What is trained in the one step after it is what is trained from a copy of the checkpoint.
+    record = StepFolder(step_folder(folder, 7)).trainer_state()
+    assert record
+    assert record.rewinds
+    assert [(one["step"], one["to"]) for one in record.rewinds] == [(5, 3), (6, 3)]
+    assert record.spikes
+    assert (record.spikes["skipped"], record.spikes["in_a_row"], record.spikes["applied"]) == (2, 0, 5)
+    before, after = (tensors(step_folder(folder, step)) for step in (3, 7))
+    names = [name for name in before if name.endswith(".step")]
+    assert names
+    assert all(after[name] == before[name] + 1 for name in names)
+
+
+@pytest.mark.parametrize("seen_again", [True, False])
+def test_a_crash_on_the_way_back_changes_nothing(
+    example: dict[str, Any],
+    spiking: set[int],
+    seen_again: bool,
+    one_rank: RankGroup,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """Also where arithmetic that varies does not show the spike again: that it was seen is on record."""
+    spiking |= {5}
+    straight = run(example, tmp_path / "straight", one_rank)
+    crashed = tmp_path / "crashed"
+    with monkeypatch.context() as patch:
+        patch.setenv("CAIRN_FAULT", "trainer.rewind:EIO")
+        patch.setattr("cairn.run.faults._reached", {})
+        with pytest.raises(OSError, match="CAIRN_FAULT"):
+            run(example, crashed, one_rank)
+    assert steps(crashed)[-1] == 3
+    if not seen_again:
+        spiking.clear()
+    run(example, crashed, one_rank)
+    same = {"grad_norm", "loss", "batch/digest", "rewound_to", "total_records"}
+    of_both = [[{k: row.get(k) for k in same} for row in rows(folder)] for folder in (straight, crashed)]
+    assert of_both[0] == of_both[1]
+    assert of_both[0][4]["rewound_to"] == 3
+    assert_same_bits(tensors(step_folder(crashed, 10)), tensors(step_folder(straight, 10)))
+    states = [(step_folder(folder, 10) / "trainer/state.json").read_bytes() for folder in (straight, crashed)]
+    assert states[0] == states[1]
+
+
+def test_retention_leaves_the_step_to_go_back_to(
+    example: dict[str, Any],
+    spiking: set[int],
+    one_rank: RankGroup,  # noqa: F811
+    tmp_path: Path,
+):
+    """Beside a newer one, which a run has that was stopped there; and going back does not depend on that."""
+    spiking |= {5}
+    straight = run({**example, "max_steps": 6}, tmp_path / "straight", one_rank, keep_last=1)
+    folder = run({**example, "max_steps": 4}, tmp_path / "stopped", one_rank, keep_last=1)
+    assert steps(folder) == [3, 4]
+    run({**example, "max_steps": 6}, folder, one_rank, keep_last=1)
+    assert steps(folder) == [6]
+    assert_same_bits(tensors(step_folder(folder, 6)), tensors(step_folder(straight, 6)))
+
+
+def test_where_no_step_is_saved_yet_the_update_is_skipped(
+    example: dict[str, Any],
+    spiking: set[int],
+    one_rank: RankGroup,  # noqa: F811
+    tmp_path: Path,
+):
+    """It is all that can be done."""
+    spiking |= {3}
+    folder = run({**example, "max_steps": 4}, tmp_path / "run", one_rank)
+    assert [(row.get("rewound_to"), row.get("skipped_updates")) for row in rows(folder)] == [
+        (None, None),
+        (None, None),
+        (None, 1),
+        (None, None),
+    ]
+
+
+def test_a_run_that_goes_back_again_and_again_ends(
+    example: dict[str, Any],
+    spiking: set[int],
+    one_rank: RankGroup,  # noqa: F811
+    tmp_path: Path,
+):
+    """To one step, or after no update that was applied."""
+    spiking |= {7, 9, 11, 12}
+    with pytest.raises(TrainingDiverged, match=r"step 12: .* went back to step 6 3 times in a row"):
+        run({**example, "max_steps": 13}, tmp_path / "often", one_rank, interval=6)
+    spiking |= {8, 10}
+    with pytest.raises(TrainingDiverged, match=r"step 10: .* 3 updates in a row that were left out"):
+        run({**example, "max_steps": 13}, tmp_path / "in a row", one_rank, interval=6)
+
+
+def test_another_recipe_or_branch_forgets(tmp_path: Path):
+    """What a trainer with other settings would see is not known; what is in checkpoints stays."""
+    log, attempt = RunDirectory(tmp_path).rewinds, dataclasses.replace(ATTEMPT, start_step=6)
+    both = [Rewind(5, 0, 3, "why"), Rewind(8, 1, 6, "why")]
+    log.write(attempt, both)
+    assert log.of(attempt) == both
+    assert log.of(dataclasses.replace(attempt, branch="branch_2")) == []
+    log.forget_after(attempt)
+    assert log.of(attempt) == both[:1]
+    log.path.write_text("{")
+    assert log.of(attempt) == []
+
+
+def test_an_audit_says_what_was_passed_over(tmp_path: Path):
+    """With the reason, from the run's record or its newest checkpoint."""
+    report, directory = Report("run", "sft"), RunDirectory(tmp_path)
+    store = CheckpointStore(directory.checkpoints)
+    directory.rewinds.write(ATTEMPT, [Rewind(5, 0, 3, "the gradient's norm is 9"), Rewind(7, 0, 6, "nan")])
+    table = [{"step": 5, "skipped_updates": 1, "rewound_to": 3}, {"step": 7, "rewound_to": 6}, {"step": 8}]
+    note_skipped(table, report)
+    assert report.notes == []
+    note_rewinds(table, recorded_rewinds(directory, ATTEMPT, store, report), report)
+    assert report.notes == [
+        "step 5 went back to the weights of step 3 (spike.on_spike): the gradient's norm is 9; the batches "
+        "of steps 4 to 5 changed no weights",
+        "step 7 went back to the weights of step 6 (spike.on_spike): nan; the batch of step 7 changed no "
+        "weights",
+    ]
+
+
+@pytest.mark.parametrize("config", [SFTConfig, TrainerConfig])
+@pytest.mark.parametrize("ckpt", [None, {}, {"interval": 3, "training_state": False}])
+def test_it_needs_steps_to_go_back_to(config: Any, ckpt: dict[str, Any] | None):
+    with pytest.raises(ValidationError, match=r"goes back to a step that .* give ckpt\.interval"):
+        config(spike={"on_spike": "rewind"}, ckpt=ckpt)
+    config(spike={"on_spike": "rewind"}, ckpt={"interval": 3})
+
+
+def test_the_target_is_before_the_spike():
+    assert [rewind_target(step, 3) for step in (1, 3, 4, 6, 7)] == [0, 0, 3, 3, 6]
