@@ -19,7 +19,7 @@ import families
 import httpx
 import pytest
 import torch
-from runs import Shell
+from runs import DEADLINE, Shell
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -831,7 +831,7 @@ def living_processes() -> Iterator[tuple[int, int, int, str]]:
             yield int(entry.name), int(stat[1]), int(stat[3]), name
 
 
-def wait_for(condition: Callable[[], Any], deadline: float = 60.0) -> Any:
+def wait_for(condition: Callable[[], Any], deadline: float = DEADLINE) -> Any:
     end = time.monotonic() + deadline
     while not (result := condition()):
         assert time.monotonic() < end, "waited too long"
@@ -909,10 +909,10 @@ def test_interrupt_stops_cleanly_with_requests_in_flight(untied_run: Foreground,
     def interrupt() -> None:
         assert untied_run.members()
         untied_run.process.send_signal(signal.SIGINT)
-        assert untied_run.process.wait(30) == 0
+        assert untied_run.process.wait(DEADLINE) == 0
 
     asyncio.run(in_flight(untied_server.url, interrupt))
-    wait_for(lambda: not untied_run.members(), deadline=5)
+    wait_for(lambda: not untied_run.members())
     assert not untied_run.token_file.exists()
 
 
@@ -921,7 +921,7 @@ def test_nothing_outlives_a_killed_parent(foreground: Callable[..., Foreground])
     run.wait_for_engine()
     assert len(run.members()) >= 3
     run.process.kill()
-    wait_for(lambda: not run.members(), deadline=10)
+    wait_for(lambda: not run.members())
 
 
 def test_a_dead_engine_is_a_failure_with_the_end_of_the_log(foreground: Callable[..., Foreground]):
@@ -933,14 +933,14 @@ def test_a_dead_engine_is_a_failure_with_the_end_of_the_log(foreground: Callable
     def kill_engine() -> None:
         nonlocal printed
         os.kill(run.wait_for_engine(), signal.SIGKILL)
-        printed, _ = run.process.communicate(timeout=60)
+        printed, _ = run.process.communicate(timeout=DEADLINE)
 
     asyncio.run(in_flight(run.url, kill_engine))
     assert run.process.returncode == 1
     assert "the inference server died" in printed
     assert "the end of " in printed
     assert "Engine" in printed
-    wait_for(lambda: not run.members(), deadline=5)
+    wait_for(lambda: not run.members())
     assert not run.token_file.exists()
 
 
@@ -949,20 +949,20 @@ def test_a_model_that_the_server_can_only_die_of_ends_with_the_reason(
 ):
     """vLLM takes Jamba only with a setting that its CPU build can't be run with, and says so in its log."""
     run = foreground(model=families.make("jamba", tmp_path / "jamba"))
-    printed, _ = run.process.communicate(timeout=120)
+    printed, _ = run.process.communicate(timeout=DEADLINE)
     assert run.process.returncode == 2
     assert "inference ready" not in printed
     assert "can't serve" in printed
     assert "Chunked prefill is required" in printed
-    wait_for(lambda: not run.members(), deadline=5)
+    wait_for(lambda: not run.members())
 
 
 def test_terminating_a_starting_server_is_a_clean_stop(foreground: Callable[..., Foreground]):
     run = foreground()
     wait_for(run.members)
     run.process.terminate()
-    assert run.process.wait(30) == 0
-    wait_for(lambda: not run.members(), deadline=5)
+    assert run.process.wait(DEADLINE) == 0
+    wait_for(lambda: not run.members())
 
 
 def test_a_taken_port_is_said_before_anything_starts(
@@ -970,7 +970,7 @@ def test_a_taken_port_is_said_before_anything_starts(
 ):
     port = httpx.URL(inference_server.url).port
     run = foreground(port)
-    printed, _ = run.process.communicate(timeout=60)
+    printed, _ = run.process.communicate(timeout=DEADLINE)
     assert run.process.returncode == 2
     assert f"port {port}" in printed
     assert "--port" in printed

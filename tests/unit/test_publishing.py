@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from families import FAMILIES
 from one_rank import one_rank
+from runs import DEADLINE
 from safetensors.torch import load_file
 from tiny import random_model
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3ForCausalLM
@@ -189,7 +190,7 @@ class SlowDevice(HostCopies):
         return there
 
     def wait(self) -> None:
-        self.gate.wait(60)
+        self.gate.wait(DEADLINE)
         for there, values in self.queued:
             there.copy_(values)
         self.queued.clear()
@@ -238,7 +239,7 @@ def test_training_goes_on_while_a_policy_is_written_and_the_update_waits_for_it(
     assert run.versions.announced(ATTEMPT, 1) is None
     assert not run.versions.folder(1).exists()
     device.gate.set()
-    updating.join(30)
+    updating.join(DEADLINE)
     assert not updating.is_alive()
     publisher.finish()
     assert run.versions.announced(ATTEMPT, 1).save
@@ -255,7 +256,7 @@ def test_versions_are_announced_in_their_order_and_the_end_comes_last(
     time.sleep(0.1)
     assert run.versions.announced(ATTEMPT, 1) is None, "or the thread would take the end back"
     device.gate.set()
-    ending.join(30)
+    ending.join(DEADLINE)
     assert run.versions.announced(ATTEMPT, 1).last
     device.gate.clear()
     publisher.publish(2, save=False, last=False)
@@ -263,7 +264,7 @@ def test_versions_are_announced_in_their_order_and_the_end_comes_last(
     time.sleep(0.1)
     assert run.versions.all_announced(ATTEMPT) == [1]
     device.gate.set()
-    third.join(30)
+    third.join(DEADLINE)
     assert run.versions.all_announced(ATTEMPT) == [1, 2, 3]
 
 
@@ -275,7 +276,7 @@ def test_nothing_is_announced_by_a_trainer_that_has_ended(
     closing = in_thread(publisher.close)
     time.sleep(0.1)
     device.gate.set()
-    closing.join(30)
+    closing.join(DEADLINE)
     assert not closing.is_alive()
     assert run.versions.announced(ATTEMPT, 1) is None
     assert not run.versions.folder(1).exists()
@@ -313,7 +314,7 @@ def test_threads_of_all_ranks_tell_each_other_what_they_have_to_say():
 
     threads = [in_thread(partial(attend, rank)) for rank in range(3)]
     for thread in threads:
-        thread.join(60)
+        thread.join(DEADLINE)
     assert heard == [[[f"{number} from {rank}" for rank in range(3)] for number in range(20)]] * 3
     assert store.num_keys() <= 2 * 3 + 1
 

@@ -284,7 +284,7 @@ def test_the_last_policy_is_evaluated_and_the_servers_sleep_again(
 
 @pytest.mark.parametrize("step", [0, 3, 6])
 def test_an_evaluation_that_a_death_interrupts_goes_on_although_the_next_batch_is_shipped(
-    configuration: OrchestratorConfig, tmp_path: Path, step: int
+    configuration: OrchestratorConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, step: int
 ):
     """The trainer gets that batch only when the policy before it is evaluated."""
     draw = random.Random(step)
@@ -299,10 +299,22 @@ def test_an_evaluation_that_a_death_interrupts_goes_on_although_the_next_batch_i
     async def both() -> None:
         training = asyncio.create_task(trainer.train())
         first = Orchestrator(config, ATTEMPT, sleepers)
+        evaluate, shipped = first.evaluations.run, asyncio.Event()
+
+        async def after_the_batch(of: int, **how: bool) -> None:
+            if of == step:
+                await shipped.wait()
+            await evaluate(of, **how)
+
+        monkeypatch.setattr(first.evaluations, "run", after_the_batch)
         running = asyncio.create_task(first.run())
-        while first.state.shipped.newest.step <= step or not first.evaluations.due(step):
+        while first.state.shipped.newest.step <= step:
             assert not running.done()
             await asyncio.sleep(0.001)
+        shipped.set()
+        for _ in range(10):  # a few of its answers
+            await asyncio.sleep(0)
+        assert first.evaluations.due(step)
         running.cancel()
         await asyncio.wait([running])
         assert run.versions.trainers_turn(ATTEMPT) is None

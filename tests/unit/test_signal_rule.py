@@ -47,10 +47,10 @@ def test_a_role_leaves_the_second_request_to_its_launcher(monkeypatch: pytest.Mo
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     heard = []
     with on_stop_signals(heard.append):
-        signal.raise_signal(HUP)
+        signal.raise_signal(INT)
         clock[0] += 10
         signal.raise_signal(TERM)
-    assert heard == ["SIGHUP"]
+    assert heard == ["SIGINT"]
 
 
 def test_handlers_and_mask_are_as_before_afterwards():

@@ -93,6 +93,8 @@ class Job:
             stderr=subprocess.STDOUT,
             text=True,
             start_new_session=True,
+            # bash can't trap a signal that it was started to ignore, as in the background of a shell.
+            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
         )
         self.processes.append(process)
         return process

@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
+from runs import DEADLINE
 from torch.distributed.tensor import DTensor, Shard
 
 from cairn.checkpoint.copies import HostCopies
@@ -100,7 +101,7 @@ def test_weights_do_not_change_while_somebody_reads_them(
     time.sleep(0.2)
     assert changing.is_alive()
     got = {name: tensor for part in parts for name, tensor in part.items()}
-    changing.join(30)
+    changing.join(DEADLINE)
     assert not changing.is_alive()
     assert all(torch.equal(got[name], before[name]) for name in got)
     assert not torch.equal(policy["embed"], before["embed"])

@@ -382,15 +382,15 @@ class Slow:
         return seed, "go"
 
     def step(self, world: int, answer: str) -> tuple[None, float, bool]:
-        time.sleep(0.3)
+        time.sleep(0.15)
         return None, 1.0, True
 
 
 def test_a_world_that_waits_for_a_thread_has_time(tmp_path: Path):
     """Together the steps take longer than one may."""
-    settings = {"samples_per_prompt": 8, "reward_threads": 1, "reward_timeout": 1.0, "reward_retries": 0}
+    settings = {"samples_per_prompt": 16, "reward_threads": 1, "reward_timeout": 2.0, "reward_retries": 0}
     group = complete(runner(tmp_path, Slow(), Servers(), kind=WorldPrograms, **settings))
-    assert group.rewards == [1.0] * 8
+    assert group.rewards == [1.0] * 16
 
 
 def test_a_start_that_is_none_has_failed(tmp_path: Path):
@@ -436,7 +436,7 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(tmp_pat
 
     closed = threading.Event()
     environment = Hanging(2)
-    one = runner(tmp_path, environment, Servers(), reward_threads=2, reward_timeout=0.3)
+    one = runner(tmp_path, environment, Servers(), reward_threads=2, reward_timeout=2)
 
     async def both() -> Any:
         found = await one.complete(Prompts(one.ledger).issue(0))
