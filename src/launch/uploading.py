@@ -7,6 +7,7 @@ import time
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.objects import RETRY_SECONDS
 from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
@@ -29,7 +30,7 @@ LOOK_SECONDS = 0.5
 MIN_SECONDS = 0.001
 """An upload counts as taking so long at least."""
 FIRST_PAUSE, LONGEST_PAUSE = 1.0, 60.0
-"""Seconds until a failed upload is tried again: first, and at most."""
+"""Seconds until a failed upload is tried again: first, and at most, but never above --ckpt.remote-timeout."""
 
 
 def uploads_of(config: RunConfig) -> RunUploads | None:
@@ -83,7 +84,9 @@ def _uploader(uploads: RunUploads, run: RunDirectory, owner: str) -> Uploader:
     ckpt: CkptConfig = uploads.ckpt
     assert ckpt.remote is not None
     rate = bytes_of(ckpt.remote_bandwidth) if ckpt.remote_bandwidth else None
-    remote, files = RemoteStore(Objects(ckpt.remote)), small_files(run)
+    # Repeating a request for longer would keep the end of the run waiting beyond its limit.
+    objects = Objects(ckpt.remote, retry_seconds=min(RETRY_SECONDS, ckpt.remote_timeout))
+    remote, files = RemoteStore(objects), small_files(run)
     return Uploader(uploads, remote, owner, run_files=files, limit=Limit(rate))
 
 
@@ -164,7 +167,7 @@ class _Loop:
             self._give_up(f"nothing could be uploaded for {limit:g} s: {error}")
             return False
         heartbeat.doing(f"waiting for the remote store: {error}", waiting=True)
-        time.sleep(self._pause)
+        time.sleep(min(self._pause, limit))
         self._pause = min(2 * self._pause, LONGEST_PAUSE)
         return True
 
