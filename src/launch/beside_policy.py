@@ -1,6 +1,5 @@
 """The models that are trained beside the policy, before anything starts: where they begin."""
 
-import json
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -9,7 +8,7 @@ from cairn.config.critic import POLICY_AGAIN
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.trainer import TrainerBase
-from cairn.launch.model import is_step, resolve_model
+from cairn.launch.model import is_step, resolve_model, vocabulary_size
 from cairn.launch.start import Start
 from cairn.run.errors import UsageError
 from cairn.run.recipe import TOKENIZER_FILES
@@ -81,7 +80,7 @@ def _folder(section: str, name: str, policy: Path, cache: Path, flags: str) -> P
 
 def _vocabulary_problem(folder: Path, policy: Path) -> str | None:
     """What is wrong with the model's tokens for a policy; None if nothing is."""
-    sizes = [_vocabulary_size(one) for one in (folder, policy)]
+    sizes = [vocabulary_size(one) for one in (folder, policy)]
     has_tokenizer = any(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
     if not has_tokenizer:  # such as the critic of a checkpoint
         return f"it knows {sizes[0]} tokens, and the policy {sizes[1]}" if sizes[0] < sizes[1] else None
@@ -92,8 +91,3 @@ def _vocabulary_problem(folder: Path, policy: Path) -> str | None:
         return None
     other = sum(theirs.get(token) != number for token, number in ours.items())
     return f"its tokenizer's vocabulary is not the policy's ({other} of its {len(ours)} tokens differ)"
-
-
-def _vocabulary_size(folder: Path) -> int:
-    about = json.loads((folder / "config.json").read_text())
-    return int((about.get("text_config") or about).get("vocab_size") or 0)

@@ -196,3 +196,9 @@ def _create(source: Path, seed: int) -> Path:
             if not target.exists():
                 raise
     return target
+
+
+def vocabulary_size(folder: Path) -> int:
+    """Rows of the embeddings of a Hugging Face directory's model, padding included; 0 if it does not say."""
+    about = read_json(folder / "config.json", dict) or {}
+    return int((about.get("text_config") or about).get("vocab_size") or 0)

@@ -15,7 +15,7 @@ from cairn.checkpoint.weight_sums import changed, sums_of, weight_files
 from cairn.config.model import ModelConfig
 from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import TrainerBase
-from cairn.launch.model import resolve_model
+from cairn.launch.model import resolve_model, vocabulary_size
 from cairn.launch.start import Start
 from cairn.run.errors import UsageError
 from cairn.run.recipe import tokenizer_of
@@ -132,14 +132,18 @@ def _sums(folder: Path, about: str) -> dict[str, str]:
 
 
 def check_vocabulary(policy: Path, other: Path, about: str) -> None:
-    """See that two models mean the same by a token's number.
+    """See that two models mean the same by a token's number, and that `other` has a row for each token.
+
+    Models of one family often differ in the rows that pad their embeddings; these stand for no token.
 
     Raises:
         UsageError: they do not, or it can't be known.
     """
+    ours = _tokens(policy)
+    _check_rows(policy, other, about, ours)
     if tokenizer_of(policy) == tokenizer_of(other):
         return
-    ours, theirs = _tokens(policy), _tokens(other)
+    theirs = _tokens(other)
     if ours is None or theirs is None:
         without = policy if ours is None else other
         raise UsageError(
@@ -152,6 +156,17 @@ def check_vocabulary(policy: Path, other: Path, about: str) -> None:
             f"{about}: its vocabulary is another than the policy's: {token!r} is token {ours[token]} in "
             f"{policy}, and {theirs.get(token, 'no token')} in {other}. Logprobs of one model's tokens under "
             "another need the same tokens: take a model of the same family"
+        )
+
+
+def _check_rows(policy: Path, other: Path, about: str, tokens: Mapping[str, int] | None) -> None:
+    """See that `other` has a row for each of the policy's tokens, or of its rows if no tokens are known."""
+    rows, of_policy = (vocabulary_size(folder) for folder in (other, policy))
+    needed = 1 + max(tokens.values()) if tokens else of_policy
+    if rows < min(needed, of_policy):
+        raise UsageError(
+            f"{about}: its embeddings have {rows} rows, and the policy's tokens need {needed}. Logprobs of "
+            "one model's tokens under another need the same tokens: take a model of the same family"
         )
 
 

@@ -13,7 +13,8 @@ from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup
 from cairn.trainer.model import build_model, weights_in
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.rows import ALONE, Rows
+from cairn.trainer.rearranging import add_logprobs_alone
+from cairn.trainer.rows import ALONE
 from cairn.trainer.scorers import check_scorer, make_scorer
 from cairn.trainer.scoring import Scorer, add_logprobs
 
@@ -50,7 +51,7 @@ class Frozen:
             CheckpointError: they don't fit the model, or a file is damaged.
         """
         self.folder, self.whose = folder, whose
-        self._device = group.device
+        self._config, self._group, self._policy = config, group, policy
         if sums is not None:
             _check_sums(folder, sums, group, whose)
         gpu = group.device.type == "cuda"
@@ -58,28 +59,39 @@ class Frozen:
         compute = DTYPES_IN_SETTINGS[config.precision.settled(gpu=gpu).compute]
         module = build_model(folder, config, group.mesh, held_as=compute).requires_grad_(False).eval()
         read_tensors(folder, weights_in(module, folder), "model", rank=group.rank)
-        vocabulary, of_policy = (
+        self._vocabulary, of_policy = (
             model.config.get_text_config().vocab_size for model in (module, policy.model)
         )
-        if vocabulary < of_policy:
-            raise UsageError(
-                f"{whose} = {folder}: it gives logits for {vocabulary} tokens, and the policy may sample "
-                f"{of_policy}: the same vocabulary is needed"
-            )
+        self._has_fewer = self._vocabulary < of_policy
         self.scorer = make_scorer(module, config, group.device)
         check_scorer(self.scorer, config, group, first=policy.rows.name)
-        self._check_rows(policy.rows)
-
-    def _check_rows(self, of_policy: Rows) -> None:
-        if self.scorer.rows.arrange is not of_policy.arrange and of_policy is not ALONE:
-            raise UsageError(
-                f"{self.whose} = {self.folder}: it needs {self.scorer.rows.name}, and the policy's "
-                f"micro-batches are {of_policy.name}; have a vLLM server serve it, and give its URL"
-            )
 
     def add_logprobs(self, batch: RankBatch, name: str) -> None:
-        """Add its logprobs of the learned tokens as column `name`; all ranks call it."""
-        add_logprobs(batch, name, self.scorer, self._device)
+        """Add its logprobs of the learned tokens as column `name`; all ranks call it.
+
+        A logprob is normalised over all rows of this model's output embeddings, also those that stand for no
+        token (padding of the vocabulary), as a server's is.
+
+        Raises:
+            UsageError: a sample has a token that the model has no row for.
+        """
+        if self._has_fewer:
+            self._check_tokens(batch)
+        ours, of_policy = self.scorer.rows.arrange, self._policy.rows.arrange
+        if ours is of_policy or of_policy is ALONE.arrange:
+            add_logprobs(batch, name, self.scorer, self._group.device)
+        else:
+            add_logprobs_alone(batch, name, self.scorer, self._config, self._group)
+
+    def _check_tokens(self, batch: RankBatch) -> None:
+        highest = max((int(micro.input_ids.max()) for micro in batch.micros), default=0)
+        token = max(self._group.gather_objects(highest))
+        if token >= self._vocabulary:
+            raise UsageError(
+                f"{self.whose} = {self.folder}: its embeddings have {self._vocabulary} rows, and the policy "
+                f"has sampled token {token}, which stands for no text (a padding row of its own embeddings); "
+                "take a model with as many rows as the policy, or pad this one's (resize_token_embeddings)"
+            )
 
 
 @torch.no_grad()

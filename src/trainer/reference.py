@@ -3,7 +3,8 @@
 They lie in the run directory, in files of a fixed number of records each, so that whoever is killed in the
 middle goes on behind the last file, and a run that resumes trains with the very same numbers. The folder's
 name stands for all that the numbers depend on: records, weights, tokenizer and settings. The weights are
-loaded a second time for it, and dropped again; that takes less memory than training does.
+loaded a second time for it, as a frozen copy (`cairn.trainer.frozen`), and dropped again; that takes less
+memory than training does.
 """
 
 import hashlib
@@ -21,16 +22,16 @@ from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import write_atomic
+from cairn.trainer.frozen import Frozen
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs
-from cairn.trainer.model import build_model, reshard, weights_in
+from cairn.trainer.model import reshard
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.scoring import Scorer
 from cairn.trainer.state import TrainerState
@@ -131,7 +132,10 @@ def reference_logps(
         if group.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / "about.json", key.encode())
-        with_reference = _scorer(Path(origin.folder), state)
+        heartbeat.doing("loading the reference")
+        with_reference = Frozen(
+            Path(origin.folder), config, group, whose="the reference", policy=state.scorer
+        ).scorer
         for start in missing:
             if group.any_of(asked_to_stop())[0]:
                 return None
@@ -158,18 +162,6 @@ def reference_logps(
 def _present(values: np.ndarray | None) -> np.ndarray:
     assert values is not None
     return values
-
-
-def _scorer(folder: Path, state: TrainerState) -> Scorer:
-    """Scores with the weights in `folder`; rows and attention are those that the policy was found to need."""
-    heartbeat.doing("loading the reference")
-    module = build_model(folder, state.config.model_copy(update={"lora": None}), state.group.mesh)
-    read_tensors(folder, weights_in(module, folder), "model")
-    module.eval()
-    scorer = Scorer(module, state.group.device, state.scorer.method)
-    scorer.attend(state.scorer.attention)
-    scorer.rows = state.scorer.rows
-    return scorer
 
 
 @torch.no_grad()

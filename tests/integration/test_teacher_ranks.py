@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from families import make
 from runs import free_port, join, start_ranks
 from safetensors.torch import load_file, save_file
 from tiny import write_example
@@ -67,7 +68,7 @@ def run_rank(rank: int, ranks: int, port: int, folder: Path) -> None:
 
 def test_two_ranks_find_what_one_does(tmp_path: Path):
     write_example(tmp_path / "start")
-    write_example(tmp_path / "teacher", seed=1)
+    make("mamba2", tmp_path / "teacher")  # it needs each sample in a row of its own
     for ranks in (1, 2):
         started = start_ranks(run_rank, ranks, free_port(), tmp_path, world_size=ranks)
         while not started.join():

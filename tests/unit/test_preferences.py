@@ -550,7 +550,7 @@ def test_a_resumed_run_reads_them_and_needs_no_reference(
 ):
     _, context = begin(group, folder, config)
     DPO(config, context)
-    monkeypatch.setattr(reference, "build_model", None)  # nothing is loaded
+    monkeypatch.setattr(reference, "Frozen", None)  # nothing is loaded
     DPO(config, context)
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from pydantic import ValidationError
-from tiny import EXAMPLE, write_example
+from tiny import EXAMPLE, VOCABULARY, write_example
 
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
@@ -157,6 +157,24 @@ def test_another_vocabulary_is_refused(tmp_path: Path, start: Path):
     path.unlink()
     with pytest.raises(UsageError, match=r"no tokenizer\.json"):
         check_vocabulary(start, other, "x")
+
+
+@pytest.mark.parametrize("rows", [VOCABULARY - 1, VOCABULARY, VOCABULARY + 26])
+def test_rows_that_stand_for_no_token_may_differ(tmp_path: Path, start: Path, rows: int):
+    """As in models of one family, whose embeddings are padded to other multiples."""
+
+    def with_rows(name: str, rows: int) -> Path:
+        folder = shutil.copytree(start, tmp_path / name)
+        path = folder / "config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | {"vocab_size": rows}))
+        return folder
+
+    policy, other = with_rows("policy", VOCABULARY + 10), with_rows("other", rows)
+    if rows >= VOCABULARY:
+        check_vocabulary(policy, other, "x")
+        return
+    with pytest.raises(UsageError, match=rf"x: its embeddings have {rows} rows, .* tokens need {VOCABULARY}"):
+        check_vocabulary(policy, other, "x")
 
 
 def test_frozen_copies_are_in_the_estimate():

@@ -1,12 +1,16 @@
 """References and teachers: KL penalties, rewards of tokens, and frozen copies."""
 
+import itertools
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from families import make
 from one_rank import one_rank
-from tiny import write_example
+from tiny import EXAMPLE, VOCABULARY, random_model, write, write_example
+from transformers import AutoConfig
 
 from cairn.checkpoint.tensors import read_tensors, write_tensors
 from cairn.checkpoint.weight_sums import sums_of, weight_files
@@ -19,8 +23,9 @@ from cairn.trainer.frozen import Frozen
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, make_loss
 from cairn.trainer.losses.kl import ESTIMATORS, KLPenalty
-from cairn.trainer.packing import RankBatch, make_micro_batches, make_rank_batch
+from cairn.trainer.packing import MicroBatch, RankBatch, make_micro_batches, make_rank_batch, one_a_row
 from cairn.trainer.policy import make_policy
+from cairn.trainer.rows import ALONE, BY_POSITIONS
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.teachers import Teachers
@@ -72,7 +77,7 @@ def begin(group: RankGroup, folder: Path) -> TrainerState:
     return state
 
 
-def make_work(made: list[Sample], temperature: float = 1.0, **how: int) -> RankBatch:
+def make_work(made: list[Sample], temperature: float = 1.0, **how: Any) -> RankBatch:
     return make_rank_batch(Batch(made, sampling=Sampling(temperature)), CONFIG, rank=0, world_size=1, **how)
 
 
@@ -286,6 +291,70 @@ def test_frozen_copies_hold_weights_as_they_compute(group: RankGroup, folder: Pa
         with torch.no_grad():
             own = state.scorer.logprobs(micro, 1.0)
         assert torch.equal(micro.columns[REFERENCE_LOGPROBS][:, 1:], own)
+
+
+@torch.no_grad()
+def written(folder: Path, seed: int, rows: int) -> Path:
+    """The example's model, whose embeddings have so many rows; those behind the tokenizer's are padding."""
+    config = AutoConfig.from_pretrained(EXAMPLE, vocab_size=rows, initializer_range=0.1)
+    return write(random_model(config, seed), folder)
+
+
+@pytest.mark.parametrize("rows", [VOCABULARY, VOCABULARY + 26])
+def test_a_teacher_may_have_other_padding_rows(group: RankGroup, tmp_path: Path, rows: int):
+    """Its logprobs are normalised over all rows that it has, and tokens without a row are refused."""
+    policy = begin(group, written(tmp_path / "policy", 0, VOCABULARY + 10))
+    frozen = Frozen(written(tmp_path / "x", 1, rows), CONFIG, group, whose="x", policy=policy.scorer)
+    work = make_work(samples(), temperature=0.7)
+    frozen.add_logprobs(work, TEACHER_LOGPROBS)
+    seen = 0
+    for micro in work.micros:
+        ids = micro.input_ids
+        positions = micro.position_ids
+        logits = frozen.scorer.model(input_ids=ids, position_ids=positions, use_cache=False).logits
+        assert logits.shape[-1] == rows
+        wanted = (logits[:, :-1].double() / 0.7).log_softmax(-1).gather(-1, ids[:, 1:, None])[..., 0].float()
+        found = micro.columns[TEACHER_LOGPROBS][:, 1:]
+        learned = micro.loss_mask[:, 1:]
+        torch.testing.assert_close(found[learned], wanted[learned])
+        seen += int(learned.sum())
+    assert seen == work.counts.learned
+    padding = make_work([Sample.of_answer([5, 6], [7, VOCABULARY + 3], logprobs=-1.0, advantages=0.0)])
+    if rows == VOCABULARY:
+        with pytest.raises(UsageError, match=rf"x = .*/x: its embeddings have {rows} rows.*token {rows + 3}"):
+            frozen.add_logprobs(padding, TEACHER_LOGPROBS)
+    else:
+        frozen.add_logprobs(padding, TEACHER_LOGPROBS)
+
+
+def test_a_teacher_that_needs_other_rows_than_the_policy(group: RankGroup, folder: Path, tmp_path: Path):
+    """One that carries state from token to token, for a policy whose samples share rows."""
+    policy = begin(group, folder)
+    frozen = Frozen(make("mamba2", tmp_path), CONFIG, group, whose="x", policy=policy.scorer)
+    assert (policy.scorer.rows, frozen.scorer.rows) == (BY_POSITIONS, ALONE)
+    work = make_work(samples())
+    assert any(micro.samples > len(micro.input_ids) for micro in work.micros), "samples share rows"
+    frozen.add_logprobs(work, TEACHER_LOGPROBS)
+    alone = make_work(samples(), arrange=one_a_row)
+    frozen.add_logprobs(alone, TEACHER_LOGPROBS)
+    found, wanted = (by_answer(one.micros) for one in (work, alone))
+    assert found.keys() == wanted.keys()
+    for answer, values in wanted.items():
+        torch.testing.assert_close(found[answer], values)
+    assert len({tuple(one.tolist()) for one in wanted.values()}) == len(wanted), "they differ"
+
+
+def by_answer(micros: list[MicroBatch]) -> dict[int, torch.Tensor]:
+    """The teacher's logprobs of each of `samples`, by the number of its learned tokens."""
+    found = {}
+    for micro in micros:
+        column = micro.columns[TEACHER_LOGPROBS].flatten()
+        assert not column[~micro.loss_mask.flatten()].any()
+        for start, end in itertools.pairwise(micro.bounds.tolist()):
+            learned = micro.loss_mask.flatten()[start:end]
+            if learned.any():
+                found[int(learned.sum())] = column[start:end][learned]
+    return found
 
 
 def test_weights_that_changed_are_refused_by_name(group: RankGroup, tmp_path: Path):
