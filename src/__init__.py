@@ -11,17 +11,30 @@ from cairn.run.errors import CairnError, UsageError
 if TYPE_CHECKING:
     from cairn.api.checkpoints import Checkpoint, load_checkpoint
     from cairn.api.runs import Run, Step
-    from cairn.api.training import rl, sft
+    from cairn.api.training import dpo, reward, rl, sft
 
 __version__ = "0.1.0"
 
-__all__ = ["CairnError", "Checkpoint", "Run", "Step", "UsageError", "load_checkpoint", "rl", "sft"]
+__all__ = [
+    "CairnError",
+    "Checkpoint",
+    "Run",
+    "Step",
+    "UsageError",
+    "dpo",
+    "load_checkpoint",
+    "reward",
+    "rl",
+    "sft",
+]
 
 _HOMES = {
     "Checkpoint": "cairn.api.checkpoints",
     "Run": "cairn.api.runs",
     "Step": "cairn.api.runs",
+    "dpo": "cairn.api.training",
     "load_checkpoint": "cairn.api.checkpoints",
+    "reward": "cairn.api.training",
     "rl": "cairn.api.training",
     "sft": "cairn.api.training",
 }

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any
 from cairn.checkpoint.formats import FORMATS, Source
 from cairn.checkpoint.formats.adapters import base_folder, is_adapter
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
-from cairn.checkpoint.step import MODEL, OPTIMIZER, ORCHESTRATOR_STATE, TRAINER_STATE, StepFolder
+from cairn.checkpoint.step import (
+    MODEL,
+    OPTIMIZER,
+    ORCHESTRATOR_STATE,
+    TRAINER_STATE,
+    StepFolder,
+    is_reward_model,
+)
 from cairn.checkpoint.steps import verify
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
@@ -70,12 +77,15 @@ class Checkpoint:
     def model(self, **arguments: Any) -> "PreTrainedModel":
         """The model, from `AutoModelForCausalLM.from_pretrained(folder, **arguments)`.
 
+        A reward model is from `AutoModelForSequenceClassification`, and gives one number for a conversation.
         That of a step that holds an adapter is the base, in float32 unless `dtype` is given, with the adapter
         merged into it.
         """
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
         folder = StepFolder(self.folder).model
+        if is_reward_model(folder):
+            return AutoModelForSequenceClassification.from_pretrained(folder, **arguments)
         if not is_adapter(folder):
             return AutoModelForCausalLM.from_pretrained(folder, **arguments)
         from peft import PeftModel

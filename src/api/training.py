@@ -11,6 +11,7 @@ from cairn.config.arguments import Arguments, Layer, read_file
 from cairn.config.base import BaseConfig
 from cairn.config.cli import require, resolve
 from cairn.config.kinds import KINDS
+from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
 from cairn.config.settings import Setting, settings_of
 from cairn.config.trainer import SFTConfig
@@ -34,10 +35,17 @@ def sft(config: "SFTConfig | Mapping[str, Any] | str | Path", **settings: Any) -
         cairn.UsageError: the run can't start like this; nothing was written (exit code 2 of the command).
         cairn.CairnError: the run failed (exit code 1).
     """
-    checked = _checked(SFTConfig, config, settings, needs=KINDS["sft"].needs)
-    from cairn.launch.commands import start
+    return _train("sft", SFTConfig, config, settings)
 
-    return _run(lambda: start("sft", checked), checked.output_dir)
+
+def dpo(config: "DPOConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
+    """Learning from preferences: the command `dpo`. Arguments, result and errors are those of `sft`."""
+    return _train("dpo", DPOConfig, config, settings)
+
+
+def reward(config: "RewardConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
+    """Training a reward model: the command `reward`. Arguments, result and errors are those of `sft`."""
+    return _train("reward", RewardConfig, config, settings)
 
 
 def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
@@ -45,10 +53,15 @@ def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> 
 
     Without `orchestrator.inference_url`, it starts an inference server and stops it at the end.
     """
-    checked = _checked(RLConfig, config, settings, needs=KINDS["rl"].needs)
+    return _train("rl", RLConfig, config, settings)
+
+
+def _train(command: str, cls: type[Config], config: object, settings: Mapping[str, Any]) -> Run:
+    """What a command does."""
+    checked: Any = _checked(cls, config, settings, needs=KINDS[command].needs)
     from cairn.launch.commands import start
 
-    return _run(lambda: start("rl", checked), checked.output_dir)
+    return _run(lambda: start(command, checked), checked.output_dir)
 
 
 def _checked(

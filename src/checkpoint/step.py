@@ -136,3 +136,9 @@ class StepFolder:
 
 def _to_json(content: dict[str, Any]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether a Hugging Face directory says that its model gives numbers for conversations, and no tokens."""
+    about = read_json(folder / "config.json", dict[str, Any]) or {}
+    return any(str(name).endswith("ForSequenceClassification") for name in about.get("architectures") or ())

@@ -5,8 +5,10 @@ import os
 import sys
 from pathlib import Path
 
+from cairn.checkpoint.step import is_reward_model
 from cairn.config.inference import InferenceConfig
 from cairn.inference.build import installed_build
+from cairn.run.errors import UsageError
 
 
 def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
@@ -15,8 +17,14 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     `model` is a Hugging Face directory or hub name. Starts and changes nothing.
 
     Raises:
-        UsageError: vLLM is not installed, or not as a whole.
+        UsageError: vLLM is not installed, or not as a whole; or the model gives no answers.
     """
+    if is_reward_model(Path(model)):
+        raise UsageError(
+            f"--model.name {model}: a reward model gives conversations a number, and answers nothing, so the "
+            "inference server has no use for it. In RL it is a reward function (docs/preferences.md); vLLM's "
+            f"own server serves it: vllm serve {model} --runner pooling"
+        )
     cpu = installed_build() == "cpu"
     config = config.settled(gpu_servers=not cpu)
     argv = [sys.executable, "-m", "vllm.entrypoints.launchers.api_server.entry"]

@@ -36,6 +36,10 @@ means = answers.groupby("step").reward.mean()
 assert (means - rl.metrics["reward/mean"]).abs().max() < 1e-6
 assert answers.prompt.str.contains("<user>[a-z]{3,8}<assistant>").all()
 assert snapshot.roles["trainer"].state == "done"
+assert preferring.state == judge.state == "done"
+assert abs(preferring.metrics["loss"].iloc[0] - 0.5) < 1e-4
+assert type(rewarding).__name__ == "Qwen3ForSequenceClassification"
+assert torch.equal(rewarding.score.weight, judge.steps[-1].load().tensors["score.weight"])
 assert snapshot.costs.recomputed_steps == 0
 print("all facts hold")
 """

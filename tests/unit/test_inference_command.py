@@ -10,6 +10,7 @@ import pytest
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import Unauthorized, token_file, token_for
 from cairn.inference.vllm_command import command
+from cairn.run.errors import UsageError
 
 
 def option(argv: list[str], name: str) -> str:
@@ -89,3 +90,11 @@ def test_the_window_of_cohere2_is_the_one_that_transformers_has(tmp_path: Path):
     assert json.loads(argv[argv.index("--hf-overrides") + 1]) == {"sliding_window": 4095}
     (tmp_path / "config.json").write_text(json.dumps({**model, "model_type": "mistral"}))
     assert "--hf-overrides" not in command(InferenceConfig(), str(tmp_path))[0]
+
+
+def test_a_reward_model_answers_nothing(tmp_path: Path):
+    """And vLLM's own server, which could serve it, is named."""
+    about = {"architectures": ["Qwen3ForSequenceClassification"], "model_type": "qwen3"}
+    (tmp_path / "config.json").write_text(json.dumps(about))
+    with pytest.raises(UsageError, match=r"a reward model gives conversations a number.*--runner pooling"):
+        command(InferenceConfig(), str(tmp_path))

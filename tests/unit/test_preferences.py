@@ -4,6 +4,7 @@ import importlib
 import json
 import math
 import re
+from collections import defaultdict
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -389,10 +390,10 @@ SIDES = [1, -1, -1, 1, -1, 0]
 """Of the same samples, taken one by one; the last is not learned from."""
 
 
-@pytest.mark.parametrize("rows", PACKINGS)
-def test_kto_is_that_of_the_paper(rows: list[list[int]]):
-    """Equations 7 and 8 in float64, with the gradient of every token, and the metrics."""
-    logprobs, references = made(5)
+def of_cairn_one_by_one(
+    loss: Any, logprobs: list[torch.Tensor], references: list[float], rows: Any, point: float
+) -> tuple[LossSums, list[torch.Tensor]]:
+    """Sums of a loss of single answers, and the gradient of each answer's tokens."""
     samples = []
     for i, (prompt, n) in enumerate(LENGTHS):
         sample = Sample.of_answer([1] * prompt, [2] * n)
@@ -400,7 +401,7 @@ def test_kto_is_that_of_the_paper(rows: list[list[int]]):
         filled = {k: np.full(prompt + n, v, np.float32) for k, v in columns.items()}
         samples.append(Sample(sample.token_ids, sample.loss_mask & bool(SIDES[i]), filled))
     micro = fill_rows([[samples[i] for i in row] for row in rows], 0, [SIDE, REFERENCE])
-    micro.columns[POINT] = torch.full(micro.input_ids.shape, 0.4)
+    micro.columns[POINT] = torch.full(micro.input_ids.shape, point)
     values, places = torch.zeros(micro.input_ids.shape), {}
     for r, row in enumerate(rows):
         start = 0
@@ -410,27 +411,32 @@ def test_kto_is_that_of_the_paper(rows: list[list[int]]):
             values[r, start + prompt : start + prompt + n] = logprobs[i].detach().float()
             start += prompt + n
     given = values[:, 1:].clone().requires_grad_()
-    loss = loss_of({"type": "kto", "beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5})
     sums = loss(LossInputs.of(given, micro))
     sums.loss.backward()
+    return sums, [given.grad[places[i]] for i in range(len(LENGTHS))]
 
+
+KTO_SETTINGS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
+
+
+@pytest.mark.parametrize("rows", PACKINGS)
+def test_kto_is_that_of_the_paper(rows: list[list[int]]):
+    """Equations 7 and 8 in float64, with the gradient of every token, and the metrics."""
+    logprobs, references = made(5)
+    loss = loss_of({"type": "kto", **KTO_SETTINGS})
+    sums, gradients = of_cairn_one_by_one(loss, logprobs, references, rows, 0.4)
     wanted = torch.zeros((), dtype=torch.float64)
     rewards: dict[int, list[float]] = {1: [], -1: []}
     for one, of_reference, side in zip(logprobs, references, SIDES, strict=True):
         if side:
-            ratio = one.sum() - of_reference
-            value = (
-                1.5 / (1 + torch.exp(-0.3 * (ratio - 0.4)))
-                if side > 0
-                else (0.5 / (1 + torch.exp(-0.3 * (0.4 - ratio))))
-            )
-            wanted = wanted + (1.5 if side > 0 else 0.5) - value
+            ratio, weight = one.sum() - of_reference, 1.5 if side > 0 else 0.5
+            wanted = wanted + weight - weight / (1 + torch.exp(-0.3 * side * (ratio - 0.4)))
             rewards[side].append(0.3 * ratio.item())
     wanted.backward()
     assert sums.loss.item() == pytest.approx(wanted.item(), rel=1e-5)
     for i, one in enumerate(logprobs):
         expected = one.grad if SIDES[i] else torch.zeros_like(one)
-        torch.testing.assert_close(given.grad[places[i]].double(), expected, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(gradients[i].double(), expected, rtol=1e-4, atol=1e-6)
     counts = BatchCounts(samples=6, tokens=42, learned=18, cut=0, unlearned=1, records=6)
     assert loss.normaliser(counts) == 5
     shown = {name: (value / weight).item() for name, (value, weight) in sums.averages.items()}
@@ -460,6 +466,101 @@ def test_losses_are_those_of_trl():
     theirs = orpo.odds_ratio_loss(SimpleNamespace(accelerator=device, beta=0.1), *means)[0]
     ours, _, _ = of_cairn(loss_of({"type": "orpo"}), logprobs, references, PACKINGS[0])
     assert ours.loss.item() == pytest.approx(-(means[0] + theirs).sum().item(), rel=1e-5)
+
+
+def trl_trainer(**settings: Any) -> SimpleNamespace:
+    """What a trainer's own function for the loss looks at; `model` gives it the logprobs of all answers."""
+    device = SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
+    counted = {"_metrics": {"train": defaultdict(list)}, "_total_train_tokens": 0, "_tp_size": 1}
+    return SimpleNamespace(
+        **counted,
+        accelerator=device,
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        args=SimpleNamespace(gradient_checkpointing_kwargs=None),
+        **settings,
+    )
+
+
+def trl_outputs(logprobs: torch.Tensor) -> SimpleNamespace:
+    """What TRL's model returns; beside the logprobs, all is for metrics."""
+    other = torch.zeros_like(logprobs)
+    return SimpleNamespace(log_probs=logprobs, entropy=other, mean_logits=other, is_top1=other.bool())
+
+
+def in_rows(order: list[int], logprobs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Answers behind one token of a prompt: logprobs [B, T - 1] with gradient, and their mask [B, T]."""
+    those = [logprobs[i].detach().float() for i in order]
+    values = torch.nn.utils.rnn.pad_sequence(those, batch_first=True).requires_grad_()
+    lengths = torch.tensor([len(one) for one in those])
+    return values, (torch.arange(values.shape[1] + 1) > 0) & (
+        torch.arange(values.shape[1] + 1) <= lengths[:, None]
+    )
+
+
+@pytest.mark.parametrize("name", ["dpo", "ipo"])
+def test_pair_losses_are_those_of_trl(name: str):
+    """Value, gradient and metrics of DPOTrainer's own function on equal logprobs, where TRL is installed."""
+    trainer = pytest.importorskip("trl.trainer.dpo_trainer").DPOTrainer
+    logprobs, references = made(3)
+    order = [0, 2, 4, 1, 3, 5]
+    given, mask = in_rows(order, logprobs)
+    inputs = {
+        "input_ids": torch.zeros(mask.shape, dtype=torch.int64),
+        "attention_mask": torch.ones(mask.shape),
+        "completion_mask": mask.long(),
+        "ref_chosen_logps": torch.tensor(references[::2]),
+        "ref_rejected_logps": torch.tensor(references[1::2]),
+    }
+    themselves = trl_trainer(
+        beta=0.3,
+        loss_types=["sigmoid" if name == "dpo" else name],
+        loss_weights=[1.0],
+        label_smoothing=0.0,
+        f_divergence_type="reverse_kl",
+        ld_alpha=None,
+        use_weighting=False,
+    )
+    theirs = trainer._compute_loss(themselves, lambda **_: trl_outputs(given), inputs, False)
+    theirs.backward()
+    ours, normaliser, gradients = of_cairn(
+        loss_of({"type": name, "beta": 0.3}), logprobs, references, PACKINGS[0]
+    )
+    assert ours.loss.item() / normaliser == pytest.approx(theirs.item(), rel=1e-5)
+    for row, i in enumerate(order):
+        torch.testing.assert_close(gradients[i] / normaliser, given.grad[row, : LENGTHS[i][1]])
+    shown = {key: (value / weight).item() for key, (value, weight) in ours.averages.items()}
+    for key, value in shown.items():
+        assert value == pytest.approx(themselves._metrics["train"][key][-1], rel=1e-4), key
+
+
+def test_kto_is_that_of_trl():
+    """Likewise, of KTOTrainer, with equal logprobs of the answers to other prompts."""
+    trainer = pytest.importorskip("trl.trainer.kto_trainer").KTOTrainer
+    logprobs, references = made(5)
+    order = [0, 1, 2, 3, 4]  # the sixth is left out
+    given, mask = in_rows(order, logprobs)
+    inputs = {
+        "input_ids": torch.zeros(mask.shape, dtype=torch.int64),
+        "attention_mask": torch.ones(mask.shape),
+        "completion_mask": mask.long(),
+        "label": torch.tensor([side > 0 for side in SIDES[:5]]),
+        "ref_logps": torch.tensor(references[:5]),
+        "ref_KL_logps": torch.tensor([-1.0, -2.0, -3.0, -4.0, -5.0]),
+    }
+    others = torch.tensor([0.3, -0.2, 0.9, 0.7, 0.3])
+    themselves = trl_trainer(loss_type="kto", calculate_KL=True, **KTO_SETTINGS)
+    themselves._compute_kl_logps = lambda *_: inputs["ref_KL_logps"] + others
+    theirs = trainer._compute_loss(themselves, lambda **_: trl_outputs(given), inputs, False)
+    theirs.backward()
+    loss = loss_of({"type": "kto", **KTO_SETTINGS})
+    ours, gradients = of_cairn_one_by_one(loss, logprobs, references, PACKINGS[0], others.mean().item())
+    assert ours.loss.item() / 5 == pytest.approx(theirs.item(), rel=1e-5)
+    for i in order:
+        torch.testing.assert_close(gradients[i] / 5, given.grad[i, : LENGTHS[i][1]])
+    for key, (value, weight) in ours.averages.items():
+        assert (value / weight).item() == pytest.approx(themselves._metrics["train"][key][-1], rel=1e-4), key
 
 
 @pytest.mark.parametrize(
