@@ -5,6 +5,7 @@ import asyncio
 import functools
 import os
 import signal
+import subprocess
 import sys
 import threading
 import time
@@ -55,6 +56,18 @@ class Words:
         if answer == "parts":
             return SimpleNamespace(parts={"good": 1, "long": 3.0}, weights={"long": 0.5})
         return len(answer)
+
+
+class Parent(Words):
+    """It has started a process, in a session of its own."""
+
+    def __init__(self):
+        super().__init__()
+        sleep = [sys.executable, "-S", "-c", "import time; time.sleep(1000)"]
+        self.child = subprocess.Popen(sleep, start_new_session=True)
+
+    def messages(self, problem):
+        return [{"role": "user", "content": f"{self.child.pid} {os.getpid()}"}]
 
 
 class Waiting(Words):

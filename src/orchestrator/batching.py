@@ -7,7 +7,7 @@ import statistics
 from collections import Counter
 
 from cairn.config.teachers import TEACHER_LOGPROBS
-from cairn.orchestrator.advantages import batch_samples, teaches
+from cairn.orchestrator.advantages import batch_samples, differ, teaches
 from cairn.orchestrator.answering import Answering
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed
@@ -143,6 +143,11 @@ class BatchMaker:
             return NO_SPREAD
         return ALL_MASKED if all(map(overlong.masks, group.learned.rollouts)) else None
 
+    def _differ(self, group: AnswerGroup) -> bool:
+        """Whether the answers of a group without failed ones differ in what they are compared by."""
+        source = self.state.source(group)
+        return differ(source.advantage, source.overlong.compared(group))
+
     def _issue(self) -> None:
         """Issue as many prompts as can still be used before their answers become too old."""
         config, policy, prompts = self.state.config, self.state.policy, self.prompts
@@ -237,7 +242,7 @@ class BatchMaker:
         return RLBatch(
             samples,
             {
-                **batch_metrics(learned, step),
+                **batch_metrics(learned, step, self._differ),
                 **advantage_metrics(samples),
                 **rollout_counts(groups),
                 **self._overlong(groups),
@@ -328,7 +333,7 @@ class BatchMaker:
         found: dict[str, float] = {}
         for number, source in enumerate(sources):
             own = [group for group in groups if group.environment == number]
-            about = of_environment(own, step)
+            about = of_environment(own, step, self._differ)
             of_own = zip(groups, samples, strict=True)
             about |= advantage_metrics(
                 sample for group, found in of_own if group.environment == number for sample in found

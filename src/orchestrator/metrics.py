@@ -1,7 +1,7 @@
 """The metrics of a batch's answers, for metrics.jsonl."""
 
 import statistics
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import numpy as np
 
@@ -12,11 +12,18 @@ from cairn.run.batches import Sample
 from cairn.run.messages import PolicyName
 
 
-def batch_metrics(groups: list[AnswerGroup], step: int) -> dict[str, float]:
+def batch_metrics(
+    groups: list[AnswerGroup],
+    step: int,
+    differ: Callable[[AnswerGroup], bool] = lambda group: have_spread(group.rewards),
+) -> dict[str, float]:
     """Metrics of the rollouts in the batch of optimiser step `step`.
 
     The staleness of a token is the number of steps by which the policy that sampled it is behind the newest
     policy that could have.
+
+    Args:
+        differ: whether the answers of a group differ in what is learned from.
     """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
@@ -40,7 +47,7 @@ def batch_metrics(groups: list[AnswerGroup], step: int) -> dict[str, float]:
         "reward/min": min(rewards),
         "reward/max": max(rewards),
         **parts,
-        "groups/zero_spread": sum(not have_spread(group.rewards) for group in groups),
+        "groups/zero_spread": sum(not differ(group) for group in groups),
         "rollout/tokens": tokens,
         "rollout/length": tokens / len(rollouts),
         "rollout/length_min": min(len(rollout.token_ids) for rollout in rollouts),
@@ -80,10 +87,16 @@ def rollout_counts(groups: list[AnswerGroup]) -> dict[str, float]:
     }
 
 
-def of_environment(groups: list[AnswerGroup], step: int) -> dict[str, float]:
-    """The metrics of one of several environments in the batch of `step`, of which it may have no group."""
+def of_environment(
+    groups: list[AnswerGroup], step: int, differ: Callable[[AnswerGroup], bool]
+) -> dict[str, float]:
+    """The metrics of one of several environments in the batch of `step`, of which it may have no group.
+
+    Args:
+        differ: as in `batch_metrics`.
+    """
     found = {"groups": len(groups), **rollout_counts(groups)}
-    return {**batch_metrics([group.learned for group in groups], step), **found} if groups else found
+    return {**batch_metrics([group.learned for group in groups], step, differ), **found} if groups else found
 
 
 def _turns(rollouts: list[Rollout]) -> dict[str, float]:

@@ -11,7 +11,7 @@ import pytest
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.launch import main
-from cairn.orchestrator.ledger import FORMAT, SCHEMA
+from cairn.orchestrator.ledger import FORMAT, RESTS, SCHEMA
 from cairn.orchestrator.order import Order, Portion
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
@@ -24,6 +24,12 @@ PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batc
 LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on staleness
 
 COLUMNS = "place, sample, seed, token_ids, logprobs, versions, finish_reason, text, reward"
+
+
+def problem_at(place: int) -> int:
+    """The problem that the run's order has at a place."""
+    epoch, index = divmod(place, PROBLEMS)
+    return permutation(PROBLEMS, SEED, "prompt order", epoch)[index]
 
 
 class Run:
@@ -90,9 +96,8 @@ class Run:
 
     def ask(self, place: int, batch: int | None) -> None:
         """A prompt with its answers; without a batch, the second answer is not finished."""
-        epoch, index = divmod(place, PROBLEMS)
-        problem = permutation(PROBLEMS, SEED, "prompt order", epoch)[index]
-        self.sql(f"INSERT INTO groups VALUES ({place}, {problem}, 1, 0, {batch or 'NULL'}, '[1]', 0)")
+        values = f"{place}, {problem_at(place)}, 1, 0, {batch or 'NULL'}, '[1]', 0"
+        self.sql(f"INSERT INTO groups VALUES ({values})")
         version = f"{RUN}:{BRANCH}:{place // EACH}"
         for sample in range(SAMPLES):
             end = "'stop', 'ab', 0.5" if batch is not None or sample == 0 else "NULL, '', NULL"
@@ -487,7 +492,7 @@ def test_answers_that_failed_are_left_out_and_prompts_are_given_up(run: Run):
         run.sql(f"INSERT INTO samples ({COLUMNS}, failed) VALUES ({values})")
     last = 7 * EACH + 1
     run.sql(f"DELETE FROM groups WHERE place = {last}; DELETE FROM samples WHERE place = {last}")
-    run.sql(f"INSERT INTO failed VALUES ({last}, 0, 7, 'the judge is ill', 0)")
+    run.sql(f"INSERT INTO failed VALUES ({last}, {problem_at(last)}, 7, 'the judge is ill', 0)")
     report = run.audit()
     assert report.violations == []
     assert (report.failed_answers, report.epochs[-1].failed, report.epochs[-1].waiting) == (12, 1, 5)
@@ -495,6 +500,67 @@ def test_answers_that_failed_are_left_out_and_prompts_are_given_up(run: Run):
     assert kinds(run.audit()) == {"sample"}
     run.sql("INSERT INTO failed VALUES (20, 0, 7, 'and shipped', 0)")
     assert "repeated" in kinds(run.audit())
+
+
+def rest(run: Run, place: int, problem: int | None = None) -> None:
+    """A prompt, one of those that wait, is said to be passed over because its problem rests."""
+    number = problem_at(place) if problem is None else problem
+    run.sql(f"DELETE FROM groups WHERE place = {place}; DELETE FROM samples WHERE place = {place}")
+    run.sql(f"INSERT INTO failed VALUES ({place}, {number}, 8, '{RESTS}', 0)")
+
+
+def pool(run: Run, mean: float, easy: float = 1.0, *, epochs: int = 1, resumed: bool = False) -> None:
+    """The run's pools, and the outcome of the problem that place 28 asks again, when it was asked before."""
+    settings = {"easy": easy, "hard": None, "rest": epochs, "window": 1}
+    run.write("config.json", {"ckpt": None, "orchestrator": {"pools": settings}})
+    before = [place for place in range(28) if problem_at(place) == problem_at(28)][-1]
+    step = before // EACH + 1
+    values = f"{before}, 0, {problem_at(before)}, {before // PROBLEMS}, {step}, {mean}"
+    run.sql(f"INSERT INTO outcomes VALUES ({values})")
+    if resumed:
+        attempt = json.loads((run.path / "roles.json").read_text())
+        run.write("roles.json", attempt | {"number": 2})
+
+
+def test_a_prompt_is_passed_over_only_if_its_problem_rests(run: Run):
+    """The ledger's outcomes and the order of the prompts prove it."""
+    pool(run, 1.0)
+    rest(run, 28)
+    report = run.audit()
+    assert report.violations == []
+    assert report.notes == []
+    assert report.epochs[-1].resting == 1
+    run.sql("UPDATE outcomes SET mean = 0.5")
+    assert kinds(run.audit()) == {"resting"}
+    run.sql("DELETE FROM outcomes")
+    assert run.audit().ok, "outcomes that nothing depends on any more are deleted"
+
+
+@pytest.mark.parametrize(("mean", "easy"), [(0.5, 1.0), (1.0, 2.0)])
+def test_other_pools_than_before_a_resume_are_a_note(run: Run, mean: float, easy: float):
+    """Settings may change; what they were is not known."""
+    pool(run, mean, easy, resumed=True)
+    rest(run, 28)
+    report = run.audit()
+    assert report.violations == []
+    (note,) = report.notes
+    assert "1 prompts, such as 28, were passed over" in note
+
+
+def test_a_skipped_prompt_does_not_pass_for_a_resting_one(run: Run):
+    """Its problem was never asked, rested too long ago, or is another one."""
+    pool(run, 1.0)
+    rest(run, 28, (problem_at(28) + 1) % PROBLEMS)
+    assert "order" in kinds(run.audit())
+    run.sql(f"UPDATE failed SET problem = {problem_at(28)}")
+    assert run.audit().ok
+    # Place 3 was trained in batch 1: in an epoch before which nothing was asked, nothing rests.
+    run.sql("UPDATE batches SET places = '[[0, 2], [29, 29]]' WHERE step = 1")
+    run.sql("DELETE FROM groups WHERE place = 29; DELETE FROM samples WHERE place = 29")
+    run.sql(f"INSERT INTO failed VALUES (3, {problem_at(3)}, 1, '{RESTS}', 0)")
+    (found,) = run.audit().violations
+    assert found.kind == "resting"
+    assert "which had not been asked before" in found.what
 
 
 # SFT

@@ -204,24 +204,28 @@ def test_the_same_program_here_and_elsewhere(tmp_path: Path):
     assert digest(elsewhere) == digest(here)
 
 
-def test_processes_end_with_the_process_that_asks():
-    """Even if that is killed."""
+@pytest.mark.parametrize("victim", ["orchestrator", "process"])
+def test_processes_end_with_the_process_that_asks(victim: str):
+    """Whoever is killed; with all that they have started."""
     program = (
         "import asyncio, sys, time\n"
         "from cairn.config.orchestrator import EnvironmentConfig\n"
         "from cairn.orchestrator.environments import make_environment\n"
-        "args = {'environment': 'lonely:Words'}\n"
+        "args = {'environment': 'lonely:Parent'}\n"
         "environment = make_environment(EnvironmentConfig(name='process', args=args))\n"
-        "print(asyncio.run(environment.messages(0))[0]['content'].split()[-1], flush=True)\n"
+        "print(asyncio.run(environment.messages(0))[0]['content'], flush=True)\n"
         "time.sleep(600)\n"
     )
     with subprocess.Popen([sys.executable, "-c", program], stdout=subprocess.PIPE, text=True) as asking:
         try:
             assert asking.stdout is not None
-            pid = int(asking.stdout.readline())
+            child, pid = map(int, asking.stdout.readline().split())
+            assert Path(f"/proc/{child}").exists()
+            os.kill(asking.pid if victim == "orchestrator" else pid, signal.SIGKILL)
+            gone(pid)
+            gone(child)
         finally:
-            asking.send_signal(signal.SIGKILL)
-        gone(pid)
+            asking.kill()
 
 
 def test_processes_end_when_nobody_needs_the_environment():

@@ -459,6 +459,37 @@ def test_what_is_kept_of_a_session_is_bounded():
     run(test())
 
 
+def test_an_endpoint_that_could_not_be_started_is_started_by_the_next_rollout(
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """All that wait for it hear why; nothing of the failed try is left."""
+
+    async def test() -> None:
+        endpoint = Endpoint()
+        loop = asyncio.get_running_loop()
+
+        async def full(*_: Any, **__: Any) -> Any:
+            await asyncio.sleep(0)
+            raise OSError(24, "Too many open files")
+
+        with monkeypatch.context() as patched:
+            patched.setattr(loop, "create_server", full)
+            found = await asyncio.gather(endpoint.start(), endpoint.start(), return_exceptions=True)
+        assert [str(one) for one in found] == ["[Errno 24] Too many open files"] * 2
+        await endpoint.start()
+        first = endpoint.url
+        await endpoint.start()
+        assert endpoint.url == first
+        async with (
+            endpoint.session(Scripted(), RULES) as (key, _),
+            openai.AsyncOpenAI(base_url=endpoint.url, api_key=key) as client,
+        ):
+            assert [model.id async for model in client.models.list()] == ["policy"]
+        await endpoint.close()
+
+    run(test())
+
+
 def test_200_sessions_at_once():
     """Each hears what is its own, in its own order."""
 

@@ -91,6 +91,7 @@ def test_shaped_rewards_are_what_is_compared(configuration: OrchestratorConfig, 
     """The rewards in rollouts and metrics are the environment's."""
     config = short(configuration, tmp_path, type="shape", buffer=3, penalty=2.0)
     overlong = make_overlong(config)
+    raw_flat = shaped_flat = 0
     for batch in run_through(config, tmp_path / "run", 1):
         rows = KeptRollouts(tmp_path / "run" / "rollouts").read(batch.header.step)
         rewards = [row["reward"] for row in rows]
@@ -101,9 +102,14 @@ def test_shaped_rewards_are_what_is_compared(configuration: OrchestratorConfig, 
         assert batch.metrics["reward/compared/mean"] == pytest.approx(
             sum(sum(group.rewards) for group in shaped) / len(rows)
         )
+        flat = sum(len({round(reward, 9) for reward in group.rewards}) == 1 for group in shaped)
+        assert batch.metrics["groups/zero_spread"] == flat
+        raw_flat += sum(len(set(group.rewards)) == 1 for group in groups)
+        shaped_flat += flat
         wanted = [value for group in shaped for value in Grpo()(group)]
         found = [float(sample.columns["advantages"][-1]) for sample in batch.samples]
         assert found == pytest.approx(wanted, rel=1e-5, abs=1e-6)
+    assert shaped_flat < raw_flat, "else this shows nothing"
 
 
 class Spread(ReverseText):

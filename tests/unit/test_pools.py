@@ -39,6 +39,8 @@ from cairn.orchestrator.pools import Pools
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import RLBatch
 from cairn.run.messages import ShippedBatch
+from cairn.tools.audit import Report
+from cairn.tools.audit.resting import check_given_up
 from cairn.tools.ckpt_output import print_audit
 
 __all__ = ["configuration"]  # a fixture
@@ -75,6 +77,14 @@ def run_through(config: OrchestratorConfig, folder: Path, seed: int, deaths: int
     times = [draw.uniform(0.01, 0.1) for _ in range(deaths)]
     asyncio.run(see_through(config, ATTEMPT, trainer, Servers(draw), times))
     return trainer.trained
+
+
+def proved(config: OrchestratorConfig, ledger: Path) -> set[str]:
+    """The kinds of violations that `ckpt audit` finds in what the ledger says of prompts without a batch."""
+    report = Report(str(ledger), "rl")
+    check_given_up(read_ledger(ledger), [], config.model_dump(), ATTEMPT, report)
+    assert report.notes == []
+    return {violation.kind for violation in report.violations}
 
 
 async def until(config: OrchestratorConfig, trainer: Trainer, step: int, draw: random.Random) -> None:
@@ -131,6 +141,7 @@ def test_easy_and_hard_problems_rest_whoever_dies(
     assert {row["reason"] for row in content.failed} == {RESTS}
     assert all(row["problem"] % 3 != 2 for row in content.failed)
     report = assert_audit_clean(run, ATTEMPT, batches)
+    assert proved(config, run.ledger) == set()
     assert sum(epoch.resting for epoch in report.epochs) == resting.total() > 0
     assert all(epoch.failed == 0 for epoch in report.epochs)
     print_audit(report)
@@ -138,6 +149,9 @@ def test_easy_and_hard_problems_rest_whoever_dies(
     assert [batch.metrics["groups/resting"] for batch in batches] == [resting[1 + i] for i in range(STEPS)]
     last = batches[-1].metrics
     assert (last["pool/easy"], last["pool/hard"]) == (4, 3)  # of 0, 3, 6, 9 and of 1, 4, 7
+    with contextlib.closing(sqlite3.connect(run.ledger)) as ledger:
+        ledger.executescript("UPDATE outcomes SET mean = 0.5")
+    assert proved(config, run.ledger) == {"resting"}, "somebody has altered what they rested for"
 
 
 @pytest.mark.parametrize("loss", ["nothing", "rewind", "ledger"])

@@ -1,11 +1,13 @@
 """Environments with `start` and `step`: whatever interrupts them, each world is gone on with as it was."""
 
 import asyncio
+import gc
 import itertools
 import math
 import random
 import threading
 import time
+import warnings
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -453,6 +455,55 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(tmp_pat
     one.ledger.close()
     assert group.failure is None
     assert running == [False]
+
+
+def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
+    """The step ends while the loop does: nobody begins to close the world then."""
+    begun, go_on, ended = threading.Event(), threading.Event(), threading.Event()
+
+    class Slow(Walk):
+        def step(self, world: Any, answer: str) -> tuple[Any, Any, bool]:
+            begun.set()
+            assert go_on.wait(60)
+            return super().step(world, answer)
+
+    environment = Slow()
+    one = runner(tmp_path, environment, Servers())
+    calls = one.environment.calls
+
+    async def last() -> None:
+        try:
+            await asyncio.Event().wait()
+        except asyncio.CancelledError:
+            go_on.set()
+            calls.submit(ended.set)  # on the thread of the step, after it
+            assert ended.wait(60)
+            raise
+
+    async def test() -> None:
+        other = asyncio.ensure_future(calls.on_own_loop(last))
+        work = asyncio.ensure_future(one.complete(Prompts(one.ledger).issue(0)))
+        assert await asyncio.to_thread(begun.wait, 60)
+        work.cancel()
+        await asyncio.wait({work})
+        loop, threads = calls._loop, threading.enumerate()  # pyright: ignore[reportPrivateUsage]
+        assert loop is not None
+        one.environment.close()
+        (own,) = (thread for thread in threads if thread.name == "environment loop" and thread.is_alive())
+        await asyncio.to_thread(own.join, 60)
+        assert loop.is_closed()
+        assert asyncio.all_tasks(loop) == set()
+        other.cancel()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        asyncio.run(test())
+        gc.collect()
+    one.ledger.close()
+    assert [world["closed"] for world in environment.worlds] == [0]
+    assert "destroyed" not in caplog.text
 
 
 def test_a_world_that_does_not_close_costs_no_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture):

@@ -14,6 +14,7 @@ from cairn.orchestrator.advantages.advantage import (
     AdvantageFailed,
     Values,
     column_of,
+    differ,
     have_spread,
     teaches,
 )
@@ -35,6 +36,7 @@ __all__ = [
     "Values",
     "batch_samples",
     "column_of",
+    "differ",
     "have_spread",
     "make_advantage",
     "teaches",

@@ -61,15 +61,28 @@ def teaches(advantage: Advantage, group: AnswerGroup) -> bool:
     Raises:
         AdvantageFailed: its own method raises.
     """
-    if callable(own := getattr(advantage, "teaches", None)):
-        try:
-            return bool(own(group))
-        except Exception as error:  # the user's own code
-            raise AdvantageFailed(
-                f"teaches of the advantage {type(advantage).__name__}, for problem {group.problem}, raised "
-                f"{type(error).__name__}: {error}"
-            ) from error
-    return not getattr(advantage, "compares", Advantage.compares) or have_spread(group.rewards)
+    judges = callable(getattr(advantage, "teaches", None)) or getattr(
+        advantage, "compares", Advantage.compares
+    )
+    return not judges or differ(advantage, group)
+
+
+def differ(advantage: Advantage, group: AnswerGroup) -> bool:
+    """Whether the answers of a group differ: as the advantage's own `teaches` has it, otherwise in reward.
+
+    Raises:
+        AdvantageFailed: its own method raises.
+    """
+    own = getattr(advantage, "teaches", None)
+    if not callable(own):
+        return have_spread(group.rewards)
+    try:
+        return bool(own(group))
+    except Exception as error:  # the user's own code
+        raise AdvantageFailed(
+            f"teaches of the advantage {type(advantage).__name__}, for problem {group.problem}, raised "
+            f"{type(error).__name__}: {error}"
+        ) from error
 
 
 def have_spread(rewards: Sequence[float]) -> bool:

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+KEEPER = Path(__file__).parents[2] / "run" / "keeper.py"
 KEPT_HEAD, KEPT_TAIL = 8 << 10, 24 << 10
 """Bytes of an agent's output that are kept: its beginning and its end."""
 QUOTED = 600
@@ -88,10 +89,9 @@ async def run_agent(
     Raises:
         TimeoutError: it took longer.
     """
-    keeper = Path(__file__).with_name("keeper.py")
     process, watched = await asyncio.get_running_loop().subprocess_exec(
         _Watched,
-        *(sys.executable, "-I", "-S", str(keeper), *command),
+        *(sys.executable, "-I", "-S", str(KEEPER), "0", *command),
         stdin=subprocess.PIPE,  # held open for as long as this process lives
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,

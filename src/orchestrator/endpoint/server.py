@@ -77,10 +77,15 @@ class Endpoint:
         """The base of all paths, once it is started."""
 
     async def start(self) -> None:
-        """Listen on a free port, unless it does already."""
-        if self._starting is None:
-            self._starting = asyncio.create_task(self._start())
-        port = await asyncio.shield(self._starting)
+        """Listen on a free port, unless it does already; what has failed is tried again.
+
+        Raises:
+            OSError: it can't, for instance because this process has too many files open.
+        """
+        starting = self._starting
+        if starting is None or (starting.done() and (starting.cancelled() or starting.exception())):
+            starting = self._starting = asyncio.create_task(self._start())
+        port = await asyncio.shield(starting)
         self.url = f"http://{ADDRESS}:{port}/v1"
 
     async def _start(self) -> int:
@@ -93,7 +98,11 @@ class Endpoint:
         await runner.setup()
         assert runner.server is not None
         loop = asyncio.get_running_loop()
-        self._server = await loop.create_server(runner.server, ADDRESS, 0, backlog=1024)
+        try:
+            self._server = await loop.create_server(runner.server, ADDRESS, 0, backlog=1024)
+        except OSError:
+            await runner.cleanup()
+            raise
         (listening,) = self._server.sockets
         return listening.getsockname()[1]
 

@@ -1,12 +1,11 @@
 """Calls the user's methods off the event loop and within a deadline."""
 
 import asyncio
-import functools
 import inspect
 import logging
 import queue
 import threading
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Coroutine
 from concurrent.futures import Future
 from typing import Any
 
@@ -40,16 +39,21 @@ class Calls:
         self._started = 0
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
+        self._afterwards = set[asyncio.Task[None]]()
         self._closed = False
 
     def close(self) -> None:
         """End the threads once their calls have returned. They are daemons: a hung call delays no exit."""
-        for _ in range(self._started):
-            self._jobs.put(None)
         with self._starting:
-            if self._loop is not None and not self._closed:
+            if self._loop is None:
+                self._end_threads()
+            elif not self._closed:
                 self._loop.call_soon_threadsafe(self._loop.stop)
             self._closed = True
+
+    def _end_threads(self) -> None:
+        for _ in range(self._started):
+            self._jobs.put(None)
 
     async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
         """The result of `method`, awaited if it is a coroutine.
@@ -134,10 +138,30 @@ class Calls:
                 raise asyncio.CancelledError(f"{self.whose} is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                run = functools.partial(_run_loop, self._loop)
-                threading.Thread(target=run, name="environment loop", daemon=True).start()
+                threading.Thread(
+                    target=self._run_loop, args=[self._loop], name="environment loop", daemon=True
+                ).start()
             future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
         return await asyncio.wrap_future(future)
+
+    def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
+        """Have a coroutine run that nobody waits for; called on the own event loop, whose end cancels it."""
+        task = asyncio.get_running_loop().create_task(work)
+        self._afterwards.add(task)  # the event loop itself holds no task
+        task.add_done_callback(self._afterwards.discard)
+
+    def _run_loop(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Run the loop until it is stopped, then cancel its remaining tasks, and those that they begin.
+
+        They may need the threads to close what is open.
+        """
+        loop.run_forever()
+        while tasks := asyncio.all_tasks(loop):
+            for task in tasks:
+                task.cancel()
+            loop.run_until_complete(asyncio.wait(tasks))
+        loop.close()
+        self._end_threads()
 
 
 class AwaitedCalls(Calls):
@@ -161,17 +185,6 @@ class AwaitedCalls(Calls):
                 raise self._too_late(what, about) from None
             except EnvironmentFailed as failed:
                 raise EnvironmentFailed(f"{self.whose}: {what}: {failed}{about}") from failed
-
-
-def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
-    """Run the loop until it is stopped, then cancel its remaining tasks."""
-    loop.run_forever()
-    tasks = asyncio.all_tasks(loop)
-    for task in tasks:
-        task.cancel()
-    if tasks:
-        loop.run_until_complete(asyncio.wait(tasks))
-    loop.close()
 
 
 class Raised(Exception):

@@ -2,12 +2,15 @@
 
 import asyncio
 import contextlib
+import errno
 import json
 import logging
 import os
 import queue
+import shutil
 import signal
 import subprocess
+import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -19,6 +22,7 @@ from cairn.orchestrator.environments.protocol import EnvironmentFailed
 
 logger = logging.getLogger(__name__)
 
+KEEPER = Path(__file__).parents[2] / "run" / "keeper.py"
 SCRIPT = Path(__file__).parent / "worker" / "worker.py"
 SECONDS_TO_CANCEL = 10.0
 """How long a process may work on after a request was cancelled, until it is killed."""
@@ -39,7 +43,7 @@ class Request:
 
 
 class WorkerProcess:
-    """One process; it ends with this one, whatever happens.
+    """One process; it ends with this one, whatever happens, and all that it has started ends with it.
 
     Args:
         command: what starts `worker.py`.
@@ -50,14 +54,25 @@ class WorkerProcess:
     """
 
     def __init__(self, command: Sequence[str], first: Mapping[str, Any]):
+        if shutil.which(command[0]) is None:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), command[0])
         environment = {name: value for name, value in os.environ.items() if name != "VIRTUAL_ENV"}
-        self._process = subprocess.Popen(
-            [*command, str(SCRIPT)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            env=environment,
-            start_new_session=True,  # so that what it starts can be killed with it
-        )
+        kept, self._held = os.pipe()
+        """`_held`: its keeper kills what there is when it closes; -1 once it is closed."""
+        try:
+            self._process = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(KEEPER), str(kept), *command, str(SCRIPT)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                env=environment,
+                pass_fds=[kept],
+                start_new_session=True,
+            )
+        except OSError:
+            os.close(self._held)
+            raise
+        finally:
+            os.close(kept)
         self.hello: Future[dict[str, Any]] = Future()
         """What the environment is."""
         self._lock = threading.Lock()
@@ -135,6 +150,7 @@ class WorkerProcess:
                     break
         self._ended = True  # while a thread waits for a process, Popen.poll knows nothing of its end
         code = self._process.wait()
+        self._let_go()
         how = f"was killed by signal {-code}" if code < 0 else f"ended with exit code {code}"
         with self._lock:
             self._died = f"the environment's process {how}"
@@ -168,8 +184,17 @@ class WorkerProcess:
     def kill(self) -> None:
         """Kill the process and what it has started. It is `dead` at once, though its threads end later."""
         self._ended = True
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
+        self._let_go()
+        if self._process.poll() is not None:  # if its keeper was killed itself, something may be left
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+
+    def _let_go(self) -> None:
+        """Have the keeper kill all processes, if it still runs."""
+        with self._lock:
+            held, self._held = self._held, -1
+        if held >= 0:
+            os.close(held)
 
     def close(self) -> None:
         """End the process."""

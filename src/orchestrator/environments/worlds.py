@@ -174,16 +174,13 @@ class _World:
         if self._job is None or self._job.done():
             await self._close()
             return
-        loop = asyncio.get_running_loop()
+        self._calls.afterwards(self._close_after(self._job))
 
-        def close(_: object) -> None:
-            closing = self._close()
-            try:
-                asyncio.run_coroutine_threadsafe(closing, loop)
-            except RuntimeError:  # the loop has ended, and the process is about to
-                closing.close()
-
-        self._job.add_done_callback(close)
+    async def _close_after(self, job: Future[Any]) -> None:
+        ended = asyncio.wrap_future(job)
+        await asyncio.wait({ended})
+        _ = ended.cancelled() or ended.exception()  # else asyncio would log that nobody has asked for it
+        await self._close()
 
     async def _close(self) -> None:
         close = _method(self._environment, "close")

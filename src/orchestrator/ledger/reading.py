@@ -62,6 +62,9 @@ class LedgerContent:
     batches: dict[int, ShippedBatch]
     dropped: list[Row]
     failed: list[Row]
+    outcomes: dict[int, float]
+    """The mean reward of the answers to prompts of environments whose problems may rest, by place, as far as
+    it is still needed."""
     portions: tuple[Portion, ...]
     """The run's environments."""
 
@@ -162,8 +165,9 @@ def read_ledger(path: Path, *, immutable: bool = False) -> LedgerContent:
             "SELECT label, problems, weight, samples_per_prompt FROM environments ORDER BY number"
         )
         portions = tuple(Portion(*row) for row in found)
+        outcomes = {place: mean for place, mean in database.execute("SELECT place, mean FROM outcomes")}
     of_prompts = {name: tables[name] for name in ("groups", "samples", "turns", "calls", "dropped", "failed")}
-    return LedgerContent(run=run, batches=batches, portions=portions, **of_prompts)
+    return LedgerContent(run=run, batches=batches, portions=portions, outcomes=outcomes, **of_prompts)
 
 
 def _samples(database: sqlite3.Connection, turns: list[Row]) -> list[Row]:

@@ -16,6 +16,7 @@ from cairn.tools.audit.positions import check_records
 from cairn.tools.audit.programs import check_learned
 from cairn.tools.audit.recipes import check_recipes, read_recipes
 from cairn.tools.audit.report import Report
+from cairn.tools.audit.resting import check_given_up
 from cairn.tools.audit.steps import (
     check_lineage,
     check_manifests,
@@ -61,6 +62,7 @@ def audit(path: Path) -> Report:
         ledger = read_whole_ledger(run, store, manifests, report)
         add_unnoted(ledger, run, attempt)
         check_ledger(ledger, rows, manifests, attempt, report)
+        check_given_up(ledger, recipes, config, attempt, report)
         check_learned(run, attempt, ledger, report)
         check_snapshots(store, manifests, ledger, report)
     return report

@@ -1,9 +1,10 @@
-"""Run an agent that must leave nothing behind, whoever dies first.
+"""Run a command that must leave nothing behind, whoever dies first.
 
-    python keeper.py COMMAND ARG...
+    python keeper.py FD COMMAND ARG...
 
-When the agent ends, or stdin closes (the orchestrator is gone, however it died), every process that descends
-from the agent is killed, also those in sessions of their own. Ends as the agent did.
+When the command ends, or the pipe of descriptor FD closes (its owner is gone, however it died), every process
+that descends from the command is killed, also those in sessions of their own. Ends as the command did. The
+command has this process's standard input, unless that is FD.
 """
 
 import contextlib
@@ -23,7 +24,7 @@ NOT_STARTED = 127
 
 def main() -> None:
     libc = ctypes.CDLL(None)
-    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the agent become children of this process
+    libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the orchestrator is asked as well, and decides
     keeper = os.getpid()
@@ -35,18 +36,21 @@ def main() -> None:
         if os.getppid() != keeper:  # it was too late
             os.kill(os.getpid(), signal.SIGKILL)
 
+    pipe, command = int(sys.argv[1]), sys.argv[2:]
     try:
-        agent = subprocess.Popen(sys.argv[1:], stdin=subprocess.DEVNULL, preexec_fn=die_with_keeper)
+        kept = subprocess.Popen(
+            command, stdin=None if pipe else subprocess.DEVNULL, preexec_fn=die_with_keeper
+        )
     except OSError as error:
-        print(f"{sys.argv[1]} can't be started: {error.strerror}", flush=True)
+        print(f"{command[0]} can't be started: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(NOT_STARTED)
     signal.signal(signal.SIGTERM, lambda *_: _end(-signal.SIGKILL))
-    threading.Thread(target=_end_with_owner, daemon=True).start()
-    _end(agent.wait())
+    threading.Thread(target=_end_with_owner, args=[pipe], daemon=True).start()
+    _end(kept.wait())
 
 
-def _end_with_owner() -> None:
-    while os.read(0, 1):
+def _end_with_owner(pipe: int) -> None:
+    while os.read(pipe, 1):
         pass
     _end(-signal.SIGKILL)
 
