@@ -44,9 +44,13 @@ def main() -> None:
     except OSError as error:
         print(f"{command[0]} can't be started: {error.strerror}", file=sys.stderr, flush=True)
         os._exit(NOT_STARTED)
-    signal.signal(signal.SIGTERM, lambda *_: _end(-signal.SIGKILL))
+    signal.signal(signal.SIGTERM, _killed)
     threading.Thread(target=_end_with_owner, args=[pipe], daemon=True).start()
     _end(kept.wait())
+
+
+def _killed(*_: object) -> None:
+    _end(-signal.SIGKILL)
 
 
 def _end_with_owner(pipe: int) -> None:
