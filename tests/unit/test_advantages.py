@@ -1,11 +1,14 @@
 """Built-in advantages against float64 references of a few lines, within a group and over a batch."""
 
 import statistics
+from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from pydantic import ValidationError
 from test_mixed_environments import Even, run_through
 from test_pipeline import configuration, in_folder
@@ -100,6 +103,75 @@ ARGS: dict[str, dict[str, Any]] = {"gdpo": {"weights": {"right": 1, "short": 2.0
 def test_each_advantage_is_its_formula(kind: str):
     found = learned(made(kind, **ARGS.get(kind, {})), groups())
     np.testing.assert_allclose(found, WANTED[kind], rtol=1e-6, atol=1e-7)
+
+
+TRL: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "grpo": ("grpo", "GRPOTrainer", {"scale_rewards": "group"}),
+    "dr_grpo": ("grpo", "GRPOTrainer", {"scale_rewards": "none"}),
+    "gdpo": ("grpo", "GRPOTrainer", {"multi_objective_aggregation": "normalize_then_sum"}),
+    "rloo": ("rloo", "RLOOTrainer", {}),
+}
+"""The advantages that TRL has: module and trainer, and its settings."""
+
+
+@pytest.mark.parametrize("kind", TRL)
+def test_advantages_are_those_of_trl(kind: str):
+    """Of the trainer's own function, for answers that are already sampled and rewarded."""
+    module, trainer, settings = TRL[kind]
+    theirs = getattr(pytest.importorskip(f"trl.trainer.{module}_trainer"), trainer)
+    named = [REWARDS, PARTS] if kind == "gdpo" else [REWARDS]
+    count = sum(map(len, REWARDS))
+    rewards = torch.tensor(named).reshape(len(named), count).T.contiguous()  # as TRL has them, float32
+    answers = [[7] * n for lengths in LENGTHS for n in lengths]
+    prompts = [[5, 6]] * count
+    nothing = [None] * count
+    generated = {
+        "grpo": (prompts, answers, None, answers, None, {}, None, nothing),
+        "rloo": (prompts, answers, answers),
+    }[module]
+    themselves = SimpleNamespace(
+        accelerator=SimpleNamespace(device="cpu", process_index=0, gather=lambda one: one),
+        model=SimpleNamespace(training=True, is_gradient_checkpointing=False),
+        args=SimpleNamespace(
+            per_device_train_batch_size=count,
+            steps_per_generation=1,
+            gradient_accumulation_steps=1,
+            gradient_checkpointing_kwargs=None,
+        ),
+        _generate=lambda *_: generated,
+        _calculate_rewards=lambda *_: rewards,
+        _get_per_token_logps_and_entropies=lambda *_, **__: (torch.zeros(count, 9), None, None),
+        _tokenizer=SimpleNamespace(pad_token_id=0),
+        pad_to_multiple_of=None,
+        mask_truncated_completions=False,
+        environment_factories=None,
+        environments=None,
+        tools=None,
+        num_iterations=1,
+        use_vllm=False,
+        beta=0.0,
+        num_generations=len(REWARDS[0]),
+        multi_objective_aggregation="sum_then_normalize",
+        scale_rewards="group",
+        normalize_advantages=False,
+        reward_clip_range=None,
+        reward_funcs=named,
+        reward_func_names=[str(number) for number in range(len(named))],
+        reward_weights=torch.tensor([1.0, 2.0][: len(named)]),
+        log_multimodal=False,
+        _pending_extra_logs={},
+        _pending_metrics={},
+        _metrics={"train": defaultdict(list)},
+        _logs=defaultdict(list) | {"rewards": defaultdict(list)},
+    )
+    for name, value in settings.items():
+        setattr(themselves, name, value)
+    inputs = [{"prompt": "x"} for _ in range(count)]
+    found = theirs._generate_and_score_completions(themselves, inputs)["advantages"].view(len(REWARDS), -1)
+    ours = learned(made(kind, **ARGS.get(kind, {})), groups())
+    # TRL adds 0.0001 to a deviation, which is 0.5 or more here.
+    off = 5e-4 if kind in ("grpo", "gdpo") else 1e-6
+    np.testing.assert_allclose(ours, found.numpy(), rtol=off, atol=off / 5)
 
 
 def test_every_built_in_advantage_is_known_to_the_configuration():
