@@ -1,12 +1,19 @@
 """Tasks of reasoning-gym as environments."""
 
 import asyncio
+import json
 import sys
+import tomllib
 import warnings
+from pathlib import Path
 
 import pytest
+from runs import REPOSITORY
 
+from cairn.config.cli import load
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import SFTConfig
 from cairn.orchestrator.environments import BadEnvironment, SingleTurn, make_environment
 
 
@@ -18,6 +25,26 @@ def test_the_package_is_named_where_it_is_missing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     with pytest.raises(BadEnvironment, match="uv sync --inexact --group reasoning-gym"):
         made(task="gcd")
+
+
+EXAMPLE = REPOSITORY / "configs" / "reasoning_gym"
+RL = tomllib.loads((EXAMPLE / "rl.toml").read_text())
+
+
+def test_the_example_is_complete(tmp_path: Path):
+    """Its files are read by the commands, and its demonstrations are words backward that end early."""
+    for kind, name in ((RLConfig, "rl"), (SFTConfig, "sft")):
+        config = load(kind, ["@", str(EXAMPLE / f"{name}.toml"), "--output-dir", str(tmp_path)])
+        assert config.max_steps is not None
+    records = [json.loads(line) for line in (EXAMPLE / "sft.jsonl").read_text().splitlines()]
+    whole = 0
+    for record in records:
+        question, answer = (message["content"] for message in record["messages"])
+        word = question.rpartition(": ")[2]
+        assert answer
+        assert word[::-1].startswith(answer)
+        whole += len(answer) == len(word)
+    assert 0.1 < whole / len(records) < 0.7
 
 
 class TestWithThePackage:
@@ -45,6 +72,19 @@ class TestWithThePackage:
         asyncio.run(ask())
         again = made(task="spell_backward", size=20, seed=3, config=words)
         assert [again.messages(i) for i in range(20)] == [environment.messages(i)[1:] for i in range(20)]
+
+    def test_the_problems_of_the_example(self):
+        """The server has room for them and their answers; whole words score best."""
+        environment = make_environment(EnvironmentConfig(**RL["orchestrator"]["environment"]))
+        assert len(environment) == 4096
+        for problem in range(0, 4096, 64):
+            (message,) = environment.messages(problem)
+            question = message["content"]
+            word = question.rpartition(": ")[2]
+            assert 3 <= len(word) < RL["orchestrator"]["sampling"]["max_tokens"]
+            assert len(question) + 10 < RL["inference"]["max_model_len"]
+            assert environment.reward(problem, word[::-1]) == 1.0
+            assert 0.0 < environment.reward(problem, word[:0:-1]) < 1.0
 
     def test_a_tag_marks_the_answer(self):
         environment = made(task="products", size=5, tag="answer")
