@@ -7,8 +7,8 @@ from pydantic import Discriminator, Field, Tag, field_validator, model_validator
 from cairn.config.base import BaseConfig
 from cairn.config.hints import one_of
 
-EIGHT_BIT = {"adamw_8bit", "adamw8bit", "adam_8bit", "adam8bit", "paged_adamw_8bit"}
-"""What other programs call Adam with 8-bit moments."""
+EIGHT_BIT = {"adamw8bit", "adam_8bit", "adam8bit", "adamw_bnb_8bit", "adamw_torch_8bit", "paged_adamw_8bit"}
+"""What other programs call AdamW with 8-bit moments."""
 
 
 class State(NamedTuple):
@@ -49,7 +49,7 @@ class AdamWConfig(BaseOptimizerConfig):
     """AdamW (Loshchilov and Hutter 2019)."""
 
     type: Literal["adamw"] = "adamw"
-    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
     betas: tuple[float, float] = (0.9, 0.95)
     """adamw: decay rates of the first and second moments."""
     eps: float = Field(default=1e-8, gt=0)
@@ -60,11 +60,23 @@ class AdamWConfig(BaseOptimizerConfig):
         return State("AdamW's two moments, float32", 8 * (hidden + others))
 
 
+class AdamW8bitConfig(AdamWConfig):
+    """AdamW with moments in eight bits (Dettmers et al. 2022)."""
+
+    type: Literal["adamw_8bit"] = "adamw_8bit"  # pyright: ignore[reportIncompatibleVariableOverride]
+    """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
+
+    def state(self, hidden: int, others: int) -> State:
+        """Two moments, a byte each, and a scale for every 256 of them; small weights are too few to count."""
+        elements = hidden + others
+        return State("AdamW's two moments, 8-bit", 2 * elements + 8 * elements // 256)
+
+
 class MuonConfig(BaseOptimizerConfig):
     """Muon (Jordan 2024) for the matrices of decoder layers, with AdamW for all other weights."""
 
     type: Literal["muon"] = "muon"
-    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """muon: decay rate of the mean of gradients of matrices."""
     nesterov: bool = True
@@ -85,7 +97,7 @@ class SGDConfig(BaseOptimizerConfig):
     """Stochastic gradient descent."""
 
     type: Literal["sgd"] = "sgd"
-    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
     momentum: float = Field(default=0.9, ge=0, lt=1)
     """sgd: decay rate of the sum of gradients; 0: none is kept."""
     nesterov: bool = False
@@ -106,7 +118,7 @@ class LionConfig(BaseOptimizerConfig):
     """Lion (Chen et al. 2023): the sign of a mean of gradients."""
 
     type: Literal["lion"] = "lion"
-    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
     betas: tuple[float, float] = (0.9, 0.99)
     """lion: share of the mean in the update, and its decay rate."""
 
@@ -120,7 +132,7 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
 
     is_own = True
     type: str
-    """Which optimiser: adamw, muon, sgd, lion, or your own (module:Class)."""
+    """Which optimiser: adamw, adamw_8bit, muon, sgd, lion, or your own (module:Class)."""
     args: dict[str, Any] = {}
     """module:Class: arguments of its constructor, beside parameters and lr."""
 
@@ -129,9 +141,8 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
     def _is_a_class(cls, value: str) -> str:
         if value in EIGHT_BIT:
             raise ValueError(
-                f"{value!r} is not there: torchao and bitsandbytes quantise each rank's own piece in blocks, "
-                "and such state can't be read by another number of ranks. Smaller state than AdamW's: muon "
-                "and lion (half of it), sgd with momentum 0 (none), or state_on = host"
+                f"{value!r} is called adamw_8bit here; its state is not that of torchao or bitsandbytes, and "
+                "is read by any number of ranks"
             )
         if not all(value.partition(":")):
             names = list(OPTIMIZERS)
@@ -151,6 +162,7 @@ class CustomOptimizerConfig(BaseOptimizerConfig):
 
 OPTIMIZERS: dict[str, type[BaseOptimizerConfig]] = {
     "adamw": AdamWConfig,
+    "adamw_8bit": AdamW8bitConfig,
     "muon": MuonConfig,
     "sgd": SGDConfig,
     "lion": LionConfig,
@@ -166,6 +178,7 @@ def _tag(data: Any) -> str:
 
 OptimizerConfig = Annotated[
     Annotated[AdamWConfig, Tag("adamw")]
+    | Annotated[AdamW8bitConfig, Tag("adamw_8bit")]
     | Annotated[MuonConfig, Tag("muon")]
     | Annotated[SGDConfig, Tag("sgd")]
     | Annotated[LionConfig, Tag("lion")]

@@ -32,7 +32,7 @@ from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.model import build_model, weights
-from cairn.trainer.optimizers import make_optimizer
+from cairn.trainer.optimizers import adamw_8bit, make_optimizer
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
@@ -187,6 +187,7 @@ LAYOUTS = {
 """Ranks, replicas, and where the state is."""
 OPTIMIZERS: dict[str, dict[str, object]] = {
     "adamw": {"eps": 1e-3},
+    "adamw_8bit": {"type": "adamw_8bit", "eps": 1e-3},
     "muon": {"type": "muon", "eps": 1e-3, "weight_decay": 0.1},
     "lion": {"type": "lion"},
     "sgd": {"type": "sgd", "nesterov": True, "weight_decay": 0.1},
@@ -197,6 +198,7 @@ TRAINED = [*(("untied", name) for name in OPTIMIZERS), ("experts", "muon")]
 
 def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
     """Steps once and writes model and optimiser state as a checkpoint has them."""
+    adamw_8bit.FEWEST = 64
     ranks, replicas, state_on = LAYOUTS[layout]
     group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
     for model, name in TRAINED:
@@ -211,6 +213,7 @@ def save_after_a_step(rank: int, layout: str, port: int, folder: Path) -> None:
 
 def go_on(rank: int, layout: str, source: str, port: int, folder: Path) -> None:
     """Loads what another layout has saved, writes it again, and steps."""
+    adamw_8bit.FEWEST = 64
     ranks, replicas, state_on = LAYOUTS[layout]
     group = join(rank, ranks, port, replicas=replicas, state_on=state_on)
     for model, name in TRAINED:

@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+from fake_ranks import FakeRank, rows_of
 from pydantic import TypeAdapter, ValidationError
 from tiny import random_model
+from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen3Config, Qwen3MoeConfig
 
 from cairn.checkpoint.exporting import write_content
@@ -20,6 +22,7 @@ from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension
 from cairn.run.progress import no_progress
 from cairn.trainer.optimizers import OPTIMIZERS, check_optimizer, make_optimizer
+from cairn.trainer.optimizers.adamw_8bit import _numbers, dequantised, quantised
 from cairn.trainer.optimizers.muon import orthogonal
 from cairn.trainer.optimizers.saved import state_of
 
@@ -103,6 +106,113 @@ def test_adamw_is_that_of_the_paper_and_of_torch():
             parameter.grad = of_step[name].clone()
         torch_adamw.step()
     assert all(torch.equal(found[name], alone[name]) for name in SHAPES)
+
+
+def test_eight_bits_are_for_large_matrices_only():
+    """All others are AdamW's."""
+    config = PARSE({"type": "adamw_8bit", "lr": 0.1, "weight_decay": 0.3})
+    assert_equal(stepped(config), reference(config, lambda name: Adam(config)), rtol=1e-4)
+
+
+def nearest(values: torch.Tensor, *, signed: bool) -> torch.Tensor:
+    """What is left of `values` in eight bits, number by number."""
+    numbers = _numbers(signed, torch.device("cpu")).double()
+    assert len(numbers.unique()) == 256
+    assert numbers.max() == 1
+    assert numbers.abs().min() == 0
+    left = values.double().clone()
+    for row in left:
+        for block in row.split(256):
+            scale = block.abs().max()
+            if scale:
+                shares = block / scale
+                codes = (shares[:, None] - numbers).abs().argmin(1)
+                block.copy_(numbers[codes if signed else codes.maximum((block > 0).long())] * scale)
+    return left
+
+
+def test_eight_bits_are_the_nearest_numbers():
+    """In blocks that end with the row; and a second moment above 0 stays above 0."""
+    draw = torch.Generator().manual_seed(3)
+    values = torch.randn(5, 600, generator=draw) * 10 ** torch.randn(5, 600, generator=draw)
+    values[0, :256], values[1, 3] = 0, 1e-30
+    for signed, of in ((True, values), (False, values.square())):
+        codes, scales = quantised(of, signed=signed)
+        assert (codes.dtype, codes.shape, scales.shape) == (torch.uint8, (5, 600), (5, 3))
+        left = dequantised(codes, scales, signed=signed)
+        torch.testing.assert_close(left.double(), nearest(of, signed=signed), rtol=1e-5, atol=0)
+        assert (left[0, :256] == 0).all()
+        if not signed:
+            assert ((left > 0) == (of > 0)).all()
+
+
+def large(steps: int, rows: slice = slice(None)) -> tuple[torch.nn.Parameter, torch.optim.Optimizer]:
+    """Some rows of a weight, and the optimiser that has changed it."""
+    draw = torch.Generator().manual_seed(4)
+    weight = torch.nn.Parameter(torch.randn(48, 300, generator=draw)[rows].clone())
+    optimizer = make_optimizer([("w", weight)], PARSE({"type": "adamw_8bit", "lr": 0.1, "weight_decay": 0.3}))
+    for _ in range(steps):
+        weight.grad = torch.randn(48, 300, generator=draw)[rows].clone()
+        optimizer.step()
+    return weight, optimizer
+
+
+def test_eight_bit_moments_are_rounded_after_each_update():
+    draw, config = torch.Generator().manual_seed(4), AdamWConfig()
+    weight = torch.randn(48, 300, generator=draw).double()
+    mean, square = torch.zeros_like(weight), torch.zeros_like(weight)
+    for step in (1, 2, 3):
+        gradient = torch.randn(48, 300, generator=draw).double()
+        mean, square = 0.9 * mean + 0.1 * gradient, 0.95 * square + 0.05 * gradient**2
+        update = mean / (1 - 0.9**step) / ((square / (1 - 0.95**step)).sqrt() + config.eps)
+        weight = weight * (1 - 0.1 * 0.3) - 0.1 * update
+        mean, square = nearest(mean.float(), signed=True), nearest(square.float(), signed=False)
+    found, optimizer = large(3)
+    # Values in the middle of two numbers may be rounded either way.
+    far = (found.detach().double() - weight).abs() > 1e-4
+    assert far.float().mean() < 1e-3
+    state = state_of(optimizer, {"w": found})
+    assert {name: (value.dtype, tuple(value.shape)) for name, value in state.items()} == {
+        "w.step": (torch.float32, ()),
+        "w.exp_avg": (torch.uint8, (48, 300)),
+        "w.exp_avg_scale": (torch.float32, (48, 2)),
+        "w.exp_avg_sq": (torch.uint8, (48, 300)),
+        "w.exp_avg_sq_scale": (torch.float32, (48, 2)),
+    }
+
+
+def test_rows_of_a_weight_are_changed_alike_wherever_they_are(monkeypatch: pytest.MonkeyPatch):
+    """On a rank that holds some of them, and a few at a time: bit by bit, state and all."""
+    whole, of_whole = large(3)
+    state = state_of(of_whole, {"w": whole})
+    for rows, piece in ((slice(0, 20), 1 << 24), (slice(20, 48), 1 << 24), (slice(None), 700)):
+        monkeypatch.setattr("cairn.trainer.optimizers.adamw_8bit.PIECE", piece)
+        part, of_part = large(3, rows)
+        assert torch.equal(part, whole[rows])
+        for name, value in state_of(of_part, {"w": part}).items():
+            assert torch.equal(value, state[name][rows] if value.ndim else state[name])
+
+
+def test_eight_bit_state_lies_in_shards_as_the_weight_does():
+    """Also where a rank has no row of it."""
+    whole = torch.randn(100, 300)
+    for rank in (0, 49, 63):
+        with FakeRank(rank, 64) as mesh:
+            local = whole[slice(*rows_of(rank, 64, 100))].clone()
+            weight = torch.nn.Parameter(
+                DTensor.from_local(
+                    local, mesh, [Shard(0)], run_check=False, shape=whole.shape, stride=whole.stride()
+                )
+            )
+            optimizer = make_optimizer([("w", weight)], PARSE({"type": "adamw_8bit"}))
+            weight.grad = torch.ones_like(weight)
+            optimizer.step()
+            state = state_of(optimizer, {"w": weight})
+            scales = state["w.exp_avg_scale"]
+            assert isinstance(scales, DTensor)
+            assert (scales.shape, scales.placements) == ((100, 2), weight.placements)
+            assert scales.to_local().shape == (len(local), 2)
+            assert isinstance(state["w.exp_avg"], DTensor)
 
 
 def test_lion_is_that_of_the_paper():
@@ -223,8 +333,10 @@ def test_every_type_has_its_settings():
         for name, parameter in held.items():
             parameter.grad = gradients(1)[0][name]
         optimizer.step()
-        sizes = {"adamw": 8800, "muon": 4800, "sgd": 4400, "lion": 4400}
+        sizes = {"adamw_8bit": 2234, "adamw": 8800, "muon": 4800, "sgd": 4400, "lion": 4400}
         assert (state.bytes, state.counted) == (sizes[kind], True)
+        if kind == "adamw_8bit":
+            continue
         kept = state_of(optimizer, held)
         counted = sum(4 * value.numel() for name, value in kept.items() if not name.endswith(".step"))
         hidden = sum(held[name].numel() for name in HIDDEN)
@@ -238,7 +350,7 @@ def test_every_type_has_its_settings():
         ({"type": "sgd", "momentum": 0, "nesterov": True}, "nesterov = true needs a momentum above 0"),
         ({"type": "lion", "eps": 1e-8}, "eps"),
         ({"nesterov": True}, "nesterov"),
-        ({"type": "adamw_8bit"}, "bitsandbytes quantise each rank's own piece"),
+        ({"type": "paged_adamw_8bit"}, "is called adamw_8bit here"),
         ({"type": "mun"}, "did you mean muon"),
     ],
 )

@@ -14,6 +14,7 @@ from torch.optim import SGD, AdamW, Optimizer
 
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.run.extensions import BadExtension, load, make
+from cairn.trainer.optimizers.adamw_8bit import AdamW8bit
 from cairn.trainer.optimizers.lion import Lion
 from cairn.trainer.optimizers.muon import Muon
 
@@ -21,6 +22,7 @@ __all__ = ["OPTIMIZERS", "check_optimizer", "make_optimizer"]
 
 OPTIMIZERS: dict[str, Callable[..., Optimizer]] = {
     "adamw": partial(AdamW, fused=True),
+    "adamw_8bit": AdamW8bit,
     "muon": Muon,
     "sgd": SGD,
     "lion": Lion,
