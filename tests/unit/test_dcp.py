@@ -28,6 +28,7 @@ from torch.distributed.checkpoint.metadata import (
     TensorStorageMetadata,
 )
 
+from cairn.checkpoint import reader
 from cairn.checkpoint.exporting import content_of_step, export
 from cairn.checkpoint.formats import EXPORTERS, format_of, no_progress
 from cairn.checkpoint.formats.content import WriteOptions
@@ -36,10 +37,12 @@ from cairn.checkpoint.formats.dcp_metadata import read_metadata
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
 from cairn.checkpoint.formats.fitting import in_memory, state_of
 from cairn.checkpoint.formats.hub import Place, hub_layout
+from cairn.checkpoint.formats.pickled import load_pickled, source_of
 from cairn.checkpoint.formats.safe_pickle import Refused
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.reader import Piece
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
@@ -347,6 +350,30 @@ def test_a_chunk_that_is_read_for_each_of_its_parts_is_checked_each_time(tmp_pat
     path.write_bytes(data)
     with pytest.raises(Damaged, match="b differs from its checksum"):
         values(source, piece=7)
+
+
+@pytest.mark.parametrize("kind", ["dcp", "pt"])
+def test_a_storage_in_another_order_is_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str):
+    """Not for each piece; also where pieces end within rows. A second pass reads it again."""
+    whole = torch.arange(60 * 10, dtype=torch.float32).view(60, 10)
+    if kind == "dcp":
+        dcp.save({"model": {"b": whole.T}}, checkpoint_id=tmp_path, no_dist=True)
+        source = Dcp().read(tmp_path).tensors[MODEL]["b"]
+    else:
+        torch.save({"b": whole.T}, tmp_path / "b.pt")
+        source = source_of("b", load_pickled(tmp_path / "b.pt")["b"], tmp_path)
+    read: list[int] = []
+
+    def noted(pieces: list[Piece], read_pieces: Callable[..., object] = reader.read_pieces) -> None:
+        read.extend(piece.target.numel() for piece in pieces)
+        read_pieces(pieces)
+
+    monkeypatch.setattr("cairn.checkpoint.formats.dcp_tensors.read_pieces", noted)
+    monkeypatch.setattr("cairn.checkpoint.formats.saved_tensors.read_pieces", noted)
+    assert torch.equal(values(source, piece=7), whole.T)
+    assert read.count(600) == 1
+    assert torch.equal(values(source, piece=60), whole.T)
+    assert read.count(600) == 2
 
 
 def test_a_tensor_that_is_not_what_the_metadata_says(plain: Path):

@@ -1,5 +1,6 @@
 """Tensors of a PyTorch distributed checkpoint, read in parts from the chunks that its ranks wrote."""
 
+import functools
 import itertools
 import math
 import threading
@@ -13,6 +14,7 @@ from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.dcp_metadata import Chunk, DcpTensor
 from cairn.checkpoint.formats.derived import Section
+from cairn.checkpoint.formats.storages import extent, whole_storage
 from cairn.checkpoint.formats.torch_stream import Values, locate
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
@@ -21,8 +23,6 @@ from cairn.checkpoint.streaming import pieces_of
 
 _lock = threading.Lock()
 """For what sources remember of their chunks: two threads may ask for the first values of one."""
-_whole_storage = threading.Lock()
-"""Of chunks that have to be read in full for a part of them, one is in memory at a time."""
 
 
 @dataclass(frozen=True)
@@ -68,8 +68,14 @@ class DcpSource:
             elif values.strides == _row_major(chunk.shape):
                 self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
             else:
-                with _whole_storage:
-                    self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
+                top, own = (chunk.begin or (0,))[0], math.prod(chunk.shape)
+                taken = own // chunk.shape[0] * (high - low)
+                if chunk.shape[1:] == shape[1:]:  # pieces may begin and end within a row
+                    taken = min(high * inner, first + into.numel()) - max(low * inner, first)
+                read = functools.partial(self._storage, chunk)
+                with whole_storage(self, chunk, read, taken=taken, of=own) as held:
+                    rows = held.as_strided(chunk.shape, values.strides)[low - top : high - top]
+                    self._scatter(chunk, low, rows, first, into)
 
     def _overlaps(self, begin: int, end: int) -> Iterator[tuple[Chunk, int, int]]:
         """The chunks that hold rows from `begin` to `end`, with the first and last of these rows in each."""
@@ -88,13 +94,16 @@ class DcpSource:
             self._located[chunk] = values
         return self._located[chunk]
 
+    def _storage(self, chunk: Chunk) -> torch.Tensor:
+        """All values of a chunk which the rank wrote as it lay in memory."""
+        values = self._values(chunk)
+        storage = torch.empty(extent(chunk.shape, values.strides), dtype=values.dtype)
+        self._read(chunk, values.first, storage)
+        return storage
+
     def _rows(self, chunk: Chunk, low: int, high: int) -> torch.Tensor:
         """The part of a chunk of two dimensions or more that is in the tensor's rows `low` to `high`."""
         values, top = self._values(chunk), chunk.begin[0]
-        if values.strides != _row_major(chunk.shape):  # the rank wrote it as it lay in memory
-            storage = torch.empty(values.count, dtype=values.dtype)
-            self._read(chunk, 0, storage)
-            return storage.as_strided(chunk.shape, values.strides, values.first)[low - top : high - top]
         inner = math.prod(chunk.shape[1:])
         rows = torch.empty((high - low) * inner, dtype=values.dtype)
         self._read(chunk, values.first + (low - top) * inner, rows)

@@ -5,7 +5,6 @@
 
 import math
 import pickle
-import threading
 import zipfile
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -16,6 +15,7 @@ import torch
 from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
+from cairn.checkpoint.formats.storages import extent, whole_storage
 from cairn.checkpoint.formats.torch_stream import TensorInFile
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
@@ -46,15 +46,11 @@ def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
     return HeldTensor(tensor, TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
 
 
-_whole_storage = threading.Lock()
-
-
 @dataclass(frozen=True)
 class Strided:
     """A tensor whose values lie in another order in its file, such as one saved transposed; a `Source`.
 
-    Its storage is in memory while a piece of it is read, and read anew for each piece. One such storage is in
-    memory at a time.
+    storage: the run of values over which it reaches, which is read whole and kept until the tensor's end.
     """
 
     saved: SavedTensor
@@ -67,17 +63,18 @@ class Strided:
 
     def fill(self, first: int, into: torch.Tensor) -> None:
         """See `Source.fill`."""
-        with _whole_storage:
-            self._fill(first, into)
-
-    def _fill(self, first: int, into: torch.Tensor) -> None:
         values, shape = self.saved.values, self.spec.shape
-        storage = torch.empty(values.count, dtype=values.dtype)
-        self.storage.fill(0, storage)
         inner = math.prod(shape[1:])
         low, high = first // inner, -(-(first + len(into)) // inner)
-        rows = storage.as_strided(shape, values.strides, values.first)[low:high].reshape(-1)
-        into.copy_(rows[first - low * inner :][: len(into)])
+        taken, of = len(into), self.saved.count
+        with whole_storage(self, None, self._read, taken=taken, of=of) as storage:
+            rows = storage.as_strided(shape, values.strides)[low:high].reshape(-1)
+            into.copy_(rows[first - low * inner :][: len(into)])
+
+    def _read(self) -> torch.Tensor:
+        storage = torch.empty(self.storage.count, dtype=self.saved.values.dtype)
+        self.storage.fill(0, storage)
+        return storage
 
 
 def source_of(name: str, value: object, path: Path) -> Source:
@@ -94,8 +91,8 @@ def source_of(name: str, value: object, path: Path) -> Source:
     aligned = (n == 1 or a == b for n, a, b in zip(shape, values.strides, row_major, strict=True))
     if not saved.count or all(aligned):
         return saved
-    whole = TensorSpec(name, saved.spec.dtype, (values.count,))
-    return Strided(saved, SavedTensor(whole, replace(values, first=0, strides=(1,))))
+    reach = TensorSpec(name, saved.spec.dtype, (extent(shape, values.strides),))
+    return Strided(saved, SavedTensor(reach, replace(values, strides=(1,))))
 
 
 def is_tensor(value: object) -> bool:
