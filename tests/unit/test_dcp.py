@@ -19,6 +19,7 @@ from foreign import values
 from one_rank import one_rank
 from runs import free_port, start_ranks
 from test_families import make_rows, start
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
     ChunkStorageMetadata,
@@ -27,17 +28,20 @@ from torch.distributed.checkpoint.metadata import (
     TensorProperties,
     TensorStorageMetadata,
 )
+from transformers import AutoConfig
 
 from cairn.checkpoint import reader
 from cairn.checkpoint.exporting import content_of_step, export
 from cairn.checkpoint.formats import EXPORTERS, format_of, no_progress
+from cairn.checkpoint.formats.architectures import sizes_of
 from cairn.checkpoint.formats.content import WriteOptions
 from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan, step_in
-from cairn.checkpoint.formats.dcp_metadata import read_metadata
+from cairn.checkpoint.formats.dcp_fused import cut, fused_parts
+from cairn.checkpoint.formats.dcp_metadata import DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
 from cairn.checkpoint.formats.fitting import in_memory, state_of
 from cairn.checkpoint.formats.hub import Place, hub_layout
-from cairn.checkpoint.formats.pickled import load_pickled, source_of
+from cairn.checkpoint.formats.pickled import held, load_pickled, source_of
 from cairn.checkpoint.formats.safe_pickle import Refused
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.importing import import_checkpoint
@@ -123,8 +127,48 @@ def test_biases_of_experts(tmp_path: Path):
         Dcp().read(tmp_path / "skewed")
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_tied"])
+def test_state_of_fused_queries_keys_and_values(written: Path, tmp_path: Path, family: str):
+    """As torchtitan has it with fuse_qkv: for each head of keys its heads of queries, the key, the value."""
+    source, model = written / family / "torchtitan", written / family / "model"
+    dcp_to_torch_save(source, tmp_path / "whole.pt")
+    content = torch.load(tmp_path / "whole.pt", weights_only=False)
+    sizes = sizes_of(AutoConfig.from_pretrained(model))
+    state, groups, head = content["optimizer"], sizes.kv_heads, sizes.head
+    for key in [key for key in state if ".wq.weight." in key]:
+        parts = [state.pop(key.replace(".wq.", f".{name}.")) for name in ("wq", "wk", "wv")]
+        if key.startswith("state.") and parts[0].ndim:
+            rows = [part.view(groups, -1, head, part.shape[1]) for part in parts]
+            parts = [torch.cat(rows, dim=1).view(-1, parts[0].shape[1])]
+        state[key.replace(".wq.", ".wqkv.")] = parts[0]
+    dcp.save(content, checkpoint_id=tmp_path / "step-2", no_dist=True)
+    expected, found = (Dcp().read(folder, model) for folder in (source, tmp_path / "step-2"))
+    assert found.state_refused is None
+    assert found.settings == expected.settings
+    assert found.tensors[OPTIMIZER].keys() == expected.tensors[OPTIMIZER].keys()
+    for name, tensor in expected.tensors[OPTIMIZER].items():
+        assert torch.equal(values(found.tensors[OPTIMIZER][name]), values(tensor)), name
+
+
+def test_a_fused_weight_of_several_heads_of_keys(tmp_path: Path):
+    """Two heads of queries for each of three of keys."""
+    head, width, groups = 4, 5, 3
+    parts = [torch.randn(groups * count * head, width) for count in (2, 1, 1)]
+    whole = torch.cat([part.view(groups, -1, head, width) for part in parts], dim=1).view(-1, width)
+    names = fused_parts("layers.7.attention.qkv_linear.wqkv.weight")
+    assert names[1] == "layers.7.attention.qkv_linear.wk.weight"
+    shapes = dict(
+        zip(names, (DcpTensor(torch.float32, tuple(part.shape), ()) for part in parts), strict=True)
+    )
+    found = cut(held("moment", whole, tmp_path), names, shapes, head)
+    assert found is not None
+    for name, part in zip(names, parts, strict=True):
+        assert torch.equal(values(found[name], piece=7), part)
+    assert cut(held("moment", whole[:-1], tmp_path), names, shapes, head) is None
+
+
 def test_state_of_weights_that_are_not_there(written: Path, tmp_path: Path):
-    """As of torchtitan's fused queries, keys and values, which it saves apart as weights."""
+    """As of fused queries, keys and values of another shape than the weights, which are saved apart."""
     source = tmp_path / "step-2"
     shutil.copytree(written / "qwen3_tied" / "torchtitan", source)
     metadata = metadata_of(source)

@@ -3,15 +3,18 @@
 import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from transformers import AutoConfig
 
 from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
+from cairn.checkpoint.formats.architectures import sizes_of
 from cairn.checkpoint.formats.content import Content, Source, listed
+from cairn.checkpoint.formats.dcp_fused import cut, fused_parts, head_norm
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import PROGRAMS, Program
 from cairn.checkpoint.formats.dcp_rotary import in_rotary_order
@@ -69,8 +72,7 @@ class _Reading:
             )
         strange = [name for name in state if name.rpartition(".")[0] not in weights]
         state = {} if strange else state
-        beside = (self.source / place for place in MODEL_FOLDERS)
-        model = self.model or next((f for f in beside if (f / "config.json").exists()), None)
+        model = self._config_folder
         weights = self._in_hub_order(weights, model)
         if state:
             state = self._in_hub_order(state, model)
@@ -99,13 +101,22 @@ class _Reading:
         if model is None:
             if any(".q_norm.weight" in name for name in tensors):
                 return dict(tensors)
-            raise CheckpointError(
-                f"{self.source}: is torchtitan's checkpoint of a Llama: the rows of its queries and keys are "
-                "in another order than the hub's, which depends on a head's size; give the folder with the "
-                "model's config.json with --model FOLDER"
-            )
+            self._refuse_without_heads()
         config = AutoConfig.from_pretrained(model)  # pyright: ignore # typed in part
         return in_rotary_order(tensors, config, to_hub=True)  # pyright: ignore # typed in part
+
+    def _refuse_without_heads(self) -> NoReturn:
+        raise CheckpointError(
+            f"{self.source}: is torchtitan's checkpoint of a Llama: the rows of its queries and keys are "
+            "in another order than the hub's, which depends on a head's size; give the folder with the "
+            "model's config.json with --model FOLDER"
+        )
+
+    @cached_property
+    def _config_folder(self) -> Path | None:
+        """The folder with config.json, if there is one."""
+        beside = (self.source / place for place in MODEL_FOLDERS)
+        return self.model or next((f for f in beside if (f / "config.json").exists()), None)
 
     def _weights(self) -> Iterator[tuple[str, Source]]:
         """The weights by the hub's names."""
@@ -171,11 +182,37 @@ class _Reading:
             if what not in MOMENTS:
                 strange.append(key)
                 continue
-            yield from self._named(owner, tensor, what)
+            yield from self._fused(owner, tensor, what) or self._named(owner, tensor, what)
         if strange:
             raise CheckpointError(
                 f"{self.source}: the optimiser's state has values that AdamW's has not: {listed(strange)}"
             )
+
+    def _fused(self, owner: str, tensor: DcpTensor, kind: str) -> list[tuple[str, Source]]:
+        """A kind of the state of torchtitan's one weight of queries, keys and values, by the hub's names.
+
+        Empty if `owner` is another weight, or does not fit the weights that are there.
+
+        Raises:
+            CheckpointError: nothing tells the size of a head.
+        """
+        names = fused_parts(owner) if self.program.titan else ()
+        if not names:
+            return []
+        whole = DcpSource.of(f"{owner}.{kind}", tensor)
+        parts: Mapping[str, Source] | None = dict.fromkeys(names, whole)
+        if kind != "step":
+            parts = cut(whole, names, self.index.tensors, self._head(owner))
+        return [(f"{self.program.named(name)}.{kind}", part) for name, part in (parts or {}).items()]
+
+    def _head(self, fused: str) -> int:
+        """The number of rows of a head of queries."""
+        norm = self.index.tensors.get(head_norm(fused))
+        if norm is not None:
+            return math.prod(norm.shape)
+        if self._config_folder is None:
+            self._refuse_without_heads()
+        return sizes_of(AutoConfig.from_pretrained(self._config_folder)).head  # pyright: ignore # in part
 
     def _groups(self) -> Iterator[tuple[str, dict[str, Any]]]:
         """The settings of each group of parameters."""
