@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.arena import Arena, SaveFailed, Tensors, WriterDied
+from cairn.checkpoint.carried import Carried, carry
 from cairn.checkpoint.constant import ConstantFiles, Names, announce_links, wait_for_links
 from cairn.checkpoint.layout import MAX_FILE_BYTES
 from cairn.checkpoint.manifest import FileEntry
@@ -23,6 +24,9 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import fault_point
 
 logger = logging.getLogger(__name__)
+
+CARRIED = "carried"
+"""The part of a step that lists the files which it has taken over."""
 
 
 @dataclass(frozen=True)
@@ -56,8 +60,8 @@ class SaveOptions:
     room: how many bytes of memory the copy of this rank's state may have, given how many it takes; with less,
     the copy waits for the disk. Called by all ranks together. packed: folders within the step whose tensor
     files are compressed (`checkpoint.packed`). constant: tensors that no step changes, by stem: their files
-    are links to those of the step before (`checkpoint.constant`). parent: the folder of the step before the
-    first.
+    are links to those of the step before (`checkpoint.constant`). carried: files that rank 0 takes over as
+    they are (`checkpoint.carried`), by name within the step. parent: the folder of the step before the first.
     """
 
     part_timeout: float = 300.0
@@ -66,6 +70,7 @@ class SaveOptions:
     room: Callable[[int], int] = lambda nbytes: nbytes
     packed: Collection[str] = ()
     constant: Names = field(default_factory=dict[str, Collection[str]])
+    carried: Mapping[str, Carried] = field(default_factory=dict[str, Carried])
     parent: Path | None = None
 
 
@@ -102,6 +107,8 @@ class Saver:
         }
         if how.constant:
             self.parts |= {f"constant{number}": rank.session for number in range(rank.world_size)}
+        if how.carried:
+            self.parts |= {CARRIED: rank.session}
         self.how = how
         self._parent = how.parent
         self.before_commit = before_commit
@@ -146,7 +153,7 @@ class Saver:
         self._arena.start_copy(tensors)
         constant = ConstantFiles(tensors, self.how.constant, self.rank, self.how.max_file_bytes)
         self._copied.clear()
-        folders = sorted({name.rpartition("/")[0] for name in [*tensors, *files]})
+        folders = sorted({name.rpartition("/")[0] for name in [*tensors, *files, *self.how.carried]})
         self._thread = threading.Thread(
             target=self._run,
             args=(step, self._arena, constant, folders, dict(files), about, started),
@@ -245,6 +252,7 @@ class Saver:
             if self.rank == 0:
                 small = {**files, **arena.indices}
                 self.store.write_part(step, "files", small, self.session, read_back=self.how.read_back)
+                self._carry(step)
             linked = self._save_constant(step, constant)
             arena.end()
             if self.rank == 0:
@@ -265,6 +273,19 @@ class Saver:
         except BaseException as error:
             arena.broken = True
             self._error = error
+
+    def _carry(self, step: int) -> None:
+        """Take over the files that are to be taken over."""
+        if self.how.carried:
+            carry(
+                self.how.carried,
+                self._parent,
+                self.store.folder(step),
+                self.store.receipt_file(step, CARRIED),
+                self.session,
+                read_back=self.how.read_back,
+                on_piece=self._check_wanted,
+            )
 
     def _save_constant(self, step: int, constant: ConstantFiles) -> dict[str, FileEntry]:
         """Link or write the files of constant tensors; on rank 0, returns the links."""

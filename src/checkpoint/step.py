@@ -18,6 +18,8 @@ ADAPTER = "model/adapter_model"
 """Stem of the adapter's files, relative to the step's folder."""
 ADAPTER_CONFIG = "adapter_config.json"
 BASE_RECORD = "cairn_base.json"
+BASE = "base"
+"""The folder of an adapter's base model, relative to the step's, if the step holds it."""
 OF_ADAPTERS = frozenset({ADAPTER_CONFIG, BASE_RECORD})
 """Files beside an adapter that must not lie beside a whole model: transformers would look for the adapter."""
 CRITIC = "trainer/critic/model"
@@ -96,6 +98,8 @@ class StepFolder:
         """The Hugging Face directory."""
         self.critic = (self.path / CRITIC).parent
         """The folder of PPO's critic, if there is one."""
+        self.base = self.path / BASE
+        """The Hugging Face directory of the base, if the step has an adapter and holds its base."""
         self.ledger = self.path / LEDGER
 
     @staticmethod

@@ -26,6 +26,8 @@ class LoraConfig(BaseConfig):
     """Modules that are trained in full beside the adapter, and saved with it: ends of their names."""
     serve: Literal["merged", "adapter"] = "merged"
     """What an RL run's servers get: the merged model, or the adapter, which they merge themselves."""
+    save_base: bool = False
+    """Have each checkpoint hold the base model, too: copied once, then hard-linked from step to step."""
     base: str | None = None
     """To resume: the base model's folder, if it is no longer where the checkpoint says."""
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.adapters import base_of_adapter
+from cairn.checkpoint.formats.adapters import base_of_adapter, held_base
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.critic import critic_problem
@@ -239,9 +239,14 @@ def check_adapter(lora: LoraConfig | None, start: Start, flags: str) -> None:
             f"start a new run from the merged weights: --model.name {start.folder}"
         )
     try:
+        if held_base(model) and not (lora.save_base or lora.base):
+            record.find(model, record.folder)
+            return
         record.find(model, lora.base)
     except CheckpointError as error:
-        raise UsageError(str(error)) from None
+        own = held_base(model)
+        more = f"; or go on with the one that the step holds: {flags}lora.save-base" if own else ""
+        raise UsageError(f"{error}{more}") from None
 
 
 def _shown(settings: Mapping[str, Any], flags: str) -> str:

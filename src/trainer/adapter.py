@@ -14,12 +14,13 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
+from cairn.checkpoint.carried import Carried
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
-from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, is_adapter
+from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
 from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.shares import Stored, at_places, local_values
-from cairn.checkpoint.step import ADAPTER, ADAPTER_CONFIG, BASE_RECORD
+from cairn.checkpoint.step import ADAPTER, ADAPTER_CONFIG, BASE, BASE_RECORD
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
@@ -31,6 +32,8 @@ from cairn.trainer.model import build_model, places_in
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.trained import Trained
 
+BESIDE_WEIGHTS = {".json", ".jinja", ".txt", ".model"}
+"""What a Hugging Face directory holds beside its weights: configuration, tokenizer, index."""
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
@@ -53,6 +56,7 @@ class Adapter(Trained):
         self.seed = config.seed
         self.group = group
         self._base: Base | None = None
+        self._found_in: Path | None = None
         self._merged: dict[str, torch.Tensor] = {}
 
     @property
@@ -94,7 +98,9 @@ class Adapter(Trained):
         saved = base_of_adapter(adapter) if adapter else None
         if adapter and saved:
             saved.check_same(found, adapter)
-            found = replace(found, name=saved.name)
+            of_step = folder == held_base(adapter)
+            found = replace(found, name=saved.name, folder=saved.folder if of_step else found.folder)
+        self._found_in = folder
         self._base = replace(found, lora=self.config.shape)
 
     def loaded(self, folder: Path) -> Mapping[str, Stored]:
@@ -106,6 +112,19 @@ class Adapter(Trained):
         own = self.trained()
         tensors = tensors_in_memory(self.module)
         return {PREFIX + name.replace(f".{NAME}.", "."): tensors[name] for name in own}
+
+    def carried(self) -> Mapping[str, Carried]:
+        """The files of the base, if checkpoints are to hold it."""
+        if not self.config.save_base:
+            return {}
+        assert self._found_in
+        weights = {name: Carried(self._found_in / name, entry) for name, entry in self.base.files.items()}
+        others = {
+            path.name: Carried.of(path)
+            for path in sorted(self._found_in.iterdir())
+            if path.is_file() and path.suffix in BESIDE_WEIGHTS
+        }
+        return {f"{BASE}/{name}": file for name, file in {**others, **weights}.items()}
 
     def constant(self) -> Collection[str]:
         """None."""
@@ -212,7 +231,9 @@ def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter
         base = base_of_adapter(folder)
         if base is None:
             raise CheckpointError(f"{folder}: has no {BASE_RECORD}, so the adapter's base is unknown")
-        policy.read_base(base.find(folder, config.lora.base), folder)
+        # A run whose steps do not hold the base needs it where they will say that it is.
+        elsewhere = config.lora.base or (None if config.lora.save_base else base.folder)
+        policy.read_base(base.find(folder, elsewhere), folder)
     return policy
 
 

@@ -208,6 +208,7 @@ class TrainerCheckpoints:
                 room=self._staging_memory,
                 packed=PACKED if ckpt.compress else (),
                 constant=self._constant(),
+                carried=state.policy.carried() if group.rank == 0 else {},
                 parent=Path(context.attempt.resume_from) if context.attempt.resume_from else None,
             ),
             before_commit=context.run.metrics.make_durable,

@@ -9,6 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.carried import Carried
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors import Stored, read_tensors
@@ -79,6 +80,10 @@ class Trained:
 
     def beside(self) -> Mapping[str, bytes]:
         """Files that checkpoints hold beside the weights, and beside those of the model's folder."""
+        return {}
+
+    def carried(self) -> Mapping[str, Carried]:
+        """Files that checkpoints take over as they are, by name within the step."""
         return {}
 
     def constant(self) -> Collection[str]:

@@ -15,12 +15,14 @@ from safetensors.torch import load_file
 from tiny import write_example
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
+from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.exporting import export
+from cairn.checkpoint.fork import copy_step
 from cairn.checkpoint.formats import FORMATS, WriteOptions
 from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.importing import import_checkpoint
-from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.saver import Saver, SavingRank
+from cairn.checkpoint.manifest import CheckpointError, Damaged, check_files, load_manifest
+from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step import MODEL, TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensor
@@ -28,6 +30,8 @@ from cairn.config.lora import LoraConfig
 from cairn.config.optimizer import AdamWConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.inference.plugin.merging import Merging
+from cairn.launch.recipe import check_adapter
+from cairn.launch.start import Start
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
 from cairn.trainer.adapter import Adapter
@@ -69,15 +73,17 @@ def descend(module: torch.nn.Module, optimizer: torch.optim.Optimizer, steps: in
     return losses
 
 
-def save(state: TrainerState, step: int, root: Path) -> Path:
+def save(state: TrainerState, step: int, root: Path, parent: Path | None = None) -> Path:
     """A step as a trainer saves it; returns its folder."""
     state.progress.step = step
     store = CheckpointStore(root)
-    saver = Saver(store, SavingRank(0, 1, "0" * 16), roles={})
     policy = state.policy
     assert isinstance(policy, Adapter)
+    how = SaveOptions(carried=policy.carried(), parent=parent)
+    saver = Saver(store, SavingRank(0, 1, "0" * 16), roles={}, how=how)
     record = TrainerRecord(progress=asdict(state.progress), optimizer="AdamW", recipe={"settings": {}})
-    beside = {**companions(policy.module, Path(policy.base.folder)), **policy.beside()}
+    beginning = parent / "model" if parent and parent.exists() else Path(policy.base.folder)
+    beside = {**companions(policy.module, beginning), **policy.beside()}
     files = {f"model/{name}": content for name, content in beside.items()} | {TRAINER_STATE: record.to_json()}
     saver.save(step, state.tensors(), files, ABOUT)
     saver.finish()
@@ -178,6 +184,62 @@ def test_another_base_is_refused_by_name(base: Path, group: RankGroup, tmp_path:
         state_of(step / "model", group, state.config)
     moved = config_with(base=str(base))  # the same seed, so the same weights
     state_of(step / "model", group, moved).load(step)
+
+
+def test_steps_can_hold_the_base(base: Path, group: RankGroup, tmp_path: Path):
+    """Once, for all of them; with the source gone a run goes on from it, and so does everything else."""
+    source, root = tmp_path / "source", tmp_path / "run"
+    shutil.copytree(base, source)
+    state, first = learned(source, group, root, save_base=True)
+    second = save(state, 4, root, parent=first)
+    manifest = load_manifest(second)
+    held = {name: second / name for name in manifest.files if name.startswith("base/")}
+    assert {path.name for path in held.values()} == {path.name for path in source.iterdir()}
+    for name, path in held.items():
+        assert path.read_bytes() == (source / path.name).read_bytes()
+        assert path.stat().st_ino == (first / name).stat().st_ino
+        assert path.stat().st_ino != (source / path.name).stat().st_ino
+    shutil.rmtree(source)
+    shutil.rmtree(first)
+    check_files(second, manifest)
+    resumed = state_of(second / "model", group, config_with(save_base=True))
+    resumed.load(second)
+    expected = descend(state.policy.module, state.policy.optimizer, 2)
+    assert descend(resumed.policy.module, resumed.policy.optimizer, 2) == expected
+    third = save(resumed, 6, root, parent=second)
+    for name, path in held.items():
+        assert (third / name).stat().st_ino == path.stat().st_ino
+
+    moved = copy_step(third, tmp_path / "moved" / "checkpoints")
+    export(moved, tmp_path / "out", "hf", WriteOptions())
+    plain = AutoModelForCausalLM.from_pretrained(moved / "base", dtype=torch.float32)
+    opened = PeftModel.from_pretrained(plain, moved / "model").eval()
+    whole = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    with torch.no_grad():
+        logits = resumed.policy.module.eval()(TOKENS).logits
+        assert torch.equal(opened(TOKENS).logits, logits)
+        torch.testing.assert_close(whole(TOKENS).logits, logits, rtol=1e-4, atol=1e-4)
+
+    start = Start(CheckpointStore(root), third, load_manifest(third))
+    check_adapter(LoraConfig(rank=4, save_base=True), start, "--")
+    with pytest.raises(UsageError, match=r"no longer in .*source.* that the step holds: --lora.save-base"):
+        check_adapter(LoraConfig(rank=4), start, "--")
+    (third / "base" / "config.json").write_text("{}")
+    with pytest.raises(Damaged, match=r"base/config.json"):
+        check_files(third, load_manifest(third))
+
+
+def test_a_base_that_changed_is_not_saved(base: Path, group: RankGroup, tmp_path: Path):
+    """A step never holds a base that is not the one that was trained with."""
+    source = tmp_path / "source"
+    shutil.copytree(base, source)
+    state, _ = learned(source, group, tmp_path / "run", save_base=True)
+    weights = bytearray((source / "model.safetensors").read_bytes())
+    weights[-1] ^= 1
+    (source / "model.safetensors").write_bytes(weights)
+    with pytest.raises(SaveFailed, match=r"model.safetensors: is not what it was when the run read it"):
+        save(state, 4, tmp_path / "other")
+    assert not (tmp_path / "other" / "step_4" / "manifest.json").exists()
 
 
 def test_exports_hold_the_merged_model_or_the_adapter(base: Path, group: RankGroup, tmp_path: Path):

@@ -86,7 +86,7 @@ KL = {"kl": {"coef": 0.1, "reference": "http://127.0.0.1:9"}}
 CASES = {
     "sft": Case(),
     "sft, untied, head in full, rslora": Case(
-        tied=False, lora={"rslora": True, "modules_to_save": "lm_head"}
+        tied=False, lora={"rslora": True, "modules_to_save": ["lm_head"]}
     ),
     "activation checkpointing": Case(settings={"activation_checkpointing": True}),
     "mixture with balance": Case(family="qwen3_moe", settings={"router_aux_coef": 0.3}),

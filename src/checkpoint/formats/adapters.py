@@ -12,11 +12,12 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from cairn.checkpoint.away import away_files
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
 from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.layout import TensorSpec, find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, FileEntry, check_content
-from cairn.checkpoint.step import ADAPTER_CONFIG, BASE_RECORD
+from cairn.checkpoint.step import ADAPTER_CONFIG, BASE_RECORD, StepFolder
 from cairn.run.files import read_json
 
 if TYPE_CHECKING:
@@ -106,7 +107,9 @@ class Base:
             raise CheckpointError(f"{self._not_the_base(folder, whose, list(self.files))}: {error}") from None
 
     def find(self, whose: Path, elsewhere: str | None = None) -> Path:
-        """The base's folder: `elsewhere` if that is given. Names and sizes of its files are checked.
+        """The base's folder: `elsewhere` if that is given, else that in the adapter's step if there is one.
+
+        Names and sizes of its files are checked.
 
         Args:
             whose: the adapter's folder, for the message.
@@ -114,17 +117,16 @@ class Base:
         Raises:
             CheckpointError: it is not there, or holds other files.
         """
-        folder = Path(elsewhere or self.folder)
+        folder = Path(elsewhere or held_base(whose) or self.folder)
         if not (folder / "config.json").is_file():
             raise CheckpointError(
                 f"{whose} is an adapter of {self.name}, which is no longer in {folder}; put it back, or say "
                 "where it is with --lora.base FOLDER (ckpt: --model FOLDER)"
             )
-        other = [
-            name
-            for name, entry in self.files.items()
-            if not (folder / name).is_file() or (folder / name).stat().st_size != entry.size
-        ]
+        away = away_files(folder)
+        sizes = {path.name: path.stat().st_size for path in folder.glob("*.safetensors") if path.is_file()}
+        sizes |= {name: file.size for name, file in away.items()}
+        other = [name for name, entry in self.files.items() if sizes.get(name) != entry.size]
         if other:
             raise CheckpointError(self._not_the_base(folder, whose, other))
         return folder
@@ -139,6 +141,12 @@ class Base:
 def is_adapter(folder: Path) -> bool:
     """Whether a folder holds an adapter of a model instead of the model."""
     return (folder / ADAPTER_CONFIG).is_file()
+
+
+def held_base(folder: Path) -> Path | None:
+    """The base that lies in the same step as the adapter in `folder`; None if there is none."""
+    step = StepFolder.holding(folder)
+    return StepFolder(step).base if step and StepFolder(step).base.is_dir() else None
 
 
 def base_of_adapter(folder: Path) -> Base | None:
