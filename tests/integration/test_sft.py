@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
+import families
 import pytest
 import torch
 import torch.nn.functional as F
@@ -379,15 +380,28 @@ def test_a_killed_run_goes_on_in_each_of_its_data_sets(shell: Shell, data: Path,
 
 
 def test_an_adapter_goes_on_on_any_number_of_ranks(shell: Shell, sft: tuple, tmp_path: Path):
-    """On as many ranks bit for bit, dropout and all; on others apart from rounding. PEFT opens the step."""
-    run = tmp_path / "run"
+    """On as many ranks bit for bit, dropout and all; on others apart from rounding. PEFT opens the step.
+
+    It is killed in its second commit, and the base is gone when it is resumed: its steps hold it.
+    """
+    run, model, away = tmp_path / "run", tmp_path / "model", tmp_path / "away"
+    families.make("qwen3_tied", model)
     lora = ("--lora.rank", 4, "--lora.dropout", 0.1, "--optimizer.lr", 1e-2, "--ckpt.interval", 3)
-    command = (*sft, *lora, "--max-steps", 6, "--output-dir", run)
-    shell.succeed(*command)
-    straight, expected = whole_rows(run, 6), tensors(step_folder(run, 6))
-    shell.succeed(*command, "--ckpt.resume-step", 3)
+    command = (*sft, "--model.name", model, *lora, "--max-steps", 6, "--output-dir")
+    shell.succeed(*command, tmp_path / "straight")
+    straight, expected = whole_rows(tmp_path / "straight", 6), tensors(step_folder(tmp_path / "straight", 6))
+    command = (*command, run, "--lora.save-base")
+    killing = {"CAIRN_FAULT": "commit.before_manifest:kill@2"}
+    with shell.start(*command, "--max-restarts", 0, environment=killing) as killed:
+        assert killed.finish().code == 1
+    assert steps(run) == [3]
+    model.rename(away)
+    shell.succeed(*command, "--ckpt.resume", "auto")
     assert untimed(whole_rows(run, 6)) == untimed(straight)
     assert_same_bits(tensors(step_folder(run, 6)), expected)
+    base = [step_folder(run, step) / "base" / "model.safetensors" for step in (3, 6)]
+    assert base[0].samefile(base[1])
+    away.rename(model)
     shell.succeed(*command, "--ckpt.resume-step", 3, "--workers", 2)
     losses = [row["loss"] for row in whole_rows(run, 6)]
     assert losses == pytest.approx([row["loss"] for row in straight], rel=1e-4)
