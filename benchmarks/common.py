@@ -97,6 +97,9 @@ def make_model(folder: Path, changes: dict[str, Any], *, endless: bool = False) 
     (source / "config.json").write_text(json.dumps(config))
     if endless:
         no_end_of_text(source)
+    # vLLM keeps its own cache, without which each server looks into the model's class for ten seconds.
+    caches = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+    os.environ.setdefault("VLLM_CACHE_ROOT", str(caches / "vllm"))
     os.environ["XDG_CACHE_HOME"] = str(folder / "cache")
     (folder / "model").symlink_to(with_random_weights(source))
     return folder / "model"

@@ -19,7 +19,7 @@ import families
 import httpx
 import pytest
 import torch
-from runs import DEADLINE, Shell
+from runs import DEADLINE, Shell, vllm_cache
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -757,9 +757,7 @@ class Foreground:
 
     def __init__(self, model: Path, port: int, cache: Path, *, compiled: bool = False):
         self.url = f"http://127.0.0.1:{port}"
-        # vLLM keeps its cache: without it, it starts 10 s later.
-        vllm_cache = os.environ.get("VLLM_CACHE_ROOT") or token_file(self.url).parents[2] / "vllm"
-        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "VLLM_CACHE_ROOT": str(vllm_cache)}
+        environment = {**os.environ, "XDG_CACHE_HOME": str(cache), "VLLM_CACHE_ROOT": str(vllm_cache())}
         environment.pop("CAIRN_INFERENCE_TOKEN", None)
         self.token_file = cache / "cairn" / "servers" / token_file(self.url).name
         code = (

@@ -2,7 +2,9 @@
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -65,13 +67,17 @@ def store(tmp_path: Path) -> CheckpointStore:
     return CheckpointStore(tmp_path / "run" / "checkpoints")
 
 
+def saver_of(store: CheckpointStore, **how: object) -> Saver:
+    options = SaveOptions(**{"part_timeout": 60.0, "packed": ("trainer",), **how})
+    return Saver(store, SavingRank(0, 1, "run:1"), how=options)
+
+
 @pytest.fixture
 def make_saver(store: CheckpointStore) -> Iterator[Callable[..., Saver]]:
     made: list[Saver] = []
 
     def make(**how: object) -> Saver:
-        options = SaveOptions(**{"part_timeout": 60.0, "packed": ("trainer",), **how})
-        made.append(Saver(store, SavingRank(0, 1, "run:1"), how=options))
+        made.append(saver_of(store, **how))
         return made[-1]
 
     yield make
@@ -197,10 +203,19 @@ def test_a_failed_save_leaves_no_step_and_the_next_is_good(make_saver, store, mo
 # Damage
 
 
+@pytest.fixture(scope="module")
+def packed(tmp_path_factory: pytest.TempPathFactory) -> CheckpointStore:
+    """With a step whose optimiser's state is packed. Leave it as it is."""
+    store = CheckpointStore(tmp_path_factory.mktemp("packed") / "checkpoints")
+    with closing(saver_of(store)) as saver:
+        save(saver, 3, state())
+    return store
+
+
 @pytest.fixture
-def saved(make_saver, store) -> Path:
-    """A step whose optimiser's state is packed."""
-    save(make_saver(), 3, state())
+def saved(packed: CheckpointStore, store: CheckpointStore) -> Path:
+    """A copy of that step."""
+    shutil.copytree(packed.root, store.root)
     return store.folder(3)
 
 

@@ -624,7 +624,7 @@ def test_a_stop_while_the_trainer_waits_for_a_batch_saves_the_step_before(
         training = asyncio.create_task(trainer.train())
         ending = asyncio.create_task(trainer.end(servers))
         try:
-            async with asyncio.timeout(30):
+            async with asyncio.timeout(DEADLINE):
                 step = await Orchestrator(config, ATTEMPT, servers).run()
                 await ending
         finally:
@@ -689,7 +689,7 @@ def test_a_group_that_gets_too_old_is_dropped_and_asked_for_again(
         async def _answer(self, seed: int, max_tokens: int) -> Generation:
             if len(self.asked) == 4:  # until the policy that it is asked of is older than may be trained on
                 begun = len(trainer.trained)
-                async with asyncio.timeout(30):
+                async with asyncio.timeout(DEADLINE):
                     while len(trainer.trained) < begun + 4:
                         await asyncio.sleep(0.01)
             return await super()._answer(seed, max_tokens)
@@ -761,7 +761,7 @@ def test_shipped_rollouts_have_neither_gaps_nor_duplicates_whenever_it_dies(
                 await asyncio.wait_for(training, DEADLINE)
                 return deaths
 
-    assert asyncio.run(asyncio.wait_for(restarted(), 60)) == 3
+    assert asyncio.run(asyncio.wait_for(restarted(), DEADLINE)) == 3
     kept = KeptRollouts(run.rollouts)
     assert kept.steps() == [1, 2, 3, 4, 5]
     for batch in trainer.trained:

@@ -463,7 +463,7 @@ def test_how_fast_an_environment_works_is_no_change_of_it(
 
     def recipe(args: dict[str, Any]) -> dict[str, Any]:
         config = OrchestratorConfig(environment=EnvironmentConfig(name=name, args=args))
-        return orchestrator_recipe(config, ReverseText())
+        return orchestrator_recipe(config, ReverseText(problems=10))
 
     assert "one" not in json.dumps(recipe(before)) or name != "agent"
     older = recipe(before)

@@ -520,7 +520,7 @@ def test_a_killed_writer_is_an_error_and_then_replaced(saver, store, when):
 def test_a_save_that_is_given_up_leaves_nothing_at_work(make_saver, store, waits_for):
     """Ranks that outlive another one give up their saves, and soon others save the same step."""
     rank = 1 if waits_for == "rank 0" else 0
-    saver = make_saver(rank=rank, world_size=2 if waits_for != "its writer" else 1)
+    saver = make_saver(rank=rank, world_size=2 if waits_for != "its writer" else 1, part_timeout=240.0)
     saver.prepare(small())
     (writer,) = writers()
     if waits_for == "its writer":
@@ -531,7 +531,7 @@ def test_a_save_that_is_given_up_leaves_nothing_at_work(make_saver, store, waits
             time.sleep(0.01)
     begun = time.monotonic()
     saver.abandon()
-    assert time.monotonic() - begun < 10
+    assert time.monotonic() - begun < 120
     assert not writers()
     assert store.steps() == []
     goes_on(make_saver(), 1)

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from runs import DEADLINE
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
@@ -165,7 +166,7 @@ async def servers(
 
 async def until(condition: Callable[[], Any]) -> None:
     """Wait until something holds."""
-    async with asyncio.timeout(20):
+    async with asyncio.timeout(DEADLINE):
         while not condition():
             await asyncio.sleep(0.005)
 
@@ -179,7 +180,7 @@ def in_loop(test: Callable[..., Coroutine[Any, Any, None]]) -> Callable[..., Non
     """Run an asynchronous test."""
 
     def run(**fixtures: Any) -> None:
-        asyncio.run(asyncio.wait_for(test(**fixtures), 60))
+        asyncio.run(asyncio.wait_for(test(**fixtures), DEADLINE))
 
     run.__doc__, run.__name__ = test.__doc__, test.__name__
     run.__signature__ = __import__("inspect").signature(test)

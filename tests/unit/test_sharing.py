@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from one_rank import one_rank
+from runs import DEADLINE
 from test_pipeline import (
     ATTEMPT,
     PROMPTS,
@@ -321,7 +322,7 @@ def test_an_evaluation_that_a_death_interrupts_goes_on_although_the_next_batch_i
         assert await Orchestrator(config, ATTEMPT, sleepers).run() == 7
         await training
 
-    asyncio.run(asyncio.wait_for(both(), 60))
+    asyncio.run(asyncio.wait_for(both(), DEADLINE))
     assert [row["step"] for row in run.evals.rows()] == [0, 3, 6, 7]
     assert_promises_kept(trainer.trained, 0, config.seed)
 
@@ -427,7 +428,7 @@ def test_a_batch_that_is_ready_before_the_servers_are_does_not_overtake_them(
         assert await Orchestrator(config, ATTEMPT, sleepers).run() == 5
         await training
 
-    asyncio.run(asyncio.wait_for(both(), 60))
+    asyncio.run(asyncio.wait_for(both(), DEADLINE))
     assert sleepers.overlaps == 0
     assert sleepers.naps == 5
     assert_promises_kept(trainer.trained, 0, config.seed)

@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor, Shard
 from cairn.checkpoint.copies import HostCopies
 from cairn.checkpoint.shares import Section, share_of
 from cairn.policy.checksums import checksum
+from cairn.policy.network import PATIENCE
 from cairn.policy.receiver import WeightReceiver
 from cairn.policy.refusals import Gone, NotThere
 from cairn.policy.rendezvous import address_towards
@@ -273,18 +274,19 @@ LARGE = 40 << 20
 """Values that no buffer of the system takes whole, so that their sender has to wait for their reader."""
 
 
-@pytest.mark.parametrize("end", [signal.SIGSTOP, signal.SIGKILL])
+@pytest.mark.parametrize(("end", "patience"), [(signal.SIGSTOP, 3), (signal.SIGKILL, 120)])
 def test_a_server_that_stops_or_dies_in_a_transfer_holds_training_up_for_a_bounded_time(
-    server_in_transfer: Callable[[WeightSender], "subprocess.Popen[str]"], end: signal.Signals
+    server_in_transfer: Callable[[WeightSender], "subprocess.Popen[str]"], end: signal.Signals, patience: int
 ):
+    """For as long as its patience if it stops, and for less if it dies."""
     values = {"a": torch.zeros(3), "b": torch.zeros(LARGE)}
-    sender = WeightSender(values, rank=0, host="127.0.0.1", patience=timedelta(seconds=3))
+    sender = WeightSender(values, rank=0, host="127.0.0.1", patience=timedelta(seconds=patience))
     sender.offer(1)
     process = server_in_transfer(sender)
     process.send_signal(end)
     started = time.monotonic()
     sender.withdraw()
-    assert time.monotonic() - started < (8 if end == signal.SIGSTOP else 3)
+    assert time.monotonic() - started < 60
     values["a"] += 1
     sender.offer(2)
     (got,) = WeightReceiver().receive(sender.source(2, [sender.here]), [["a", "b"]])
@@ -301,7 +303,7 @@ def test_an_update_does_not_wait_for_ever_for_a_server_that_is_slow():
     next(parts)
     started = time.monotonic()
     sender.withdraw(0.5)
-    assert 0.4 < time.monotonic() - started < 5
+    assert 0.4 < time.monotonic() - started < PATIENCE.total_seconds() / 2
     for tensor in values.values():
         tensor += 1
     sender.offer(2)
@@ -323,7 +325,7 @@ def test_a_trainer_that_dies_in_a_transfer_is_an_error_for_the_server():
     started = time.monotonic()
     with pytest.raises(RuntimeError):
         list(parts)
-    assert time.monotonic() - started < 8
+    assert time.monotonic() - started < PATIENCE.total_seconds() / 2
     sender.close()
 
 
