@@ -1,4 +1,4 @@
-"""Settings of SFT's records: one data set, or several with weights."""
+"""Settings of records to train on: one data set, or several with weights."""
 
 import os
 import re
@@ -77,21 +77,57 @@ class MixedDataConfig(DataSetConfig):
         return self
 
 
-class SFTDataConfig(DataSetConfig):
-    """Training records, each with `messages` or `conversations`, or with `prompt` and `completion`."""
+class RecordsConfig(DataSetConfig):
+    """Records to train on: of one data set, or of several with weights."""
 
     sets: list[MixedDataConfig] = []
     """Several data sets in place of `name`, as [[data.sets]] tables; see docs/training.md."""
-    held_out: float = Field(default=0.0, ge=0, lt=1)
-    """Share of the records that is never trained on: of them are [[validation]] tables without data."""
     batch_size: int = Field(default=64, ge=1)
     """Records per optimiser step, over all ranks."""
-    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
-    """Length of the run, in place of max_steps: passes over one indexed data set, up to a whole step."""
     shuffle: bool = True
     """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
     shuffle_block: int = Field(default=1000, ge=1)
     """Records of a stream that are shuffled among each other, one such block after the other."""
+
+    @property
+    def setting(self) -> str:
+        """What sets the data, as messages show it."""
+        return "data.sets:" if self.sets else "--data.name"
+
+    @property
+    def names(self) -> str:
+        """The data sets, as messages show them."""
+        return ", ".join(one.name for one in self.sets) or self.name
+
+    @property
+    def streams(self) -> list[str]:
+        """The data sets that are read as streams."""
+        return [one.name for one in self.sets or [self] if one.read == "stream"]
+
+    @field_validator("sets")
+    @classmethod
+    def _labels_of_their_own(cls, value: list[MixedDataConfig]) -> list[MixedDataConfig]:
+        refuse_twins("data sets", "label", [one.called for one in value])
+        return value
+
+    @model_validator(mode="after")
+    def _one_or_several(self) -> "RecordsConfig":
+        if self.sets and (self.name or self.split != "train" or self.read != "indexed"):
+            several = ", ".join(one.called for one in self.sets)
+            raise ValueError(
+                f"data.name, data.split or data.read beside data.sets ({several}): give one data set, or "
+                "several with name, split and read of their own, not both"
+            )
+        return self
+
+
+class SFTDataConfig(RecordsConfig):
+    """Training records, each with `messages` or `conversations`, or with `prompt` and `completion`."""
+
+    held_out: float = Field(default=0.0, ge=0, lt=1)
+    """Share of the records that is never trained on: of them are [[validation]] tables without data."""
+    epochs: float | None = Field(default=None, gt=0, allow_inf_nan=False)
+    """Length of the run, in place of max_steps: passes over one indexed data set, up to a whole step."""
     learn: list[str] = ["assistant"]
     """Roles whose turns are learned; `train` or `weight` of a message has precedence."""
     too_long: Literal["cut", "drop", "error"] = "cut"
@@ -104,16 +140,6 @@ class SFTDataConfig(DataSetConfig):
 
         return Part(self.held_out, held_out=False) if self.held_out else None
 
-    @property
-    def setting(self) -> str:
-        """What sets the data, as messages show it."""
-        return "data.sets:" if self.sets else "--data.name"
-
-    @property
-    def names(self) -> str:
-        """The data sets, as messages show them."""
-        return ", ".join(one.name for one in self.sets) or self.name
-
     @field_validator("learn")
     @classmethod
     def _separate(cls, value: list[str]) -> list[str]:
@@ -122,28 +148,12 @@ class SFTDataConfig(DataSetConfig):
             raise ValueError('nothing would be learned: name a role, such as "assistant"')
         return roles
 
-    @field_validator("sets")
-    @classmethod
-    def _labels_of_their_own(cls, value: list[MixedDataConfig]) -> list[MixedDataConfig]:
-        refuse_twins("data sets", "label", [one.called for one in value])
-        return value
-
     @model_validator(mode="after")
     def _held_out_of_one(self) -> "SFTDataConfig":
         if self.held_out and (self.sets or self.read == "stream"):
             raise ValueError(
                 f"held_out = {self.held_out} is a share of a single data set, not read as a stream; give "
                 "[[validation]] tables data of their own"
-            )
-        return self
-
-    @model_validator(mode="after")
-    def _one_or_several(self) -> "SFTDataConfig":
-        if self.sets and (self.name or self.split != "train" or self.read != "indexed"):
-            several = ", ".join(one.called for one in self.sets)
-            raise ValueError(
-                f"data.name, data.split or data.read beside data.sets ({several}): give one data set, or "
-                "several with name, split and read of their own, not both"
             )
         return self
 

@@ -56,14 +56,14 @@ class RunKind:
         return f"--{role}." if self.sections else "--"
 
 
+OF_RECORDS = ("model.name", "data.name|data.sets")
+"""What must be given for training on records."""
 KINDS = {
     kind.command: kind
     for kind in (
-        RunKind(
-            "sft", SFTConfig, ("model.name", "data.name|data.sets"), ("trainer",), ("trainer",), "records"
-        ),
-        RunKind("dpo", DPOConfig, ("model.name", "data.name"), ("trainer",), ("trainer",), "records"),
-        RunKind("reward", RewardConfig, ("model.name", "data.name"), ("trainer",), ("trainer",), "records"),
+        RunKind("sft", SFTConfig, OF_RECORDS, ("trainer",), ("trainer",), "records"),
+        RunKind("dpo", DPOConfig, OF_RECORDS, ("trainer",), ("trainer",), "records"),
+        RunKind("reward", RewardConfig, OF_RECORDS, ("trainer",), ("trainer",), "records"),
         RunKind(
             "trainer", TrainerConfig, ("model.name",), ("trainer",), ("trainer", "orchestrator"), "prompts"
         ),

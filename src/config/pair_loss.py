@@ -25,6 +25,11 @@ class PairLossConfig(LossConfig):
         """How many answers are always in one micro-batch."""
         return TOGETHER[self.form]
 
+    @property
+    def reads_all(self) -> bool:
+        """Whether all records are read before the first step, as far as the settings tell."""
+        return True
+
 
 class DPOLossConfig(PairLossConfig):
     """Direct preference optimisation."""
@@ -83,6 +88,10 @@ class SimPOLossConfig(PairLossConfig):
     label_smoothing: float = Field(default=0.0, ge=0, lt=0.5)
     """simpo: the probability that the answers of a pair are the wrong way round."""
 
+    @property
+    def reads_all(self) -> bool:
+        return False
+
 
 class ORPOLossConfig(PairLossConfig):
     """Odds ratio preference optimisation: SFT on the chosen answer, and the odds ratio; no reference."""
@@ -92,6 +101,10 @@ class ORPOLossConfig(PairLossConfig):
     beta: float = Field(default=0.1, gt=0, allow_inf_nan=False)
     """orpo: weight of the odds ratio beside the chosen answer's likelihood (lambda in the paper)."""
 
+    @property
+    def reads_all(self) -> bool:
+        return False
+
 
 class BradleyTerryLossConfig(PairLossConfig):
     """The likelihood of preferences under the rewards that a model gives."""
@@ -100,6 +113,10 @@ class BradleyTerryLossConfig(PairLossConfig):
     """What to minimise: bradley_terry."""
     center: float = Field(default=0.0, ge=0, allow_inf_nan=False)
     """Weight of the square of a pair's sum of rewards, which keeps rewards around 0, such as 0.01."""
+
+    @property
+    def reads_all(self) -> bool:
+        return False
 
 
 class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
@@ -114,6 +131,10 @@ class CustomPairLossConfig(CustomLossConfig, PairLossConfig):
     @property
     def form(self) -> str:
         return self.records
+
+    @property
+    def reads_all(self) -> bool:
+        return self.form == "examples"
 
     @classmethod
     def built_in(cls) -> Iterable[str]:

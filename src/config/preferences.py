@@ -1,50 +1,23 @@
 """Settings of training on preferences."""
 
-import os
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
-from cairn.config.base import BaseConfig
+from cairn.config.data import RecordsConfig
 from cairn.config.loss import LossConfig
 from cairn.config.pair_loss import AnyPairLossConfig, BradleyTerryLossConfig, DPOLossConfig
 from cairn.config.slurm import SlurmConfig
 from cairn.config.trainer import TrainerBase
 
 
-class PreferenceDataConfig(BaseConfig):
+class PreferenceDataConfig(RecordsConfig):
     """Records of preferences: `chosen` and `rejected` answers, or for kto completions with a `label`."""
 
-    name: str = ""
-    """A .jsonl, .json, .parquet or .csv file, a folder of such files or from save_to_disk, or a hub name."""
-    split: str = "train"
-    """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
     batch_size: int = Field(default=64, ge=1)
     """Pairs per optimiser step, over all ranks; for kto, answers."""
-    shuffle: bool = True
-    """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
     too_long: Literal["cut", "drop"] = "cut"
     """What becomes of answers beyond seq_len tokens: cut, or nothing is learned from their pair (drop)."""
-
-    @property
-    def split_setting(self) -> str:
-        """What sets the split, as messages show it."""
-        return "--data.split"
-
-    @property
-    def part(self) -> None:
-        """All of the split is read."""
-
-    @property
-    def setting(self) -> str:
-        """What sets the data set, as messages show it."""
-        return "--data.name"
-
-    @field_validator("name")
-    @classmethod
-    def _absolute(cls, value: str) -> str:
-        # Workers of a running Ray cluster have another current directory. A name on the hub stays as it is.
-        return os.path.abspath(value) if value and os.path.exists(value) else value
 
 
 class DPOConfig(TrainerBase):
@@ -65,6 +38,16 @@ class DPOConfig(TrainerBase):
     def own_loss(self) -> LossConfig | None:
         """The loss, if it is a class of the user's own."""
         return self.loss if self.loss.is_own else None
+
+    @model_validator(mode="after")
+    def _streams_have_no_reference(self) -> Self:
+        if self.data.streams and self.loss.reads_all:
+            raise ValueError(
+                f'loss.type = "{self.loss.type}" with read = "stream" ({", ".join(self.data.streams)}): '
+                "before the first step the reference scores all records, and a stream is never read as a "
+                'whole; give read = "indexed", or a loss without a reference (simpo, orpo)'
+            )
+        return self
 
 
 class RewardConfig(TrainerBase):

@@ -2,6 +2,7 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from transformers import AutoTokenizer
@@ -12,7 +13,8 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.errors import UsageError
 from cairn.run.recipe import template_arguments, tokenizer_of
-from cairn.trainer.data.preferences import open_preferences
+from cairn.trainer.data.order import Taken
+from cairn.trainer.data.preferences import Numbers, open_preferences
 from cairn.trainer.losses import REFERENCE, make_loss
 from cairn.trainer.packing import RankBatch
 from cairn.trainer.reference import Origin, kept_origin, reference_logps, to_recipe
@@ -44,26 +46,30 @@ class DPO(Task):
                 f"{config.loss.form}: set loss.records = {self.loss.form!r}"
             )
         self._row_length, self._state = config.seq_len, context.state
-        recipe = context.recipe
+        recipe, state = context.recipe, context.state
+        position = state.position or {"records": state.progress.total_samples}
+        self._begins_at = recipe.get("data", {}).get("begins_at", 0)
+        taken = position["records"] - self._begins_at
         self._data = open_preferences(
             config.data,
             config.loss.form,
             AutoTokenizer.from_pretrained(context.model_folder),
             config.seed,
+            taken,
+            state=position.get("sources") if taken else None,
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
         )
         identity = self._data.identity()
         kept = recipe.get("data", identity)
         if not same_records(identity, kept):
-            raise BadRecord(f"{config.data.name} holds other records than when the run was started")
-        self._position = context.state.progress.total_samples - kept.get("begins_at", 0)
+            raise BadRecord(f"{config.data.names} holds other records than when the run was started")
         self._data.check_start()
         self.recipe = {"data": kept, "method": self.method}
         self._reference: np.ndarray | None = None
         self._stopped = False
         if self.loss.needs_reference:
-            self._refer(context, identity["digest"])
+            self._refer(context, identity)
 
     @classmethod
     def warm_up(cls, folder: Path) -> None:
@@ -72,12 +78,14 @@ class DPO(Task):
 
         AutoTokenizer.from_pretrained(folder)
 
-    def _refer(self, context: Context, records: str) -> None:
+    def _refer(self, context: Context, identity: Mapping[str, Any]) -> None:
         resume_from, group = context.attempt.resume_from, context.state.group
         saved = (StepFolder(Path(resume_from)).trainer_state() if resume_from else None) or TrainerRecord()
         origin = kept_origin(saved.recipe) or Origin.of(context.model_folder, group)
+        self._numbers = Numbers(self._data.order)
+        sets = identity.get("sets")
         about = {
-            "records": records,
+            "records": [one["digest"] for one in sets] if sets else identity["digest"],
             "tokenizer": tokenizer_of(context.model_folder),
             "date": context.recipe.get("date"),
             "answers": self._data.about_answers(),
@@ -87,8 +95,8 @@ class DPO(Task):
             about,
             origin,
             context.state,
-            self._data.samples,
-            len(self._data),
+            lambda numbers: self._data.samples([self._numbers.at(number) for number in numbers]),
+            len(self._numbers),
             lambda: context.run.stop_requested() is not None,
         )
         self._stopped = self._reference is None
@@ -102,20 +110,21 @@ class DPO(Task):
         """
         if self._stopped:
             return None
-        indices = self._data.indices(self._position, self._data.config.batch_size)
-        self._position += len(indices)
+        order = self._data.order
+        taken, found, metrics = self._data.next_units(self._data.config.batch_size)
         units = [
-            [self._finished(sample, index, place) for place, sample in enumerate(unit)]
-            for index, unit in zip(indices, self._data.samples(indices), strict=True)
+            [self._finished(sample, one, place) for place, sample in enumerate(unit)]
+            for one, unit in zip(taken, found, strict=True)
         ]
         together = self._data.together
         scored = [] if self._reference is None else [sample for unit in units for sample in unit[together:]]
         return Batch(
             [sample for unit in units for sample in unit[:together]],
-            {"epoch": self._position / len(self._data)},
+            metrics,
             sampling=FROM_TEXT,
             together=together,
             scored=scored,
+            position={"records": self._begins_at + order.position, "sources": order.state()},
         )
 
     def prepare(self, batch: RankBatch) -> Mapping[str, float]:
@@ -124,9 +133,9 @@ class DPO(Task):
             add_reference_point(batch, self._state.scorer, self._state.group)
         return {}
 
-    def _finished(self, sample: Sample, index: int, place: int) -> Sample:
-        """The sample of answer `place` of a record as it is trained on."""
+    def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:
+        """The sample of answer `place` of a unit as it is trained on."""
         if self._reference is None:
             return sample
-        column = np.full(len(sample.token_ids), self._reference[index, place], np.float32)
+        column = np.full(len(sample.token_ids), self._reference[self._numbers.of(one), place], np.float32)
         return Sample(sample.token_ids, sample.loss_mask, {**sample.columns, REFERENCE: column})

@@ -20,6 +20,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.trainer.attention import dense
+from cairn.trainer.data.order import Taken
 from cairn.trainer.dpo import DPO
 from cairn.trainer.group import RankGroup
 from cairn.trainer.model import build_model, config_of
@@ -111,7 +112,7 @@ class Reward(DPO):
         """The reward model."""
         return RewardModel(folder, config, group)
 
-    def _finished(self, sample: Sample, index: int, place: int) -> Sample:
+    def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:
         return with_reward_token(sample, self._row_length)
 
 

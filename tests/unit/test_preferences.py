@@ -1,10 +1,12 @@
 """Learning from preferences: records, losses against float64, the reference's logprobs, the task."""
 
 import importlib
+import itertools
 import json
 import math
 import re
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -34,6 +36,7 @@ from cairn.trainer.data.records import problem_of
 from cairn.trainer.dpo import DPO
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, SIDE, LossInputs, LossSums, make_loss
+from cairn.trainer.losses.dpo import DPO as OwnPairs
 from cairn.trainer.losses.examples import POINT
 from cairn.trainer.losses.kto import KTO
 from cairn.trainer.packing import BatchCounts, fill_rows, make_rank_batch
@@ -115,8 +118,13 @@ def read(config: PreferenceDataConfig, row_length: int = 32) -> PreferenceData:
     return PreferenceData(config, "pairs", tokenizer(), 0, row_length=row_length)
 
 
+def units_of(data: PreferenceData, numbers: Iterable[int]) -> list[list[Sample]]:
+    """Of the only data set."""
+    return data.samples([("", number) for number in numbers])
+
+
 def test_both_answers_are_learned_from_behind_the_prompt(tmp_path: Path):
-    ((chosen, rejected),) = read(write(tmp_path / "pairs.jsonl", PAIRS[:1])).samples([0])
+    ((chosen, rejected),) = units_of(read(write(tmp_path / "pairs.jsonl", PAIRS[:1])), [0])
     texts = [tokenizer().decode(one.token_ids[one.loss_mask]) for one in (chosen, rejected)]
     assert texts == ["0ba<eos>", "0<eos>"]
     assert [set(one.columns[SIDE]) for one in (chosen, rejected)] == [{1}, {-1}]
@@ -129,7 +137,7 @@ def test_answers_that_are_too_long(
     """Nothing is learned from a pair of which an answer has nothing left, or, if so asked, less than all."""
     config = write(tmp_path / "pairs.jsonl", [pair_of("abc"), pair_of("a" * 9), pair_of("a" * 20)])
     config = config.model_copy(update={"too_long": too_long})
-    units = read(config, row_length=16).samples([0, 1, 2])
+    units = units_of(read(config, row_length=16), range(3))
     learned = [[int(s.cut(16).loss_mask[1:].sum()) for s in unit] for unit in units]
     assert learned == [[4, 2], [5, 2] if left else [0, 0], [0, 0]]
     assert [unit[0].columns[SIDE][0] for unit in units] == [1, 1 if left else 0, 0]
@@ -139,9 +147,7 @@ def test_answers_that_are_too_long(
 
 def test_data_from_which_nothing_can_be_learned(tmp_path: Path):
     config = write(tmp_path / "pairs.jsonl", [pair_of("a" * 20), pair_of("b" * 20)])
-    with pytest.raises(
-        UsageError, match=r"nothing can be learned from the first 2 of its 2 records.*seq-len"
-    ):
+    with pytest.raises(UsageError, match=r"nothing can be learned from the first 2 of its records.*seq-len"):
         read(config, row_length=16).check_start()
 
 
@@ -189,7 +195,7 @@ def test_other_runs_refuse_single_answers():
     [
         ([one for one in EXAMPLES if one["label"]], "all of its 8 answers are desirable"),
         ([one for one in EXAMPLES if not one["label"]], "all of its 4 answers are undesirable"),
-        ([*EXAMPLES, *PAIRS], "12 of its records are no pairs, and the others are"),
+        ([*EXAMPLES, *PAIRS], "12 of its records are no pairs, and the others are; put them in two files"),
     ],
 )
 def test_data_sets_that_are_not_to_be_learned_from(tmp_path: Path, records: list[dict], message: str):
@@ -221,10 +227,9 @@ def test_the_answer_to_another_prompt():
 def test_pairs_are_two_single_answers(tmp_path: Path):
     """In units of their own, each with another record's answer, which is not one of the pair."""
     data = read_examples(write(tmp_path / "pairs.jsonl", PAIRS))
-    assert len(data) == 20
     assert data.identity()["records"] == 20
-    pairs = read(data.config).samples(range(10))
-    for number, (own, other) in enumerate(data.samples(range(20))):
+    pairs = units_of(read(data.config), range(10))
+    for number, (own, other) in enumerate(units_of(data, range(20))):
         answer = pairs[number // 2][number % 2]
         np.testing.assert_array_equal(own.token_ids, answer.token_ids)
         assert set(own.columns[SIDE]) == {(1, -1)[number % 2]}
@@ -234,14 +239,15 @@ def test_pairs_are_two_single_answers(tmp_path: Path):
             a.token_ids[a.loss_mask].tolist() for i, u in enumerate(pairs) for a in u if i != number // 2
         ]
         assert other.token_ids[other.loss_mask].tolist() in elsewhere
-    assert sorted(data.indices(20, 20)) == list(range(20))
+    for _ in range(2):
+        assert sorted(number for _, number in data.order.take(20)) == list(range(20))
 
 
 def test_single_answers_that_are_too_long(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     """Only a unit's own answer decides; what a dropped one is compared with counts nothing either."""
     records = [labelled("a", "b" * 30, True), labelled("b", "c", False), labelled("c" * 40, "d", True)]
     config = write(tmp_path / "a.jsonl", records).model_copy(update={"too_long": "drop"})
-    units = read_examples(config, row_length=24).samples([0, 1, 2])
+    units = units_of(read_examples(config, row_length=24), range(3))
     assert [own.columns[SIDE][0] for own, _ in units] == [0, -1, 0]
     assert [bool(other.loss_mask.any()) for _, other in units] == [False, True, False]
     assert "the desirable answer ends after" in caplog.text
@@ -739,7 +745,7 @@ def test_training_on_single_answers(group: RankGroup, folder: Path, kto: DPOConf
     assert reference._read(path).shape == (12, 2)
     seventh = task.next_batch(7)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(reference, "build_model", None)
+        patch.setattr(reference, "Frozen", None)
         assert DPO(kto, context).next_batch(7).digest() == seventh.digest()
     assert len(seventh.samples) == len(seventh.scored) == 4
 
@@ -797,3 +803,80 @@ def test_a_loss_of_ones_own_over_single_answers(group: RankGroup, folder: Path, 
     state, context = begin(group, folder, right)
     assert take(state, DPO(right, context), 1)["loss"] == pytest.approx(0.5, abs=1e-6)
     assert (right.together, wrong.together) == (1, 2)
+
+
+# Several data sets, and streams
+
+
+def several(tmp_path: Path, **of_second: Any) -> dict[str, Any]:
+    """Ten pairs, and five others that weigh twice as much."""
+    write(tmp_path / "first.jsonl", PAIRS)
+    write(tmp_path / "second.jsonl", [pair_of("hgfe"[i % 3 :] + str(i)) for i in range(5)])
+    first, second = ({"name": str(tmp_path / f"{name}.jsonl")} for name in ("first", "second"))
+    return {"sets": [first, {**second, "weight": 2.0, **of_second}], "batch_size": 4, "shuffle_block": 3}
+
+
+@pytest.mark.parametrize(
+    ("loss", "of_second"),
+    [({"type": "dpo"}, {}), ({"type": "kto"}, {}), ({"type": "simpo"}, {"read": "stream"})],
+)
+def test_a_run_goes_on_with_the_very_next_unit_of_each_data_set(
+    group: RankGroup, folder: Path, tmp_path: Path, loss: dict, of_second: dict
+):
+    """Shares are the weights, and the reference's logprobs are those of each unit."""
+    data = several(tmp_path, **of_second)
+    config = DPOConfig(seq_len=24, data=data, output_dir=str(tmp_path / "run"), loss=loss)
+    state, context = begin(group, folder, config)
+    task = DPO(config, context)
+    batches = [task.next_batch(step) for step in range(1, 16)]
+    counted = [sum(b.metrics[f"data/{label}/records"] for b in batches) for label in ("first", "second")]
+    assert sum(counted) == 60
+    assert 1.2 < counted[1] / counted[0] < 3
+    assert batches[-1].metrics["data/second/epoch"] >= 2
+    for step in (3, 7):
+        state.position = json.loads(json.dumps(batches[step - 1].position))
+        again = DPO(config, replace(context, recipe={"data": task.recipe["data"]}))
+        rest = [again.next_batch(later).digest() for later in range(step + 1, 16)]
+        assert rest == [batch.digest() for batch in batches[step:]]
+    if task.loss.needs_reference:
+        scores: dict[bytes, float] = {}
+        for sample in itertools.chain.from_iterable((*b.samples, *b.scored) for b in batches):
+            seen = scores.setdefault(sample.token_ids.tobytes(), sample.columns[REFERENCE][0])
+            assert seen == pytest.approx(sample.columns[REFERENCE][0], abs=1e-5)
+        lengths = {len(key): value for key, value in scores.items()}
+        assert len(set(lengths.values())) > 3
+        first = take(state, DPO(config, context), 1)
+        assert first["loss"] == pytest.approx(math.log(2) if loss["type"] == "dpo" else 0.5, abs=1e-4)
+
+
+@pytest.mark.parametrize("loss", [{"type": "dpo"}, {"type": "kto"}, {"type": "a:B", "records": "examples"}])
+def test_a_stream_is_not_scored_as_a_whole(tmp_path: Path, loss: dict):
+    with pytest.raises(
+        ValidationError, match=r"second.jsonl.*before the first step the reference scores"
+    ):
+        DPOConfig(data=several(tmp_path, read="stream"), loss=loss)
+
+
+class MyPairs(OwnPairs):
+    """A loss of pairs."""
+
+
+def test_a_loss_of_ones_own_with_a_reference_refuses_streams(group: RankGroup, folder: Path, tmp_path: Path):
+    """Its settings do not tell that it needs one."""
+    data = several(tmp_path, read="stream")
+    config = DPOConfig(data=data, loss={"type": f"{__name__}:MyPairs"}, output_dir=str(tmp_path / "run"))
+    with pytest.raises(UsageError, match=r"second.jsonl is read as a stream"):
+        DPO(config, begin(group, folder, config)[1])
+
+
+def test_labels_are_needed_in_all_data_sets_together(tmp_path: Path):
+    """One may have desirable answers, and another undesirable ones."""
+    by_label = {kind: [one for one in EXAMPLES if one["label"] is kind] for kind in (True, False)}
+    for kind, records in by_label.items():
+        write(tmp_path / f"{kind}.jsonl", records)
+    sets = [{"name": str(tmp_path / f"{kind}.jsonl")} for kind in by_label]
+    identity = identity_of_records(DPOConfig(data={"sets": sets}, loss={"type": "kto"}))
+    assert [one["records"] for one in identity["sets"]] == [8, 4]
+    twice = [sets[0], {**sets[0], "label": "again"}]
+    with pytest.raises(BadRecord, match=r"data.sets: .*all of its 16 answers are desirable"):
+        identity_of_records(DPOConfig(data={"sets": twice}, loss={"type": "kto"}))

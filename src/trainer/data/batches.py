@@ -11,10 +11,10 @@ from cairn.config.data import SFTDataConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
-from cairn.run.mixture import Mixture
-from cairn.trainer.data.opening import open_sources, weights_of
+from cairn.trainer.data.order import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import encode_turns
+from cairn.trainer.data.sources import SFT
 
 logger = logging.getLogger(__name__)
 
@@ -29,17 +29,10 @@ DROPPED_AT_MOST = 10_000
 
 OF_A_DATA_SET = "records", "learned_tokens"
 """What a step's metrics count of each of several data sets."""
-Taken = tuple[str, int]
-"""A record that was taken: the label of its data set, and its number there."""
 
 
 class SFTData:
-    """Cuts an endless stream of epochs, each in its own seeded order, into batches.
-
-    Of several data sets, each record's is drawn by weight, from the seed and the record's place alone; each
-    data set has epochs and orders of its own. `position` counts the records taken so far, of all data sets
-    together, and `state` says what else saves time when a resumed run goes on from there.
-    """
+    """Cuts records, in their order of training, into batches."""
 
     def __init__(
         self,
@@ -66,14 +59,10 @@ class SFTData:
         self.config = config
         self.tokenizer = tokenizer
         self.seed = seed
-        self.position = position
         self.row_length = row_length
         self.template_arguments = template_arguments or {}
-        self.sources = open_sources(config, seed)
-        self._labels = list(self.sources)
-        self._mixture = Mixture(seed, "data set of record", weights_of(config))
-        for label, source in self.sources.items():
-            source.seek(self.taken_of(label), (state or {}).get(label))
+        self._order = RecordOrder(config, SFT, seed, position, state)
+        self.sources = self._order.sources
         self._encoded: dict[Taken, list[Sample]] = {}
         self._whole: dict[Taken, int] = {}
         """Of these, the records that are learned as they are, and how many tokens of each."""
@@ -81,14 +70,18 @@ class SFTData:
         self._fates: Counter[str] = Counter()
         """How many records were taken by this process, and what became of those not learned as they are."""
 
+    @property
+    def position(self) -> int:
+        """The number of records taken so far."""
+        return self._order.position
+
     def taken_of(self, label: str) -> int:
         """How many records of a data set were taken so far."""
-        return self._mixture.before(self.position, self._labels.index(label))
+        return self._order.taken_of(label)
 
     def state(self) -> dict[str, Any]:
-        """By label, what the data sets go on from that need more than the number of records taken."""
-        states = {label: source.state() for label, source in self.sources.items()}
-        return {label: state for label, state in states.items() if state is not None}
+        """What else saves time when a resumed run goes on from here; see `RecordOrder.state`."""
+        return self._order.state()
 
     def check_start(self) -> None:
         """Check that something can be learned from the records that a fresh run begins with.
@@ -99,7 +92,7 @@ class SFTData:
             UsageError: nothing can be learned from any of those of a data set; or one can't be trained on.
         """
         for label, source in self.sources.items():
-            taken = [(label, n) for n in source.first(max(self.config.batch_size, FIRST_RECORDS))]
+            taken = self._order.first(label, max(self.config.batch_size, FIRST_RECORDS))
             try:
                 samples = self._samples(taken)
                 kept = [self._fitting(one, own) for one, own in zip(taken, samples, strict=True)]
@@ -119,10 +112,10 @@ class SFTData:
             BadRecord: one of them can't be trained on.
         """
         batch: list[Sample] = []
-        counts = Counter({f"data/{x}/{what}": 0 for x in self._labels if x for what in OF_A_DATA_SET})
+        counts = Counter({f"data/{x}/{what}": 0 for x in self.sources if x for what in OF_A_DATA_SET})
         wanted = self.config.batch_size
         while wanted:
-            taken = self._take(wanted)
+            taken = self._order.take(wanted)
             for one, own in zip(taken, self._samples(taken), strict=True):
                 learned = self._whole.get(one)
                 if learned is None:
@@ -142,7 +135,7 @@ class SFTData:
                     f"{self.row_length}, and data.too_long drops such; raise --seq-len"
                 )
         found = {name: count for name, count in sorted(counts.items()) if count or name.startswith("data/")}
-        metrics = {**self._epochs(), **found}
+        metrics = {**self._order.epochs(), **found}
         return Batch(batch, metrics, sampling=FROM_TEXT)
 
     def tell(self) -> None:
@@ -150,14 +143,6 @@ class SFTData:
         fates = ", ".join(f"{count} {what}" for what, count in sorted(self._fates.items()) if what != "taken")
         if fates:
             logger.info("of the %d records taken since this process began: %s", self._fates["taken"], fates)
-
-    def _take(self, count: int) -> list[Taken]:
-        """The next records, in their order."""
-        places = range(self.position, self.position + count)
-        labels = [self._labels[self._mixture.at(place)] for place in places]
-        self.position += count
-        own = {label: iter(self.sources[label].take(n)) for label, n in Counter(labels).items()}
-        return [(label, next(own[label])) for label in labels]
 
     def _samples(self, taken: Sequence[Taken]) -> list[list[Sample]]:
         new: dict[Taken, list[Sample]] = {}
@@ -195,8 +180,8 @@ class SFTData:
         if len(fitting) < len(samples) and self.config.too_long == "error":
             longest = max(len(sample.token_ids) for sample in samples)
             raise BadRecord(
-                f"{self._where(one)}: it has {longest} tokens, more than --seq-len {self.row_length}; raise "
-                "that, or let such records be cut or dropped (--data.too-long)"
+                f"{self._order.where(one)}: it has {longest} tokens, more than --seq-len {self.row_length}; "
+                "raise that, or let such records be cut or dropped (--data.too-long)"
             )
         return fitting
 
@@ -236,23 +221,11 @@ class SFTData:
         """Count a record with this fate, and name it in the log if it is one of the first."""
         self._fates[fate] += 1
         if self._fates[fate] <= WARNINGS:  # to name it means to look for its line in the file
-            logger.warning("%s: %s", self._where(one), sentence)
-
-    def _epochs(self) -> dict[str, float]:
-        """How far each data set has come, for the metrics."""
-        if not self.config.sets:
-            return {"epoch": self.sources[""].epoch(self.position)}
-        return {
-            f"data/{label}/epoch": source.epoch(self.taken_of(label))
-            for label, source in self.sources.items()
-        }
+            logger.warning("%s: %s", self._order.where(one), sentence)
 
     def _teaches(self, sample: Sample) -> bool:
         """Whether any token of the sample is learned, after cutting; nothing predicts the first token."""
         return bool(sample.loss_mask[1 : self.row_length].any())
-
-    def _where(self, one: Taken) -> str:
-        return self.sources[one[0]].where(one[1])
 
     def _why_not(self, one: Taken, samples: list[Sample]) -> str:
         """Why nothing is learned of a record."""

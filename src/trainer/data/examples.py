@@ -5,7 +5,8 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cairn.run.data_sets import kind_of
+from cairn.config.data import DataSetConfig
+from cairn.run.data_sets import BadRecord, kind_of
 from cairn.run.seeds import permutation
 from cairn.trainer.data import pairs, records
 
@@ -56,21 +57,32 @@ def answers_each(data_set: Any) -> int:
     return 1 if chosen is None or chosen.null_count == len(chosen) else 2
 
 
-def problem_of_all(data_set: Any) -> str | None:
-    """Why nothing can be learned from a data set of records that are right one by one, or None."""
-    if answers_each(data_set) == 2:
-        single = _column(data_set, "chosen").null_count
-        return (
-            f"{single} of its records are no pairs, and the others are; give it one kind" if single else None
+def facts_of(config: DataSetConfig, data_set: Any) -> dict[str, Any]:
+    """The labels that there are in a data set of records that are right one by one.
+
+    Raises:
+        BadRecord: some are pairs, and others are not.
+    """
+    if answers_each(data_set) == 1:
+        return {"labels": sorted(_column(data_set, "label").unique().to_pylist())}
+    if single := _column(data_set, "chosen").null_count:
+        raise BadRecord(
+            f"{config.name}: {single} of its records are no pairs, and the others are; put them in two "
+            "files, as two of data.sets"
         )
-    labels = set(_column(data_set, "label").unique().to_pylist())
-    if len(labels) < 2:
-        kind, other = ("desirable", "false") if True in labels else ("undesirable", "true")
-        return (
-            f"all of its {len(data_set)} answers are {kind}; there must be some of label {other}, since a "
-            "model that is only told of one kind is not told what makes the difference"
-        )
-    return None
+    return {"labels": [False, True]}
+
+
+def problem_of_all(identities: Sequence[Mapping[str, Any]]) -> str | None:
+    """Why nothing can be learned from data sets of these identities, or None."""
+    labels = {label for one in identities for label in one["labels"]}
+    if len(labels) == 2:
+        return None
+    kind, other = ("desirable", "false") if True in labels else ("undesirable", "true")
+    return (
+        f"all of its {sum(one['records'] for one in identities)} answers are {kind}; there must be some of "
+        f"label {other}, since what is learned is what makes the difference"
+    )
 
 
 def name_of(prompt: Any) -> bytes:

@@ -13,7 +13,8 @@ def _of_sft(config: Any) -> dict[str, Any]:
 
 
 def _of_preferences(config: Any) -> dict[str, Any]:
-    return forms.identity_of(config.data, config.loss.form)
+    form = forms.FORMS[config.loss.form]
+    return opening.identity_of_all(config.data, opening.open_sources(config.data, 0, form), form)
 
 
 IDENTITIES: dict[str, Callable[[Any], dict[str, Any]]] = {

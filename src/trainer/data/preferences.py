@@ -1,6 +1,9 @@
-"""Records of preferences as samples, in a seeded order that does not depend on the number of ranks."""
+"""Answers of preference records as samples, in an order that does not depend on the number of ranks."""
 
+import bisect
+import itertools
 import logging
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -10,12 +13,14 @@ from transformers import PreTrainedTokenizerBase
 from cairn.config.pair_loss import TOGETHER
 from cairn.config.preferences import PreferenceDataConfig
 from cairn.run.batches import Sample
-from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord, as_written, load_records, locate
+from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord
 from cairn.run.errors import UsageError
-from cairn.run.seeds import permutation
 from cairn.trainer.data.examples import mismatched, name_of
-from cairn.trainer.data.forms import FORMS, identity_of
+from cairn.trainer.data.forms import FORMS
+from cairn.trainer.data.opening import identity_of_all
+from cairn.trainer.data.order import RecordOrder, Taken
 from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.sources import Indexed
 
 logger = logging.getLogger(__name__)
 
@@ -26,10 +31,13 @@ FIRST_RECORDS = 64
 WARNINGS = 5
 """So many records from which nothing is learned are named in the log; metrics count all of them."""
 
+Answer = tuple[Mapping[str, Any], int]
+"""A record of prompt and completion, and its side."""
+
 
 class PreferenceData:
-    """The answers of each unit of learning, and the order of the units: epochs, each in a seeded order of its
-    own. A unit is a record; `Examples` has others.
+    """The answers of each unit of learning, in the order of training. A unit is a record; `Examples` has
+    others.
     """
 
     names: Mapping[int, str] = {1: "the chosen answer", -1: "the rejected answer"}
@@ -41,88 +49,96 @@ class PreferenceData:
         form: str,
         tokenizer: PreTrainedTokenizerBase,
         seed: int,
+        position: int = 0,
         *,
+        state: Mapping[str, Any] | None = None,
         row_length: int,
         template_arguments: Mapping[str, Any] | None = None,
     ):
-        """Read the records.
+        """Open the data sets, and go on behind the first `position` units.
 
         Args:
             form: a name in `forms.FORMS`.
+            state: of the data sets there, as `RecordOrder.state` returned it.
             row_length: tokens after which an answer is cut, or its record dropped.
             template_arguments: what the chat template gets beside the messages.
+
+        Raises:
+            BadRecord: a data set can't be read.
         """
         self.config = config
+        self.seed = seed
         self.form_name, self.form = form, FORMS[form]
         self.together = TOGETHER[form]
         """So many of a unit's samples are learned; those behind them are only scored."""
-        self.records = load_records(config)
+        self.order = RecordOrder(config, self.form, seed, position, state)
         self._tokenizer = tokenizer
-        self._seed = seed
         self._row_length = row_length
         self._template_arguments = template_arguments or {}
-        self._epoch = -1
-        self._order: list[int] = []
-        self._encoded: dict[int, list[Sample]] = {}
+        self._encoded: dict[Taken, list[Sample]] = {}
         self._room = CACHED_TOKENS
         self._warnings = WARNINGS
-
-    def __len__(self) -> int:
-        """The number of units."""
-        return len(self.records)
 
     def about_answers(self) -> list[Any]:
         """What the samples of a unit depend on, beside the records, tokenizer and length of rows."""
         return [self.form_name, self.config.too_long]
 
     def identity(self) -> dict[str, Any]:
-        """See `forms.identity_of`."""
-        return identity_of(self.config, self.form_name, self.records)
+        """What identifies the data; see `opening.identity_of_all`."""
+        return identity_of_all(self.config, self.order.sources, self.form)
 
     def check_start(self) -> None:
         """Check that something can be learned from the units that a fresh run begins with.
 
         Raises:
-            UsageError: nothing can be learned from any of them; or one can't be read.
+            UsageError: nothing can be learned from any of those of a data set; or one can't be read.
         """
-        count = min(max(self.config.batch_size, FIRST_RECORDS), len(self))
-        indices = self.indices(0, count)
-        try:
-            units = self.samples(indices)
-        except BadRecord as error:
-            raise UsageError(f"--data.name {error}") from None
-        if not any(samples[0].columns["side"][0] for samples in units):
-            raise UsageError(
-                f"--data.name {self.config.name}: nothing can be learned from the first {count} of its "
-                f"{len(self)} records, in the order of training; {self._where(indices[0])}: "
-                f"{self._why_not(self._encode(indices[:1])[0])}"
-            )
+        for label, source in self.order.sources.items():
+            taken = self.order.first(label, max(self.config.batch_size, FIRST_RECORDS))
+            try:
+                units = self.samples(taken)
+            except BadRecord as error:
+                raise UsageError(f"{self.config.setting} {error}") from None
+            if not any(samples[0].columns["side"][0] for samples in units):
+                raise UsageError(
+                    f"{self.config.setting} {source.config.name}: nothing can be learned from the first "
+                    f"{len(taken)} of its records, in the order of training; {self.order.where(taken[0])}: "
+                    f"{self._why_not(self._encode(taken[:1])[0])}"
+                )
 
-    def indices(self, position: int, count: int) -> list[int]:
-        """The units from `position` on, counted from the begin of the first epoch."""
-        return [self._index(position + i) for i in range(count)]
+    def next_units(self, count: int) -> tuple[list[Taken], list[list[Sample]], dict[str, float]]:
+        """The next units and their answers, and metrics of them.
 
-    def samples(self, indices: Sequence[int]) -> list[list[Sample]]:
+        Raises:
+            BadRecord: one can't be learned from.
+        """
+        taken = self.order.take(count)
+        units = self.samples(taken)
+        own = Counter(label for label, _ in taken)
+        counts = {f"data/{label}/records": own[label] for label in self.order.labels if label}
+        return taken, units, {**self.order.epochs(), **counts}
+
+    def samples(self, taken: Sequence[Taken]) -> list[list[Sample]]:
         """The answers of each unit, with the column `side`; that is 0 if nothing is learned from them.
 
         Raises:
             BadRecord: one can't be learned from.
         """
-        wanted = [index for index in dict.fromkeys(indices) if index not in self._encoded]
+        wanted = [one for one in dict.fromkeys(taken) if one not in self._encoded]
         new = dict(zip(wanted, self._encode(wanted), strict=True)) if wanted else {}
-        found = [self._encoded.get(index) or self._unit(index, new[index]) for index in indices]
-        for index, unit in zip(indices, found, strict=True):
+        found = [self._encoded.get(one) or self._unit(one, new[one]) for one in taken]
+        for one, unit in zip(taken, found, strict=True):
             tokens = sum(len(sample.token_ids) for sample in unit)
-            if index in new and tokens <= self._room and index not in self._encoded:
-                self._room -= tokens
-                self._encoded[index] = unit
+            if one in new and tokens <= self._room and self.order.sources[one[0]].repeats:
+                self._room -= tokens if one not in self._encoded else 0
+                self._encoded[one] = unit
         return found
 
-    def _unit(self, index: int, answers: list[tuple[Sample, int]]) -> list[Sample]:
+    def _unit(self, one: Taken, answers: list[tuple[Sample, int]]) -> list[Sample]:
         why_not = self._why_not(answers)
         if why_not and self._warnings:
             self._warnings -= 1
-            logger.warning("nothing is learned from %s: %s", self._where(index), why_not)
+            logger.warning("nothing is learned from %s: %s", self.order.where(one), why_not)
         unit: list[Sample] = []
         for sample, side in answers:
             # Of what is not learned from, a token stays, which stands for it in counts.
@@ -149,49 +165,31 @@ class PreferenceData:
                 )
         return None
 
-    def _encode(self, indices: Sequence[int]) -> list[list[tuple[Sample, int]]]:
+    def _encode(self, taken: Sequence[Taken]) -> list[list[tuple[Sample, int]]]:
         """The answers of each unit, with their sides."""
-        records = self._records(indices)
-        answers = [self.form.answers(record) for record in records]
-        sides = [self.form.sides(record) for record in records]
-        return self._encoded_answers(indices, answers, sides)
-
-    def _encoded_answers(
-        self,
-        indices: Sequence[int],
-        answers: Sequence[Sequence[Mapping[str, Any]]],
-        sides: Sequence[Sequence[int]],
-    ) -> list[list[tuple[Sample, int]]]:
-        """Answers of units, each a record of prompt and completion, as samples with their sides."""
-        samples = iter(
-            encode(
-                [answer for of_unit in answers for answer in of_unit],
-                self._tokenizer,
-                [index for index, of_unit in zip(indices, answers, strict=True) for _ in of_unit],
-                where=self._where,
-                template_arguments=self._template_arguments,
+        found: dict[Taken, list[tuple[Sample, int]]] = {}
+        for label, source in self.order.sources.items():
+            numbers = [number for whose, number in taken if whose == label]
+            if not numbers:
+                continue
+            units = self._answers(label, numbers)
+            samples = iter(
+                encode(
+                    [answer for unit in units for answer, _ in unit],
+                    self._tokenizer,
+                    [number for number, unit in zip(numbers, units, strict=True) for _ in unit],
+                    where=source.where,
+                    template_arguments=self._template_arguments,
+                )
             )
-        )
-        return [[(next(samples), side) for side in of_unit] for of_unit in sides]
+            for number, unit in zip(numbers, units, strict=True):
+                found[label, number] = [(next(samples), side) for _, side in unit]
+        return [found[one] for one in taken]
 
-    def _where(self, index: int) -> str:
-        return locate(self.config, index)
-
-    def _records(self, indices: Sequence[int]) -> list[dict[str, Any]]:
-        columns, features = self.records[list(indices)], self.records.features
-        return [
-            as_written(dict(zip(columns, row, strict=True)), features)
-            for row in zip(*columns.values(), strict=True)
-        ]
-
-    def _index(self, position: int) -> int:
-        epoch, place = divmod(position, len(self))
-        if not self.config.shuffle:
-            return place
-        if epoch != self._epoch:
-            self._order = permutation(len(self), self._seed, "preference order", epoch)
-            self._epoch = epoch
-        return self._order[place]
+    def _answers(self, label: str, numbers: Sequence[int]) -> list[list[Answer]]:
+        """The answers of each of these units of a data set."""
+        records = self.order.sources[label].read(numbers)
+        return [list(zip(self.form.answers(one), self.form.sides(one), strict=True)) for one in records]
 
 
 class Examples(PreferenceData):
@@ -205,52 +203,43 @@ class Examples(PreferenceData):
     names = {1: "the desirable answer", -1: "the undesirable answer"}
 
     def __init__(self, config: PreferenceDataConfig, *arguments: Any, **named: Any):
-        """Read the records, as `PreferenceData` does.
+        """Open the data sets, as `PreferenceData` does.
 
         Raises:
-            BadRecord: all of them have the same prompt.
+            BadRecord: all answers of a data set are to the same prompt.
         """
         super().__init__(config, *arguments, **named)
-        self._each = self.form.units(self.records)
-        prompts: list[bytes] = []
-        for start in range(0, len(self), ROWS_AT_ONCE):
-            numbers = range(start, min(start + ROWS_AT_ONCE, len(self)))
-            prompts += [name_of(answer["prompt"]) for answer, _ in self._answers(numbers)]
-        found = mismatched(prompts, self._seed)
-        if found is None:
-            raise BadRecord(
-                f"{config.name}: all answers are to the same prompt; to learn from single answers there must "
-                "be answers to other prompts that they are compared with"
-            )
-        self._mismatched = found
-
-    def __len__(self) -> int:
-        """The number of answers."""
-        return self._each * len(self.records)
+        self._mismatched: dict[str, list[int]] = {}
+        for label, source in indexed(self.order).items():
+            prompts: list[bytes] = []
+            for start in range(0, len(source), ROWS_AT_ONCE):
+                numbers = range(start, min(start + ROWS_AT_ONCE, len(source)))
+                prompts += [name_of(answer["prompt"]) for answer, _ in self._own(label, numbers)]
+            found = mismatched(prompts, self.seed)
+            if found is None:
+                raise BadRecord(
+                    f"{source.config.name}: all answers are to the same prompt; to learn from single answers "
+                    "there must be answers to other prompts that they are compared with"
+                )
+            self._mismatched[label] = found
 
     def about_answers(self) -> list[Any]:
-        return [*super().about_answers(), self._seed]
+        return [*super().about_answers(), self.seed]
 
-    def _answers(self, numbers: Sequence[int]) -> list[tuple[Mapping[str, Any], int]]:
-        """The answers of these numbers, as records of prompt and completion, and their sides."""
-        records = self._records([number // self._each for number in numbers])
-        places = [number % self._each for number in numbers]
+    def _own(self, label: str, numbers: Sequence[int]) -> list[Answer]:
+        """A data set's answers of these numbers, which count all of its answers."""
         return [
-            (self.form.answers(record)[place], self.form.sides(record)[place])
-            for place, record in zip(places, records, strict=True)
+            unit[number % len(unit)]
+            for number, unit in zip(numbers, super()._answers(label, numbers), strict=True)
         ]
 
-    def _encode(self, indices: Sequence[int]) -> list[list[tuple[Sample, int]]]:
-        own = self._answers(indices)
-        others = self._answers([self._mismatched[index] for index in indices])
-        answers = [
-            [one, {**one, "completion": other["completion"]}]
-            for (one, _), (other, _) in zip(own, others, strict=True)
+    def _answers(self, label: str, numbers: Sequence[int]) -> list[list[Answer]]:
+        own = self._own(label, numbers)
+        others = self._own(label, [self._mismatched[label][number] for number in numbers])
+        return [
+            [(one, side), ({**one, "completion": other["completion"]}, side)]
+            for (one, side), (other, _) in zip(own, others, strict=True)
         ]
-        return self._encoded_answers(indices, answers, [[side] * 2 for _, side in own])
-
-    def _where(self, index: int) -> str:
-        return locate(self.config, index // self._each)
 
 
 KINDS: dict[str, type[PreferenceData]] = {"pairs": PreferenceData, "examples": Examples}
@@ -262,3 +251,48 @@ def open_preferences(
 ) -> PreferenceData:
     """The data of a form; see `PreferenceData`."""
     return KINDS[form](config, form, *arguments, **named)
+
+
+def indexed(order: RecordOrder) -> dict[str, Indexed]:
+    """The data sets by label, all of which must be known as a whole.
+
+    Raises:
+        UsageError: one is read as a stream.
+    """
+    found: dict[str, Indexed] = {}
+    for label, source in order.sources.items():
+        if not isinstance(source, Indexed):
+            raise UsageError(
+                f"{source.config.name} is read as a stream, and not as a whole, which this loss needs; give "
+                'it read = "indexed"'
+            )
+        found[label] = source
+    return found
+
+
+class Numbers:
+    """Numbers the units of all data sets, one data set after the other."""
+
+    def __init__(self, order: RecordOrder):
+        """Count them.
+
+        Raises:
+            UsageError: a data set is read as a stream.
+        """
+        lengths = {label: len(source) for label, source in indexed(order).items()}
+        self._labels = list(lengths)
+        self._ends = list(itertools.accumulate(lengths.values()))
+        self._starts = dict(zip(lengths, [0, *self._ends], strict=False))
+
+    def __len__(self) -> int:
+        """How many units there are."""
+        return self._ends[-1]
+
+    def of(self, one: Taken) -> int:
+        """A unit's number."""
+        return self._starts[one[0]] + one[1]
+
+    def at(self, number: int) -> Taken:
+        """The unit of a number."""
+        label = self._labels[bisect.bisect_right(self._ends, number)]
+        return label, number - self._starts[label]

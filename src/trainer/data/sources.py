@@ -1,14 +1,35 @@
 """Where records come from: a data set in a seeded order of its own, and the place that it has come to."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-from cairn.config.data import DataSetConfig, SFTDataConfig
-from cairn.run.data_sets import as_written, examine, load_records, locate
+from cairn.config.data import DataSetConfig, RecordsConfig
+from cairn.run.data_sets import Check, as_written, examine, load_records, locate
 from cairn.run.seeds import permutation
 from cairn.trainer.data.records import problem_of
 
 Record = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Use:
+    """What records are read for.
+
+    order: what their orders are drawn for, as seeds have it. problem_of: why a record can't be learned from.
+    units: how many units of learning each record of a data set is. facts: what is noted of a data set in its
+    identity; raises BadRecord if its records don't go together. problem_of_all: why data sets of such
+    identities can't be learned from, although each of their records could be.
+    """
+
+    order: str
+    problem_of: Check
+    units: Callable[[Any], int] = lambda data_set: 1
+    facts: Callable[[DataSetConfig, Any], Mapping[str, Any]] = lambda config, data_set: {}
+    problem_of_all: Callable[[Sequence[Mapping[str, Any]]], str | None] = lambda identities: None
+
+
+SFT = Use("sft order", problem_of)
 
 
 class Source(Protocol):
@@ -60,11 +81,17 @@ class Source(Protocol):
 
 
 class Indexed:
-    """A data set any record of which can be read at any time. A record's number is its place in it."""
+    """A data set any record of which can be read at any time. A record's number is its place in it.
+
+    Where each record is several units of learning, its place is counted in these: they are taken at different
+    times, and each is read as the whole record.
+    """
 
     repeats = True
 
-    def __init__(self, config: DataSetConfig, settings: SFTDataConfig, seed: int, *whose: str):
+    def __init__(
+        self, config: DataSetConfig, settings: RecordsConfig, seed: int, *whose: str, use: Use = SFT
+    ):
         """Open it; `whose` tells its orders from those of other data sets.
 
         Raises:
@@ -72,6 +99,8 @@ class Indexed:
         """
         self.config = config
         self.records = load_records(config)
+        self.use = use
+        self.units = use.units(self.records)
         self._shuffled = settings.shuffle
         self._seed, self._whose = seed, whose
         self._taken = 0
@@ -79,7 +108,7 @@ class Indexed:
         self._order: list[int] = []
 
     def __len__(self) -> int:
-        return len(self.records)
+        return self.units * len(self.records)
 
     def seek(self, taken: int, state: Mapping[str, Any] | None) -> None:
         """Go on behind the first `taken` records."""
@@ -92,7 +121,7 @@ class Indexed:
 
     def read(self, numbers: Sequence[int]) -> list[Record]:
         """The records of these numbers."""
-        columns = self.records[list(numbers)]
+        columns = self.records[[number // self.units for number in numbers]]
         features = self.records.features
         return [
             as_written(dict(zip(columns, row, strict=True)), features)
@@ -105,7 +134,7 @@ class Indexed:
 
     def where(self, number: int) -> str:
         """File and line, or the number."""
-        return locate(self.config, number)
+        return locate(self.config, number // self.units)
 
     def epoch(self, taken: int) -> float:
         """How many epochs the first `taken` records are."""
@@ -116,13 +145,14 @@ class Indexed:
 
     def identity(self) -> dict[str, Any]:
         """What identifies the data set: all of its records."""
-        return examine(self.config, self.records, problem_of)
+        found = examine(self.config, self.records, self.use.problem_of)
+        return {**found, "records": len(self), **self.use.facts(self.config, self.records)}
 
     def _number(self, place: int) -> int:
         epoch, place = divmod(place, len(self))
         if not self._shuffled:
             return place
         if epoch != self._epoch:
-            self._order = permutation(len(self), self._seed, "sft order", *self._whose, epoch)
+            self._order = permutation(len(self), self._seed, self.use.order, *self._whose, epoch)
             self._epoch = epoch
         return self._order[place]

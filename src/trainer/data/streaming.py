@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from cairn.config.data import DataSetConfig, SFTDataConfig
+from cairn.config.data import DataSetConfig, RecordsConfig
 from cairn.run.data_sets import (
     UNREADABLE,
     BadRecord,
@@ -17,8 +17,7 @@ from cairn.run.data_sets import (
     locate,
 )
 from cairn.run.seeds import permutation
-from cairn.trainer.data.records import problem_of
-from cairn.trainer.data.sources import Record
+from cairn.trainer.data.sources import SFT, Record, Use
 
 CHECKED = 1000
 """Records at the beginning of a stream that are checked, and by which it is known again."""
@@ -34,13 +33,16 @@ class Stream:
 
     repeats = False
 
-    def __init__(self, config: DataSetConfig, settings: SFTDataConfig, seed: int, *whose: str):
+    def __init__(
+        self, config: DataSetConfig, settings: RecordsConfig, seed: int, *whose: str, use: Use = SFT
+    ):
         """Open it; `whose` tells its orders from those of other data sets.
 
         Raises:
             BadRecord: it can't be read.
         """
         self.config = config
+        self.use = use
         self._stream, self._files = load_stream(config)
         self._beginning = self._stream.state_dict()
         self._size = settings.shuffle_block
@@ -116,7 +118,7 @@ class Stream:
 
     def identity(self) -> dict[str, Any]:
         """What identifies the data set: its first records, and its files."""
-        return examine_beginning(self.config, self._files, self._read_first(), problem_of)
+        return examine_beginning(self.config, self._files, self._read_first(), self.use.problem_of)
 
     def _read_first(self) -> list[Record]:
         if self._beginning_of_it is None:
@@ -150,7 +152,7 @@ class Stream:
         block = list(enumerate(records, start=self._first))
         if self._shuffled:
             purpose = (*self._whose, self._epoch, "block", self._first)
-            order = permutation(len(block), self._seed, "sft order", *purpose)
+            order = permutation(len(block), self._seed, self.use.order, *purpose)
             block = [block[place] for place in order]
         self._block = block
 
