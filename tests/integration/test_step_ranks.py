@@ -26,14 +26,17 @@ from transformers import (
 
 from cairn.checkpoint.formats.hub import tensors_in_memory
 from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.run.batches import Batch, Sample, Sampling
+from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums
+from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.model import build_model, weights
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
 from cairn.trainer.packing import make_rank_batch
+from cairn.trainer.reward_model import Reward, with_reward_token
 from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.trained import Trained
@@ -107,8 +110,41 @@ def run_rank(rank: int, world: str, port: int, folder: Path) -> None:
                 result = folder / f"{name} {way} {world}"
                 result.with_suffix(".json").write_text(json.dumps(row))
                 save_file(after, result.with_suffix(".safetensors"))
+    row, after = reward_steps(group, folder / "untied")
+    if rank == 0:
+        result = folder / f"reward at once {world}"
+        result.with_suffix(".json").write_text(json.dumps(row))
+        save_file(after, result.with_suffix(".safetensors"))
     dist.barrier()
     group.leave()
+
+
+def reward_steps(group: RankGroup, model_folder: Path) -> tuple[dict, dict]:
+    """A reward model's metrics and weights after two steps: the head is 0 at first, and holds up the others'
+    gradients."""
+    config = RewardConfig(seq_len=24, optimizer={"lr": 0.01, "eps": 1e-3})
+    state = TrainerState(
+        config, group, {POLICY: Reward.policy(config, model_folder, group)}, TrainerProgress()
+    )
+    state.begin(model_folder)
+    state.check_model()
+    samples = [*make_batch().samples, make_batch().samples[1]]
+    pairs = [
+        Sample(one.token_ids, one.loss_mask, {"side": np.full(len(one.token_ids), (1, -1)[i % 2], np.int8)})
+        for i, one in enumerate(samples)
+    ]
+    batch = Batch([with_reward_token(one, 24) for one in pairs], sampling=FROM_TEXT, together=2)
+    for step in (1, 2):
+        work = make_rank_batch(
+            batch,
+            config,
+            rank=group.rank,
+            world_size=group.world_size,
+            arrange=state.scorer.rows.arrange,
+        )
+        row = train_step(state, work, step, BradleyTerry())
+    saved = state.policy.saved().items()
+    return row, {name: w.full_tensor() if isinstance(w, DTensor) else w.detach().clone() for name, w in saved}
 
 
 def start(group: RankGroup, model_folder: Path, **changed: object) -> TrainerState:
@@ -174,6 +210,18 @@ def test_any_ranks_make_the_step_of_one(found: Path, name: str):
             assert after.keys() == reference.keys()
             for key, weight in after.items():
                 torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
+
+
+def test_any_ranks_train_the_same_reward_model(found: Path):
+    """Its head and all layers."""
+    reference_row, reference = result(found, "reward", "at once", "one")
+    assert reference["score.weight"].abs().min() > 0
+    for world in WORLDS:
+        row, after = result(found, "reward", "at once", world)
+        assert row == pytest.approx(reference_row, rel=1e-4, abs=1e-6), world
+        assert after.keys() == reference.keys()
+        for key, weight in after.items():
+            torch.testing.assert_close(weight, reference[key], atol=1e-5, rtol=0, msg=f"{world} {key}")
 
 
 LAYOUTS = {

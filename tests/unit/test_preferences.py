@@ -851,9 +851,7 @@ def test_a_run_goes_on_with_the_very_next_unit_of_each_data_set(
 
 @pytest.mark.parametrize("loss", [{"type": "dpo"}, {"type": "kto"}, {"type": "a:B", "records": "examples"}])
 def test_a_stream_is_not_scored_as_a_whole(tmp_path: Path, loss: dict):
-    with pytest.raises(
-        ValidationError, match=r"second.jsonl.*before the first step the reference scores"
-    ):
+    with pytest.raises(ValidationError, match=r"second.jsonl.*before the first step the reference scores"):
         DPOConfig(data=several(tmp_path, read="stream"), loss=loss)
 
 
