@@ -10,61 +10,31 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Generator
-from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, cast
 
 import vllm
 from fastapi import FastAPI
 from fastapi.responses import JSONResponse
-from pydantic import BaseModel, Field
 from starlette.datastructures import State
-from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
-from vllm.logger import init_logger
 
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.guard import Guard, failure
 from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
-from cairn.inference.plugin.staging import Staged, Staging
-from cairn.inference.plugin.weight_files import Refused
-from cairn.policy.refusals import Altered, Gone, NotHeld, NotThere, Unchanged, Unfit
+from cairn.inference.plugin.swapping import Swapping
+from cairn.inference.plugin.updates import NotTaken, Update, WeightUpdate
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.engine.async_llm import AsyncLLM
 
-logger = init_logger("vllm.cairn")
-
 Status = dict[str, Any]
 
 HOW_TO_GET_THE_TOKEN = (
     f"clients take it from {TOKEN_VARIABLE} or from the file that the server leaves for its own user"
 )
-UNCHANGED = {Refused.mark: 422, Altered.mark: 412, Gone.mark: 410, NotThere.mark: 503}
-"""Status codes for weights that were not loaded, by the mark of the reason."""
-
-
-class WeightUpdate(BaseModel):
-    """Body of `POST /cairn/update_weights`."""
-
-    # A directory, as this machine sees it.
-    path: str = Field(min_length=1)
-    version: str = Field(min_length=1, max_length=256, pattern=r"^[!-~]+$")
-    # Whether requests in flight keep the keys and values that the old weights made of their tokens.
-    keep_cache: bool = False
-
-
-@dataclass
-class Update:
-    """An update that is under way. before: the version that is served until it is done."""
-
-    version: str
-    before: str
-    since: float = field(default_factory=time.monotonic)
-    pauses: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set when generation is about to be paused; from then on the engine answers no questions."""
 
 
 class CairnRoutes:
@@ -97,8 +67,7 @@ class CairnRoutes:
         # vLLM's arguments hold only what was given; this is also what vLLM has chosen by itself.
         self._max_num_seqs = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._gpus = gpus_of(self._engine.vllm_config)
-        self._staging = Staging(self._engine.model_config)
-        self._alone = args.tensor_parallel_size == args.pipeline_parallel_size == 1
+        self._updates = Swapping(self._engine)
 
     async def status(self) -> Status:
         """Version of the weights, and the id of this start of the server.
@@ -124,7 +93,7 @@ class CairnRoutes:
 
     async def _state(self) -> tuple[bool, str]:
         """Whether generation is paused, and the weights' version, as the engine says."""
-        return await self._engine.is_paused(), await self._engine.get_weight_version()
+        return await self._engine.is_paused(), await self._updates.version()
 
     def _status(self, version: str, *, paused: bool) -> Status:
         return {
@@ -173,16 +142,12 @@ class CairnRoutes:
         async with self._one_at_a_time:
             if self._sleep.asleep:  # since this request came in
                 return failure(503, ASLEEP)
-            with self._noted(Update(update.version, await self._engine.get_weight_version())) as noted:
+            with self._noted(Update(update.version, await self._updates.version())) as noted:
                 try:
-                    staged = await asyncio.to_thread(self._staging.prepare, update.path)
-                except Unchanged as error:
-                    return failure(UNCHANGED[error.mark], str(error).removeprefix(error.mark))
-                except Exception as error:  # nothing has been touched, whatever it was
-                    logger.exception("cannot prepare %s", update.path)
-                    return failure(422, f"{update.path}: {error!r}")
-                with staged:
-                    return await self._swap(update, staged, noted)
+                    version = await self._updates.take(update, noted)
+                except NotTaken as reason:
+                    return failure(reason.code, str(reason))
+                return JSONResponse(self._status(version, paused=False))
 
     @contextlib.contextmanager
     def _noted(self, update: Update) -> Generator[Update]:
@@ -192,53 +157,6 @@ class CairnRoutes:
             yield update
         finally:
             self._update = None
-
-    async def _swap(self, update: WeightUpdate, staged: Staged, noted: Update) -> JSONResponse:
-        """Put prepared weights into the engine's place while generation is paused; see `update_weights`."""
-        was_paused = await self._engine.is_paused()
-        noted.pauses.set()
-        # vLLM's `pause_generation` sleeps 20 ms more, for answers to get out first; each names its
-        # version, whenever it does. Clearing also has running requests recompute their keys and values,
-        # which old weights have made.
-        await self._engine.engine_core.pause_scheduler_async("keep", not update.keep_cache)
-        try:
-            await self._engine.start_weight_update()
-        except Exception as error:
-            if not was_paused:
-                await self._engine.resume_generation()
-            return failure(409, f"cannot start a weight update: {error}")
-        try:
-            await self._engine.update_weights(WeightTransferUpdateRequest(update_info=staged.update_info))
-            await self._engine.finish_weight_update(update.version)
-        except Exception as error:
-            # Others of several workers may have loaded what one of them has not found any more.
-            return await self._failed(error, was_paused, may_be_mixed=staged.is_prepared and not self._alone)
-        # A busy engine would answer after its next step.
-        status = self._status(await self._engine.get_weight_version(), paused=False)
-        await self._engine.resume_generation()
-        return JSONResponse(status)
-
-    async def _failed(self, error: Exception, was_paused: bool, *, may_be_mixed: bool) -> JSONResponse:
-        """Answer why an update failed, and resume generation if nothing was changed."""
-        mark = next((mark for mark in UNCHANGED if mark in str(error) and not may_be_mixed), None)
-        # Another process of a server with several may have got the weights just before they were gone.
-        if mark and (mark in (Refused.mark, Altered.mark) or self._alone):
-            if not was_paused:
-                await self._engine.resume_generation()
-        else:
-            logger.exception("weight update failed", exc_info=error)
-            await self._engine.update_weight_version("unknown")
-        if mark:
-            return failure(UNCHANGED[mark], str(error).partition(mark)[2])
-        if NotHeld.mark in str(error):
-            return failure(
-                412, f"the server does not hold what came: {str(error).partition(NotHeld.mark)[2]}"
-            )
-        if Unfit.mark in str(error):
-            return failure(501, str(error).partition(Unfit.mark)[2])
-        return failure(
-            500, f"the update failed half-way, generation is paused; push again or restart: {error}"
-        )
 
 
 def gpus_of(config: "VllmConfig") -> list[str]:
