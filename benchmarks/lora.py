@@ -6,6 +6,7 @@ JSON object:
 - save_bytes, save_s: the tensor files of a step, and the time until it is committed
 - push_bytes, push_s: the tensor files of a policy version, and the time to write them
 - merge_s (adapter): the time in which a server makes merged weights of it, before generation is paused
+- copy_s (adapter): the time in which a server that computes it unmerged checks and copies it
 
 Runs as `python benchmarks/lora.py [--size 10M|60M|200M|600M] [--repeats N] [--quick] [--json]`.
 """
@@ -29,6 +30,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensor
 from cairn.config.lora import LoraConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.trainer.group import RankGroup
 from cairn.trainer.policy import make_policy
 from cairn.trainer.trained import Trained
@@ -106,6 +108,11 @@ def measure(
         for source in FORMATS["peft"].read(version).tensors[MODEL].values():
             read_tensor(source)
         report["merge_s"] = round(time.perf_counter() - started, 3)
+        copies = AdapterCopies(str(base), torch.float32, config.lora.rank if config.lora else 0, folder)
+        copies.add(str(version))  # which reads the base once
+        started = time.perf_counter()
+        copies.add(str(version))
+        report["copy_s"] = round(time.perf_counter() - started, 3)
     return report
 
 

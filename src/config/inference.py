@@ -5,6 +5,7 @@ from typing import Literal, Self
 from pydantic import Field, field_validator
 
 from cairn.config.gpus import Gpus
+from cairn.config.lora import MAX_RANK
 from cairn.config.model import ModelConfig
 from cairn.config.shared import CommandConfig
 
@@ -24,11 +25,18 @@ OURS = {
     "weight-transfer-config": None,
     "hf-overrides": None,
     "api-key": None,
+    "enable-lora": "--max-lora-rank",
+    "max-lora-rank": "--max-lora-rank",
+    "max-loras": "--max-loras",
+    "max-cpu-loras": "--max-loras",
+    "lora-modules": None,
+    "lora-target-modules": None,
+    "lora-dtype": None,
 }
 """vLLM arguments that Cairn sets itself, with Cairn's setting for each. Those without one must not be
 changed: the trainer's loss needs logprobs of the distribution that was sampled from, no default sampling
-parameters, no further change of logits, and a model that computes what the trainer's does (config.json is the
-place to change both)."""
+parameters, no further change of logits, no adapter but the run's, and a model that computes what the
+trainer's does (config.json is the place to change both)."""
 
 
 class InferenceConfig(CommandConfig):
@@ -63,6 +71,10 @@ class InferenceConfig(CommandConfig):
     """Seconds within which the server must become healthy (default: 300 on CPUs, 1800 on GPUs)."""
     colocated: bool = False
     """Be able to sleep, and don't start while a step is trained; rl --colocate sets it."""
+    max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
+    """Take only adapters, up to this rank, and compute them unmerged; rl sets it by lora.serve."""
+    max_loras: int = Field(default=4, ge=1)
+    """Policies that one batch may hold answers of (with max_lora_rank); answers of further ones wait."""
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
 

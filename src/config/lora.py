@@ -7,6 +7,8 @@ from pydantic import Field, field_validator, model_validator
 from cairn.config.base import BaseConfig
 
 ALL_LINEAR = "all-linear"
+MAX_RANK = 512
+"""The largest rank of adapters that vLLM computes beside a model."""
 
 
 class LoraConfig(BaseConfig):
@@ -24,8 +26,8 @@ class LoraConfig(BaseConfig):
     """Scale by alpha / sqrt(rank) (rank-stabilised LoRA, Kalajdzievski 2023)."""
     modules_to_save: list[str] = []
     """Modules that are trained in full beside the adapter, and saved with it: ends of their names."""
-    serve: Literal["merged", "adapter"] = "merged"
-    """What an RL run's servers get: the merged model, or the adapter, which they merge themselves."""
+    serve: Literal["merged", "adapter", "unmerged"] = "merged"
+    """RL: servers get the merged model, the adapter to merge, or adapters to compute beside the base."""
     save_base: bool = False
     """Have each checkpoint hold the base model, too: copied once, then hard-linked from step to step."""
     base: str | None = None
@@ -42,6 +44,23 @@ class LoraConfig(BaseConfig):
             raise ValueError("lora.targets is empty: name layers, such as q_proj,v_proj, or all-linear")
         if ALL_LINEAR in self.targets and len(self.targets) > 1:
             raise ValueError(f"lora.targets: {ALL_LINEAR} stands for all of them, and is given alone")
+        return self
+
+    @model_validator(mode="after")
+    def _servers_can_compute_it(self) -> "LoraConfig":
+        if self.serve != "unmerged":
+            return self
+        if self.modules_to_save:
+            raise ValueError(
+                f'lora.modules_to_save = {self.modules_to_save} beside lora.serve = "unmerged": vLLM '
+                'computes only low-rank updates beside a model; lora.serve = "adapter" and "merged" serve '
+                "whole modules"
+            )
+        if self.rank > MAX_RANK:
+            raise ValueError(
+                f'lora.rank = {self.rank} beside lora.serve = "unmerged": vLLM computes adapters of rank '
+                f'{MAX_RANK} at most; lora.serve = "adapter" and "merged" serve any'
+            )
         return self
 
     @property

@@ -84,6 +84,30 @@ class RLConfig(SharedConfig, SupervisionConfig):
             )
         return self
 
+    @model_validator(mode="after")
+    def _servers_take_what_is_sent(self) -> Self:
+        lora, rank = self.trainer.lora, self.inference.max_lora_rank
+        if lora is None or lora.serve != "unmerged":
+            if rank is not None:
+                raise ValueError(
+                    f"inference.max_lora_rank = {rank}: such a server takes nothing but adapters; give "
+                    'trainer.lora.serve = "unmerged" as well, or leave it out'
+                )
+        elif rank is not None and rank < lora.rank:
+            raise ValueError(
+                f"inference.max_lora_rank = {rank} is less than trainer.lora.rank = {lora.rank}; leave it out"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _own_servers_compute_adapters(self) -> Self:
+        """Set what the servers need that the run starts, in whatever way it does."""
+        if self.trainer.lora and self.trainer.lora.serve == "unmerged":
+            rank = self.inference.max_lora_rank or self.trainer.lora.rank
+            inference = self.inference.model_copy(update={"max_lora_rank": rank})
+            object.__setattr__(self, "inference", inference)
+        return self
+
     def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:
         roles = {role: getattr(self, role).settled(gpu=gpu, gpu_servers=gpu_servers) for role in ROLES}
         return self.model_copy(update=roles)

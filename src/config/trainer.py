@@ -126,6 +126,11 @@ class TrainerBase(SharedConfig, SupervisionConfig):
         return False
 
     @property
+    def publishes_first(self) -> bool:
+        """Whether servers get the policy that a new run begins with from the trainer, not from its folder."""
+        return False
+
+    @property
     def models_beside(self) -> Mapping[str, ModelBeside]:
         """The models that are trained beside the policy, by the section that describes them."""
         return {}
@@ -333,14 +338,18 @@ class TrainerConfig(WithTeachers, TrainerBase):
 
     @property
     def sends_adapter(self) -> bool:
-        return self.lora is not None and self.lora.serve == "adapter"
+        return self.lora is not None and self.lora.serve != "merged"
+
+    @property
+    def publishes_first(self) -> bool:
+        return self.lora is not None and self.lora.serve == "unmerged"
 
     @model_validator(mode="after")
     def _adapter_can_be_sent(self) -> "TrainerConfig":
-        if self.lora and self.lora.serve == "adapter" and self.weight_transport != "files":
+        if self.lora and self.sends_adapter and self.weight_transport != "files":
             raise ValueError(
-                'lora.serve = "adapter" needs weight_transport = "files"; over the network servers get '
-                "merged weights"
+                f'lora.serve = "{self.lora.serve}" needs weight_transport = "files"; over the network '
+                "servers get merged weights"
             )
         return self
 

@@ -25,7 +25,7 @@ from cairn.policy.errors import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.policy.generation import Generation, SamplingParams, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, ServedAdapter, VersionSpan
 from cairn.run.errors import CairnError
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
@@ -71,6 +71,15 @@ class ServerStatus:
     """The `version` of an update that is under way, and for how many `seconds`."""
     asleep: bool = False
     """Whether it has freed its GPU memory, and refuses to generate until it is woken."""
+    adapter: str | None = None
+    """The name that a request has to give to be answered from `weight_version`; None: it needs none."""
+    max_lora_rank: int | None = None
+    """Largest rank of the adapters that it computes beside its model; None: it merges them."""
+
+    @property
+    def served_adapter(self) -> ServedAdapter | None:
+        """The adapter that requests have to name; None: they get the server's weights."""
+        return ServedAdapter(self.weight_version, self.adapter) if self.adapter else None
 
 
 def token_file(url: str) -> Path:
@@ -238,6 +247,7 @@ class InferenceClient:
         params: SamplingParams,
         *,
         cache_salt: str | None = None,
+        adapter: ServedAdapter | None = None,
     ) -> list[Generation]:
         """Sample `params.n` continuations of `prompt_ids`; they come back in order.
 
@@ -245,8 +255,11 @@ class InferenceClient:
         gives the same tokens whatever else the server is busy with; on GPUs rounding depends on that. Only
         requests with the same `cache_salt` share the keys and values of a common prefix.
 
+        With an `adapter`, which the server said it has, all tokens come from that, whatever it is given
+        meanwhile.
+
         Raises:
-            ServerUnavailable: the server does not answer.
+            ServerUnavailable: the server does not answer, or does not have the adapter any more.
             ValueError: the server refused the request, as with a prompt that is too long.
         """
         sampling = {
@@ -255,16 +268,19 @@ class InferenceClient:
             "detokenize": False,
         }
         # While the server works, only the text of the request is held.
-        body = _json({"token_ids": [*prompt_ids], "sampling_params": sampling, "cache_salt": cache_salt})
-        answer = await self._request("POST", "/inference/v1/generate", body)
+        request = {"token_ids": [*prompt_ids], "sampling_params": sampling, "cache_salt": cache_salt}
+        answer = await self._request("POST", "/inference/v1/generate", _json(request | _named(adapter)))
         with self._expecting(f"{params.n} choices", answer):
+            _check_answered_by(adapter, answer)
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if len(choices) != params.n:
                 raise ValueError(f"{len(choices)} choices")
-            return [_generation(choice) for choice in choices]
+            return [_generation(choice, adapter) for choice in choices]
 
-    async def score(self, token_ids: list[int], version: str) -> list[float]:
-        """Logprobs of all tokens but the first, computed anew from weights `version`.
+    async def score(
+        self, token_ids: list[int], version: str, *, adapter: ServedAdapter | None = None
+    ) -> list[float]:
+        """Logprobs of all tokens but the first, computed anew from weights `version`, or from an adapter.
 
         Raises:
             ServerUnavailable: the server does not answer, or has other weights.
@@ -272,14 +288,16 @@ class InferenceClient:
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
-        answer = await self._request("POST", "/inference/v1/generate", _json(body))
+        answer = await self._request("POST", "/inference/v1/generate", _json(body | _named(adapter)))
         with self._expecting("prompt logprobs", answer):
             found = answer["prompt_logprobs"][1:]
             logprobs = [
                 float(at[str(token)]["logprob"]) for token, at in zip(token_ids[1:], found, strict=True)
             ]
-            spans = answer["choices"][0]["weight_versions"]
-        if any(span["version"] != version for span in spans):
+            _check_answered_by(adapter, answer)
+            (choice,) = answer["choices"]
+            spans = _generation_spans(choice, adapter)
+        if any(span.version != version for span in spans):
             raise ServerUnavailable(f"{self.url} scored with weights {spans}, not {version!r}")
         return logprobs
 
@@ -338,6 +356,8 @@ class InferenceClient:
         if response.status_code == 404 and response.url.path.startswith("/cairn/"):
             message = f"not a server that `inference` started: {message}"
             raise ServerUnavailable(f"{response.url} answered 404: {message}")
+        if response.status_code == 404 and response.url.path == "/inference/v1/generate":
+            raise ServerUnavailable(f"{response.url} answered 404: {message}")
         if response.status_code == 503 and message.startswith(ASLEEP):
             raise ServerAsleep(f"{response.url}: {message}")
         bad_request = response.status_code < 500 and response.status_code not in BUSY
@@ -366,7 +386,28 @@ def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
 
 
-def _generation(choice: dict[str, Any]) -> Generation:
+def _named(adapter: ServedAdapter | None) -> dict[str, str]:
+    """What a request has to say to be answered from an adapter."""
+    return {} if adapter is None else {"model": adapter.name}
+
+
+def _check_answered_by(adapter: ServedAdapter | None, answer: dict[str, Any]) -> None:
+    """Raise ValueError unless an answer comes from the adapter that its request has named."""
+    if adapter is not None and answer["model"] != adapter.name:
+        raise ValueError(f"an answer from {answer['model']} instead of {adapter.name}")
+
+
+def _generation_spans(choice: dict[str, Any], adapter: ServedAdapter | None) -> list[VersionSpan]:
+    """Which policies the tokens of a choice come from.
+
+    Of an adapter's, vLLM tells the version of the weights beside it.
+    """
+    if adapter is not None:
+        return [VersionSpan(adapter.version, 0, len(choice["token_ids"]))] if choice["token_ids"] else []
+    return [VersionSpan(**span) for span in choice["weight_versions"] or []]
+
+
+def _generation(choice: dict[str, Any], adapter: ServedAdapter | None) -> Generation:
     """A choice of the server's answer.
 
     Raises:
@@ -374,7 +415,7 @@ def _generation(choice: dict[str, Any]) -> Generation:
     """
     token_ids = choice["token_ids"]
     logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-    spans = [VersionSpan(**span) for span in choice["weight_versions"] or []]
+    spans = _generation_spans(choice, adapter)
     if len(logprobs) != len(token_ids):
         raise ValueError(f"{len(logprobs)} logprobs of {len(token_ids)} tokens")
     covered = 0

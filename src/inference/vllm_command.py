@@ -4,11 +4,19 @@ import json
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
+from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import is_reward_model
 from cairn.config.inference import InferenceConfig
+from cairn.config.lora import MAX_RANK
 from cairn.inference.build import installed_build
 from cairn.run.errors import UsageError
+
+RANKS = (1, 8, 16, 32, 64, 128, 256, 320, MAX_RANK)
+"""Those that vLLM reserves memory for."""
+HEADS = {"lm_head", "embed_tokens"}
 
 
 def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, str]]:
@@ -37,7 +45,10 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     argv += ["--enable-scale-out"]  # generation with token ids in and out
     argv += ["--logprobs-mode", "processed_logprobs"]  # of the distribution that was sampled from
     argv += ["--generation-config", "vllm"]  # no sampling defaults from the model's directory
-    argv += ["--weight-transfer-config", '{"backend": "filesystem"}']
+    if config.max_lora_rank is None:
+        argv += ["--weight-transfer-config", '{"backend": "filesystem"}']
+    else:
+        argv += _of_adapters(config.max_lora_rank, config.max_loras, Path(model))
     argv += ["--disable-log-stats", "--disable-uvicorn-access-log"]
     env = {
         "VLLM_PLUGINS": "cairn",  # endpoint plugins load only if named
@@ -76,6 +87,38 @@ def command(config: InferenceConfig, model: str) -> tuple[list[str], dict[str, s
     if kv_cache_memory:
         argv += ["--kv-cache-memory-bytes", kv_cache_memory]
     return argv + config.vllm_args, env
+
+
+def _of_adapters(max_rank: int, max_loras: int, model: Path) -> list[str]:
+    """The arguments for a server that computes adapters beside its model.
+
+    Layers that no adapter has, embeddings and heads above all, are left as they are: on CPUs vLLM's head with
+    an adapter dies of scoring a prompt while it generates.
+
+    Raises:
+        UsageError: the model's folder can't be read, which tells the names of its layers.
+    """
+    try:
+        tensors = find_tensors(model, "model").values()
+        size = vocabulary(json.loads((model / "config.json").read_text()))
+    except (OSError, ValueError, Damaged) as error:
+        raise UsageError(
+            f"--max-lora-rank {max_rank}: the names of the model's layers can't be read in {model}, which "
+            f"must be a folder with its files: {error}"
+        ) from None
+    matrices = [t.spec for t in tensors if len(t.spec.shape) == 2 and t.spec.name.endswith(".weight")]
+    layers = {spec.name.split(".")[-2] for spec in matrices if spec.shape[0] != size}
+    rank = next(rank for rank in RANKS if rank >= max_rank)
+    return [
+        *("--enable-lora", "--max-lora-rank", str(rank), "--max-loras", str(max_loras)),
+        *("--max-cpu-loras", str(2 * max_loras), "--lora-target-modules", *sorted(layers - HEADS)),
+        *("--worker-extension-cls", "cairn.inference.plugin.adapter_modules.AdapterModules"),
+    ]
+
+
+def vocabulary(settings: dict[str, Any]) -> int | None:
+    """The tokens of a model, by its config.json."""
+    return settings.get("vocab_size") or (settings.get("text_config") or {}).get("vocab_size")
 
 
 def served_dtype(config: InferenceConfig, model: str, *, on_gpu: bool) -> str:

@@ -15,7 +15,7 @@ from cairn.checkpoint import ratings
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.kinds import RunConfig
+from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.start import Start, StartDamaged
 from cairn.run.attempt import Attempt
 from cairn.run.batches import BadBatch
@@ -65,6 +65,7 @@ def begin(
         branch=f"branch_{number}" if rewinds or not branch or recipe.get("prompts_again") else branch,
         start_step=start.step,
         resume_from=str(start.folder) if start.folder else None,
+        publishes_first=KINDS[command].trainer(config).publishes_first,
     )
     name = f"before_attempt_{number}"
     aside = start.store.set_aside_after(own_step, name)

@@ -16,6 +16,7 @@ from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
+from cairn.config.trainer import TrainerConfig
 from cairn.inference.build import installed_build, serves_on_gpus
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.launch.attempt import begin
@@ -145,6 +146,7 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
 
     Raises:
         ServerUnavailable: no server answers at a given address.
+        UsageError: it does not take what the trainer publishes.
     """
     urls = config.orchestrator.inference_url
     if not urls:
@@ -152,8 +154,24 @@ def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[st
         orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
         return config.model_copy(update={"orchestrator": orchestrator}), roles
     for url in urls:
-        run_async(_check_server(url, _patience(config)))
+        status = run_async(_check_server(url, _patience(config)))
+        if problem := _problem_with(status, config.trainer):
+            raise UsageError(f"--orchestrator.inference-url {url}: {problem}")
     return config.towards_servers(), [role for role in roles if role != "inference"]
+
+
+def _problem_with(status: ServerStatus, trainer: TrainerConfig) -> str | None:
+    """Why a server does not take what the trainer publishes; None if it does."""
+    rank = status.max_lora_rank
+    if trainer.lora is None or trainer.lora.serve != "unmerged":
+        return rank and (
+            "it was started with --max-lora-rank, and takes nothing but adapters: start it without, or give "
+            '--trainer.lora.serve "unmerged"'
+        )
+    if rank is None or rank < trainer.lora.rank:
+        takes = "merges adapters" if rank is None else f"computes adapters up to rank {rank}"
+        return f'it {takes}, and lora.serve = "unmerged" needs --max-lora-rank {trainer.lora.rank} there'
+    return None
 
 
 def _gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:

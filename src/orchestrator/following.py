@@ -216,11 +216,12 @@ class TrainerFollower:
         probe.
 
         From a checkpoint, the policy is served once the trainer has read and verified every byte of it, and
-        has perhaps published it in another data type. In a new run the servers start at once; their answers
-        are used once they have reproduced the probe.
+        has perhaps published it in another data type, or as an adapter, as in a new run whose servers take
+        only adapters. In other new runs the servers start at once; their answers are used once they have
+        reproduced the probe.
         """
         with explained(self.first_policy) if self.state.config.self_check else contextlib.nullcontext():
-            if self.state.attempt.resume_from:
+            if self.state.attempt.resume_from or self.state.attempt.publishes_first:
                 folder, probe = await self._beginning(step)
                 await self._serve(folder, step, probe=probe)
             elif not self.state.config.self_check:

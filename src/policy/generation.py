@@ -24,6 +24,18 @@ class SamplingParams:
 
 
 @dataclass(frozen=True)
+class ServedAdapter:
+    """A policy that a server computes as an adapter beside its model.
+
+    version: of the policy. name: what requests give as their `model` to be answered from it, to the end; it
+    is another one each time that the server is given the policy.
+    """
+
+    version: str
+    name: str
+
+
+@dataclass(frozen=True)
 class VersionSpan:
     """Generated tokens `[start, end)` were sampled from weights `version`."""
 

@@ -19,6 +19,8 @@ class Attempt:
     """The step_N folder that every role goes on from; None starts fresh."""
     branch: str
     """The branch of the run that its checkpoints belong to."""
+    publishes_first: bool = False
+    """Whether the trainer publishes the policy that a new run begins with; else servers get its folder."""
 
     @property
     def id(self) -> str:

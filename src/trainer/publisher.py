@@ -66,15 +66,17 @@ class VersionPublisher:
     def _begin(self, step: int) -> None:
         """Have servers get the policy that the attempt starts from, which they may not know yet.
 
-        That of a new run is in its model's folder. That of a checkpoint is in its folder, but is published
-        anew if that holds an adapter, or if policies are published in another data type: what servers compute
-        from is then the same whether the run was interrupted or not.
+        That of a new run is in its model's folder, and is published only to servers that take nothing but
+        adapters. That of a checkpoint is in its folder, but is published anew if that holds an adapter, or if
+        policies are published in another data type: what servers compute from is then the same whether the
+        run was interrupted or not.
         """
         began = self.run.versions.beginning(self.attempt) is not None
         if self.group.any_of(began)[0]:  # by an earlier process of this attempt; servers may be reading it
             return
         served = self._transport.served
-        publishes = self.attempt.resume_from is not None and (not served.saved or served.rounds)
+        resumes = self.attempt.resume_from is not None
+        publishes = (not served.saved or served.rounds) if resumes else self.attempt.publishes_first
         probe = self._make_probe and self._make_probe()
         folder = self.run.versions.folder(step)
         if publishes:

@@ -125,3 +125,4 @@ def test_lora():
     assert adapter["trained"] < full["trained"] / 10
     assert adapter["save_bytes"] < full["save_bytes"] / 10
     assert adapter["push_bytes"] < full["push_bytes"] / 10
+    assert adapter["copy_s"] > 0

@@ -270,6 +270,21 @@ def test_ranks_listen_towards_the_first_server_that_is_elsewhere():
             load(TrainerConfig, ["--weight-host", nowhere])
 
 
+def test_servers_of_a_run_compute_adapters_if_they_are_to():
+    """Up to the run's rank or a larger one; they would take nothing else."""
+    unmerged = {"lora": {"rank": 24, "serve": "unmerged"}}
+    assert RLConfig(trainer=unmerged).inference.max_lora_rank == 24
+    assert RLConfig(trainer=unmerged, inference={"max_lora_rank": 64}).inference.max_lora_rank == 64
+    assert RLConfig(trainer={"lora": {"serve": "adapter"}}).inference.max_lora_rank is None
+    with pytest.raises(ValueError, match=r"max_lora_rank = 8 is less than trainer.lora.rank = 24"):
+        RLConfig(trainer=unmerged, inference={"max_lora_rank": 8})
+    for trainer in ({}, {"lora": {"serve": "adapter"}}):
+        with pytest.raises(ValueError, match="such a server takes nothing but adapters"):
+            RLConfig(trainer=trainer, inference={"max_lora_rank": 8})
+    with pytest.raises(ValueError, match="--enable-lora is an argument that Cairn sets itself"):
+        InferenceConfig(vllm_args=["--enable-lora"])
+
+
 @pytest.mark.parametrize("at", [["@", "{}"], ["@{}"]])
 def test_files_with_and_without_a_space_and_flags_over_them(tmp_path: Path, at: list[str]):
     """`@file` is `@ file`; later files and flags win."""

@@ -1,11 +1,13 @@
 """The inference server's command line, tokens and imports; nothing is started."""
 
+import itertools
 import json
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from tiny import write_example
 
 from cairn.config.inference import InferenceConfig
 from cairn.inference.client import Unauthorized, token_file, token_for
@@ -48,6 +50,22 @@ def test_command_carries_the_configuration_and_no_secret(monkeypatch: pytest.Mon
     assert (env["VLLM_SERVER_DEV_MODE"], env["VLLM_PLUGINS"]) == ("0", "cairn")
     assert "a secret" not in [*argv, *env.values()]
     assert "HF_HUB_OFFLINE" not in env  # not a directory, so a hub name
+
+
+def test_a_server_of_adapters_has_them_on_all_layers_but_embeddings_and_heads(tmp_path: Path):
+    """Of a rank that vLLM knows, and takes no other weights; the model's files say what layers there are."""
+    write_example(tmp_path, tied=False)
+    argv, _ = command(InferenceConfig(max_lora_rank=9, max_loras=3), str(tmp_path))
+    assert "--weight-transfer-config" not in argv
+    assert option(argv, "--max-lora-rank") == "16"
+    assert (option(argv, "--max-loras"), option(argv, "--max-cpu-loras")) == ("3", "6")
+    first = argv.index("--lora-target-modules") + 1
+    layers = [*itertools.takewhile(lambda word: not word.startswith("--"), argv[first:])]
+    attention, mlp = ("k_proj", "o_proj", "q_proj", "v_proj"), ("down_proj", "gate_proj", "up_proj")
+    assert sorted(layers) == sorted((*attention, *mlp))
+    assert "--enable-lora" not in command(InferenceConfig(), str(tmp_path))[0]
+    with pytest.raises(UsageError, match="--max-lora-rank 9: the names of the model's layers can't be read"):
+        command(InferenceConfig(max_lora_rank=9), "some/model")
 
 
 def test_auto_dtype_is_the_one_that_the_model_was_saved_with(tmp_path: Path):

@@ -332,6 +332,13 @@ def test_wrong_settings_are_refused():
         SFTConfig(lora=LoraConfig(), freeze=["model.norm.*"])
     with pytest.raises(ValueError, match="all-linear stands for all of them"):
         LoraConfig(targets=["all-linear", "q_proj"])
+    with pytest.raises(ValueError, match=r'modules_to_save = .*"adapter" and "merged" serve whole modules'):
+        LoraConfig(serve="unmerged", modules_to_save=["lm_head"])
+    with pytest.raises(ValueError, match="rank 512 at most"):
+        LoraConfig(serve="unmerged", rank=513)
+    for serve in ("adapter", "unmerged"):
+        with pytest.raises(ValueError, match=f'"{serve}" needs weight_transport = "files"'):
+            TrainerConfig(lora=LoraConfig(serve=serve), weight_transport="network")
 
 
 def test_first_values_depend_on_the_seed_and_the_name_alone(base: Path, group: RankGroup):
@@ -382,5 +389,3 @@ def test_a_version_is_the_adapter_or_the_merged_model(base: Path, group: RankGro
     assert found["adapter"].keys() == found["merged"].keys()
     for name, tensor in found["merged"].items():
         torch.testing.assert_close(found["adapter"][name], tensor, rtol=1e-6, atol=1e-6)
-    with pytest.raises(ValueError, match="over the network servers get merged weights"):
-        TrainerConfig(lora=LoraConfig(serve="adapter"), weight_transport="network")

@@ -343,6 +343,18 @@ def test_servers_get_the_checkpoints_policy_from_the_trainer_if_it_publishes_it(
     assert servers.folders[0] == str(start)
 
 
+def test_a_new_run_waits_for_its_trainer_where_servers_take_only_what_it_publishes(
+    configuration: OrchestratorConfig, tmp_path: Path
+):
+    """Such as an adapter, which has no folder before."""
+    config = in_folder(configuration, tmp_path / "run", 2, 0)
+    attempt, draw = replace(ATTEMPT, publishes_first=True), random.Random(0)
+    run, servers = begin(config, attempt), Servers(draw)
+    trainer = Trainer(run, attempt, 2, draw, publishes_start=True)
+    asyncio.run(see_through(config, attempt, trainer, servers, []))
+    assert servers.folders[:2] == [str(run.versions.folder(step)) for step in (0, 1)]
+
+
 TRAINED = "WHERE step = (SELECT min(step) FROM batches)"
 EDITS = {
     "removed": lambda ledger: ledger.unlink(),  # what SQLite keeps beside it stays

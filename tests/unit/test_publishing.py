@@ -1,5 +1,6 @@
 """Publishing policies: in which data type, by which thread, and what waits for it."""
 
+import dataclasses
 import errno
 import json
 import threading
@@ -165,6 +166,18 @@ def test_servers_get_the_same_policy_after_a_resume_as_before(
     run.versions.forget_before(4)
     assert folder.exists() != rounds, "it takes no room any more"
     second.close()
+
+
+def test_a_new_runs_first_policy_is_published_where_servers_take_only_that(
+    group: RankGroup, model: Qwen3ForCausalLM, run: RunDirectory
+):
+    """Whole, in a folder, as all that follow."""
+    attempt = dataclasses.replace(ATTEMPT, publishes_first=True)
+    publishing = TRANSPORTS["files"](group, served(model, torch.float32))
+    publisher = VersionPublisher(run, attempt, group, publishing, 0, lambda: PROBE)
+    assert run.versions.beginning(attempt).published
+    assert {"model.safetensors", "probe.json"} <= contents(run.versions.folder(0)).keys()
+    publisher.close()
 
 
 # The thread

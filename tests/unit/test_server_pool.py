@@ -15,16 +15,19 @@ from typing import Any
 import pytest
 from runs import DEADLINE
 
+from cairn.config.lora import LoraConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
+from cairn.config.trainer import TrainerConfig
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.pool.settings import PoolSettings
-from cairn.launch.commands import _gpus_of_servers
+from cairn.launch.commands import _gpus_of_servers, _with_servers
 from cairn.orchestrator.disagreement import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
-from cairn.policy.generation import SamplingParams
+from cairn.policy.generation import SamplingParams, VersionSpan
+from cairn.run.errors import UsageError
 from cairn.run.machine import Machine
 from cairn.run.messages import Probe
 
@@ -51,6 +54,8 @@ class FakeServer:
         self.disagrees = self.scores = 0
         self.more_status: dict[str, Any] = {}
         self.asleep = False
+        self.adapters: list[str] | None = None
+        """The names of the adapters that requests may ask for; None: it replaces its weights."""
         self.did: list[str] = []
         """Pushes, sleeps and wakes, in order."""
         self._connections: set[asyncio.StreamWriter] = set()
@@ -58,6 +63,8 @@ class FakeServer:
     async def start(self) -> None:
         """Begin to listen, as a new server that has lost its weights."""
         self.version, self.asleep = "default", False
+        if self.adapters is not None:
+            self.adapters = []
         self.lives += 1
         self._server = await asyncio.start_server(self._serve, "127.0.0.1", self.port)
         self.port = self._server.sockets[0].getsockname()[1]
@@ -100,13 +107,17 @@ class FakeServer:
             self.version = body["version"]
             self.pushed.append(self.version)
             self.kept_cache.append(body["keep_cache"])
+            if self.adapters is not None:
+                self.adapters.append(f"{self.version}@{len(self.adapters)}")
         elif path == "/inference/v1/generate":
+            if self.adapters is not None and body.get("model") not in self.adapters:
+                return 404, {"error": {"message": f"The model `{body.get('model')}` does not exist."}}
             if "prompt_logprobs" in body["sampling_params"]:
                 return 200, self.scored(body)
             self.asked.append(body["token_ids"][0])
             self.salts.append(body["cache_salt"])
             await self.gate.wait()
-            return 200, {"choices": self.choices(body)}
+            return 200, {"choices": self.choices(body), "model": body.get("model")}
         return 200, {
             "weight_version": self.version,
             "epoch": str(self.lives),
@@ -114,6 +125,7 @@ class FakeServer:
             "paused": False,
             "max_num_seqs": 8,
             "asleep": self.asleep,
+            "adapter": self.adapters[-1] if self.adapters else None,
             **self.more_status,
             "vllm_version": "0",
         }
@@ -125,7 +137,8 @@ class FakeServer:
         self.scores += 1
         tokens = [{str(token): {"logprob": -1.0 - wrong}} for token in body["token_ids"]]
         span = {"version": self.version, "start": 0, "end": 1}
-        return {"choices": [{"weight_versions": [span]}], "prompt_logprobs": [None, *tokens[1:]]}
+        choice = {"weight_versions": [span], "token_ids": [0]}
+        return {"choices": [choice], "prompt_logprobs": [None, *tokens[1:]], "model": body.get("model")}
 
     def choices(self, body: dict) -> list[dict]:
         """What the real server answers: here the tokens are the prompt's first and the seed."""
@@ -821,3 +834,84 @@ async def test_given_servers_tell_which_gpus_they_use():
     with pytest.raises(ServerUnavailable):
         await asyncio.to_thread(_gpus_of_servers, config, Machine())
     await silent.die()
+
+
+# Adapters that servers compute beside their weights
+
+
+@in_loop
+async def test_given_servers_must_take_what_the_trainer_publishes():
+    """Adapters, up to some rank, or whole models."""
+    server = FakeServer()
+    await server.start()
+
+    async def start(**lora: Any) -> None:
+        trainer = TrainerConfig(lora=LoraConfig(**lora) if lora else None)
+        config = RLConfig(trainer=trainer, orchestrator=OrchestratorConfig(inference_url=[server.url]))
+        await asyncio.to_thread(_with_servers, config, ["trainer", "inference"])
+
+    await start()
+    await start(serve="adapter")
+    with pytest.raises(UsageError, match=r'it merges adapters, and lora.serve = "unmerged" needs'):
+        await start(serve="unmerged")
+    server.more_status = {"max_lora_rank": 16}
+    await start(serve="unmerged", rank=16)
+    with pytest.raises(UsageError, match=r"up to rank 16, and .* needs --max-lora-rank 17 there"):
+        await start(serve="unmerged", rank=17)
+    for lora in ({}, {"serve": "adapter"}):
+        with pytest.raises(UsageError, match="takes nothing but adapters: start it without"):
+            await start(**lora)
+    await server.die()
+
+
+@in_loop
+async def test_answers_end_under_the_adapter_that_they_began_with():
+    """Each names its own policy, also once the server has a newer one, and the probe is scored under it."""
+    async with servers(1) as (pool, (fake,)):
+        fake.adapters = []
+        await pool.serve("/w", "v1", probe=PROBE)
+        fake.gate.clear()
+        early = ask(pool, 0, ("v1", "v2"))
+        await until(lambda: fake.asked == [0])
+        await pool.serve("/w", "v2", probe=PROBE)
+        late = ask(pool, 1, ("v1", "v2"))
+        await until(lambda: fake.asked == [0, 1])
+        fake.gate.set()
+        versions = [(await answer)[0].weight_versions for answer in (early, late)]
+        assert versions == [[VersionSpan("v1", 0, 2)], [VersionSpan("v2", 0, 2)]]
+        assert (fake.scores, fake.salts) == (2, ["v1", "v2"])
+
+
+@in_loop
+async def test_a_server_that_lost_an_adapter_is_given_it_or_asked_for_its_name():
+    """After a restart, and when it does not know the name any more; nothing is answered from its weights."""
+    async with servers(1) as (pool, (fake,)):
+        fake.adapters = []
+        await pool.serve("/w", "v1")
+        await fake.die()
+        await fake.start()
+        assert (await ask(pool, 0))[0].weight_versions == [VersionSpan("v1", 0, 2)]
+        assert fake.pushed == ["v1", "v1"]
+        fake.adapters = ["another@0"]  # given by somebody else; the name of before is unknown
+        assert (await ask(pool, 1))[0].weight_versions == [VersionSpan("v1", 0, 2)]
+        assert pool.take_metrics()["servers/retries"] > 0
+
+
+@in_loop
+async def test_an_answer_from_another_adapter_is_not_taken():
+    """Whatever version the server says it has."""
+    async with servers(1) as (pool, (fake,)):
+        fake.adapters = []
+        await pool.serve("/w", "v1")
+        lies = 2
+
+        async def lie(path: str, body: dict) -> Answer | None:
+            nonlocal lies
+            if not path.endswith("generate") or not lies:
+                return None
+            lies -= 1
+            return 200, {"choices": fake.choices(body), "model": "model"}
+
+        fake.fault = lie
+        assert (await ask(pool, 0))[0].weight_versions == [VersionSpan("v1", 0, 2)]
+        assert not lies

@@ -183,6 +183,23 @@ def base_folder(folder: Path, elsewhere: Path | None = None) -> Path:
     )
 
 
+def adapter_settings(folder: Path) -> dict[str, Any]:
+    """PEFT's configuration of the adapter in `folder`, with which a merged weight is W + scaling B A.
+
+    Raises:
+        CheckpointError: it has a setting with which there is more to it.
+    """
+    about = read_json(folder / ADAPTER_CONFIG, dict[str, Any]) or {}
+    odd = [key for key, plain in PLAIN.items() if key in about and about[key] not in plain]
+    if odd:
+        raise CheckpointError(
+            f"{folder}: this adapter can't be merged here: its {ADAPTER_CONFIG} has "
+            + ", ".join(f"{key} = {about[key]!r}" for key in odd)
+            + "; PEFT's merge_and_unload can do that"
+        )
+    return about
+
+
 def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
     """The weights of the base with the adapter in `folder` added, in float32, by the names in `base`.
 
@@ -194,14 +211,7 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
         Damaged: a file is invalid.
         FileNotFoundError: a file is missing.
     """
-    about = read_json(folder / ADAPTER_CONFIG, dict[str, Any]) or {}
-    odd = [key for key, plain in PLAIN.items() if key in about and about[key] not in plain]
-    if odd:
-        raise CheckpointError(
-            f"{folder}: this adapter can't be merged here: its {ADAPTER_CONFIG} has "
-            + ", ".join(f"{key} = {about[key]!r}" for key in odd)
-            + "; PEFT's merge_and_unload can do that"
-        )
+    about = adapter_settings(folder)
     stored = find_tensors(folder, "adapter_model")
     parts = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
     pairs: dict[str, Pair] = {}

@@ -20,10 +20,13 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
+from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.guard import Guard, failure
+from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
 from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
 from cairn.inference.plugin.swapping import Swapping
-from cairn.inference.plugin.updates import NotTaken, Update, WeightUpdate
+from cairn.inference.plugin.unmerged import Unmerged
+from cairn.inference.plugin.updates import NotTaken, Update, Updates, WeightUpdate
 from cairn.run.machine import this_machine
 
 if TYPE_CHECKING:
@@ -50,6 +53,7 @@ class CairnRoutes:
         self._one_at_a_time = asyncio.Lock()
         self._update: Update | None = None
         self._sleep = Sleep()
+        self._requests = OpenRequests()
 
     def attach_router(self, app: FastAPI) -> None:
         app.include_router(rl_router)
@@ -57,6 +61,7 @@ class CairnRoutes:
         app.add_api_route("/cairn/sleep", self.sleep, methods=["POST"])
         app.add_api_route("/cairn/wake", self.wake, methods=["POST"])
         app.add_api_route("/cairn/status", self.status, methods=["GET"])
+        app.add_middleware(CountingRequests, requests=self._requests)
         app.add_middleware(AsleepGuard, sleep=self._sleep)  # behind the guard, which is added last
         app.add_middleware(Guard, token=self._token, how_to_get_it=HOW_TO_GET_THE_TOKEN)
 
@@ -67,7 +72,15 @@ class CairnRoutes:
         # vLLM's arguments hold only what was given; this is also what vLLM has chosen by itself.
         self._max_num_seqs = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._gpus = gpus_of(self._engine.vllm_config)
-        self._updates = Swapping(self._engine)
+        self._updates = self._ways_of(args.model, state)
+
+    def _ways_of(self, model: str, state: State) -> Updates:
+        """How this server takes policies."""
+        config = self._engine.vllm_config
+        if config.lora_config is None:
+            return Swapping(self._engine)
+        copies = AdapterCopies(model, config.model_config.dtype, config.lora_config.max_lora_rank)
+        return Unmerged(self._engine, state.openai_serving_models, self._requests, copies)
 
     async def status(self) -> Status:
         """Version of the weights, and the id of this start of the server.
@@ -96,8 +109,11 @@ class CairnRoutes:
         return await self._engine.is_paused(), await self._updates.version()
 
     def _status(self, version: str, *, paused: bool) -> Status:
+        lora = self._engine.vllm_config.lora_config
         return {
             "weight_version": version,
+            "adapter": self._updates.adapter,
+            "max_lora_rank": lora and lora.max_lora_rank,
             "epoch": self._epoch,
             "model": self._model,
             "paused": paused,
@@ -128,9 +144,9 @@ class CairnRoutes:
             return JSONResponse(await self.status())
 
     async def update_weights(self, update: WeightUpdate) -> JSONResponse:
-        """Load weights between two steps of generation; requests in flight go on under the new ones.
+        """Take a policy; see `Swapping`, and `Unmerged` for a server that computes adapters.
 
-        They are read and checked before generation is paused.
+        What comes is read and checked before anything is changed.
 
         200: they are loaded; the answer is that of `status`. 422: the weights were refused, the old ones
         serve on. 412: they are not those that the trainer published; the old ones serve on if they have

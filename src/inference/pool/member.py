@@ -8,7 +8,7 @@ from pathlib import Path
 from cairn.inference.backoff import Backoff
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
-from cairn.policy.generation import Generation
+from cairn.policy.generation import Generation, ServedAdapter
 from cairn.policy.source import read_source
 from cairn.run.messages import Probe
 
@@ -46,6 +46,8 @@ class Member:
         """Why it does not take the current weights, if pushing them again would not help; one of REFUSALS."""
         self.version: str | None = None
         """The version that it last confirmed."""
+        self.adapter: ServedAdapter | None = None
+        """What requests have to name to be answered from that version; None: nothing."""
         self.weights: Weights | None = None
         """The weights that this pool gave it last since it was started; None: it may have any."""
         self.pushes = 0
@@ -95,6 +97,7 @@ class Member:
             if status.epoch != self.epoch:
                 self.disproofs = 0
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
+        self.adapter = status.served_adapter
         self.silent_since = None
         self.asleep = status.asleep
         self.capacity = max(1, status.max_num_seqs)
@@ -114,6 +117,7 @@ class Member:
         try:
             status = await self.client.update_weights(weights.folder, weights.version, keep_cache=keep_cache)
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
+            self.adapter = status.served_adapter
             self.pushes += 1
             if weights.probe is not None:
                 await self.prove(weights)
@@ -161,7 +165,8 @@ class Member:
         agrees = False
         try:
             tokens = probe.token_ids[: self.max_model_len and max(self.max_model_len - 1, 2)]
-            difference = probe.difference(await self.client.score(tokens, weights.version), self.dtype)
+            found = await self.client.score(tokens, weights.version, adapter=self.adapter)
+            difference = probe.difference(found, self.dtype)
             agrees = difference is None
             if difference is not None:
                 error = ServerDisagrees(

@@ -102,7 +102,8 @@ class ServerPool:
     ) -> None:
         """Give the weights in `folder` to all servers, as `version`, and to every one that joins from now on.
 
-        Servers that sleep are woken for it. Requests in flight go on under the new weights. Returns when all
+        Servers that sleep are woken for it. Requests in flight go on under the new weights, or to their end
+        under the adapter that they have named. Returns when all
         healthy servers have confirmed the version; one that takes much longer than the others gets no
         requests for this version until it has. A server that gives the `probe` other logprobs than the
         trainer gets no requests either, and is given the weights again. Answers under the version are held
@@ -309,7 +310,8 @@ class ServerPool:
             ServerUnavailable: it failed, or cut the answer short because it is stopping.
         """
         # The salt keeps prompts from what earlier weights have left in the prefix cache.
-        request = asyncio.create_task(member.client.generate(prompt_ids, params, cache_salt=member.version))
+        asking = member.client.generate(prompt_ids, params, cache_salt=member.version, adapter=member.adapter)
+        request = asyncio.create_task(asking)
         member.requests.add(request)
         member.sequences += params.n
         self._counts.begin()

@@ -1,0 +1,174 @@
+"""The server's own copies of the adapters that it computes beside its model.
+
+vLLM reads an adapter again, by its path, whenever it has put it out of its memory and a request needs it.
+The trainer writes over its folders meanwhile, and a resumed run uses the same paths once more. So every
+policy that comes is checked and copied into a folder of its own, which never changes.
+"""
+
+import atexit
+import fcntl
+import json
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+
+from cairn.checkpoint.formats.adapters import PREFIX, Base, adapter_settings, base_of_adapter, is_adapter
+from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.step import ADAPTER_CONFIG
+from cairn.checkpoint.tensors import read_tensor
+from cairn.inference.plugin.weight_files import Refused, identities, look_at
+from cairn.policy.checksums import read_checksums
+from cairn.policy.refusals import Altered
+from cairn.run.files import DamagedFile
+
+NAME = "cairn-adapters-"
+"""What the names of folders with copies begin with."""
+HELD = "held"
+"""File in such a folder whose server has locked the folder."""
+MERGED = 'lora.serve = "merged" serves any adapter'
+
+
+@dataclass(frozen=True)
+class AdapterCopy:
+    """A copy of an adapter. modules: the names of the layers that it has a pair of matrices for."""
+
+    folder: Path
+    modules: frozenset[str]
+
+
+class AdapterCopies:
+    """Checks and copies adapters.
+
+    Args:
+        model: what the server was started with; the adapters must be of it.
+        dtype: in which the server computes.
+        max_rank: the largest rank that it was started for.
+        root: where to put the copies; default: where temporary files go.
+    """
+
+    def __init__(self, model: str, dtype: torch.dtype, max_rank: int, root: Path | None = None):
+        self._model = model
+        self._dtype = dtype
+        self._max_rank = max_rank
+        self._began_with = identities(model)
+        self._known: Base | None = None
+        self._count = 0
+        self._folder = _own_folder(root or Path(tempfile.gettempdir()))
+        atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
+
+    def add(self, path: str) -> AdapterCopy:
+        """Check the adapter in the folder `path`, and copy it.
+
+        Raises:
+            Altered: it is not the one that the trainer wrote.
+            Refused: it is no adapter of the server's model, or one that vLLM can't compute with.
+        """
+        folder = Path(path)
+        if not is_adapter(folder):
+            raise Refused(
+                f"{path} holds no adapter, and this server computes adapters beside the model that it was "
+                "started with (--max-lora-rank); start it without that setting, and it takes any weights"
+            )
+        try:
+            tensors = self._tensors(folder)
+            self._check_base(folder)
+        except (OSError, DamagedFile, Damaged, CheckpointError) as error:
+            raise Refused(str(error)) from None
+        self._count += 1
+        copy = self._folder / str(self._count)
+        copy.mkdir()
+        try:
+            save_file(tensors, copy / "adapter_model.safetensors", {"format": "pt"})
+            shutil.copyfile(folder / ADAPTER_CONFIG, copy / ADAPTER_CONFIG)
+        except OSError as error:
+            shutil.rmtree(copy, ignore_errors=True)
+            raise Refused(f"{path} can't be copied to {copy}: {error.strerror}") from None
+        return AdapterCopy(
+            copy, frozenset(name.removeprefix(PREFIX).rpartition(".lora_")[0] for name in tensors)
+        )
+
+    def remove(self, copy: AdapterCopy) -> None:
+        """Delete a copy that no request needs any more."""
+        shutil.rmtree(copy.folder, ignore_errors=True)
+
+    def _tensors(self, folder: Path) -> dict[str, torch.Tensor]:
+        """The adapter's matrices, as the trainer wrote them."""
+        about = adapter_settings(folder)
+        published = read_checksums(folder) or {}
+        tensors = {name: read_tensor(one) for name, one in find_tensors(folder, "adapter_model").items()}
+        for name in tensors.keys() | published.keys():
+            look = look_at(tensors[name], self._dtype) if name in tensors else None
+            if name in published and (look is None or look.checksum != published[name]):
+                raise Altered(
+                    f"{folder}: tensor {name} is not the one that the trainer wrote (other checksum)"
+                )
+            if look is not None and not look.is_finite:
+                raise Refused(f"{folder}: tensor {name} holds NaN or infinity (as {self._dtype})")
+        whole = sorted(n for n in tensors if not n.endswith((".lora_A.weight", ".lora_B.weight")))
+        if whole or about.get("modules_to_save"):
+            what = f"{whole[0]}, which is" if whole else f"modules_to_save = {about['modules_to_save']}, "
+            raise Refused(f"{folder} has {what} trained in full, and vLLM computes only pairs; {MERGED}")
+        for name in tensors:
+            other = name.replace(".lora_A.", ".lora_B.")
+            if other not in tensors or name.replace(".lora_B.", ".lora_A.") not in tensors:
+                raise Refused(f"{folder}: {name} has no counterpart")
+        rank = max((one.shape[0] for name, one in tensors.items() if ".lora_A." in name), default=0)
+        if not rank or rank != about.get("r"):
+            raise Refused(f"{folder}: matrices of rank {rank}, and {ADAPTER_CONFIG} has r = {about.get('r')}")
+        if rank > self._max_rank:
+            raise Refused(
+                f"{folder}: the adapter has rank {rank}, and the server was started with --max-lora-rank "
+                f"{self._max_rank}"
+            )
+        return tensors
+
+    def _check_base(self, folder: Path) -> None:
+        """Check that the adapter is one of the server's model, and has the scale that its run began with."""
+        record = base_of_adapter(folder)
+        if record is None:
+            raise Refused(f"{folder}: does not say which base its adapter is of")
+        about = json.loads((folder / ADAPTER_CONFIG).read_text())
+        shape = {"rank": about["r"], "alpha": about["lora_alpha"], "rslora": about.get("use_rslora", False)}
+        for key, value in shape.items():
+            if record.lora.get(key, value) != value:
+                raise Refused(f"{folder}: {ADAPTER_CONFIG} has {key} {value}, its run {record.lora[key]}")
+        found = identities(self._model)
+        if found != self._began_with:
+            raise Refused(f"{self._model} was changed since the server was started with it; start it anew")
+        if record == self._known:
+            return
+        try:
+            record.find(folder, self._model)
+            record.check_files(Path(self._model), folder)
+        except CheckpointError as error:
+            raise Refused(
+                f"{error}; this server computes adapters beside the model that it was started with: start it "
+                "with the base, inference --model.name BASE"
+            ) from None
+        self._known = record
+
+
+def _own_folder(root: Path) -> Path:
+    """A new folder for this process's copies; those of servers that were killed are deleted."""
+    for old in root.glob(f"{NAME}*/{HELD}"):
+        try:
+            fd = os.open(old.parent, os.O_RDONLY | os.O_NOFOLLOW)
+        except OSError:  # another user's, or just deleted
+            continue
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old.parent, ignore_errors=True)
+        except OSError:  # its server runs
+            pass
+        finally:
+            os.close(fd)
+    folder = Path(tempfile.mkdtemp(prefix=NAME, dir=root))
+    fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
+    (folder / HELD).touch()
+    return folder
