@@ -164,7 +164,9 @@ def _problem_with(status: ServerStatus, trainer: TrainerConfig) -> str | None:
     """Why a server does not take what the trainer publishes; None if it does."""
     rank = status.max_lora_rank
     if trainer.lora is None or trainer.lora.serve != "unmerged":
-        return rank and (
+        if rank is None:
+            return None
+        return (
             "it was started with --max-lora-rank, and takes nothing but adapters: start it without, or give "
             '--trainer.lora.serve "unmerged"'
         )

@@ -23,8 +23,6 @@ logger = init_logger("vllm.cairn")
 class Swapping(Updates):
     """Reads and checks weights, and puts them into the engine's place between two steps of generation."""
 
-    adapter = None
-
     def __init__(self, engine: "AsyncLLM"):
         self._engine = engine
         self._staging = Staging(engine.model_config)
@@ -34,6 +32,11 @@ class Swapping(Updates):
     async def version(self) -> str:
         """See `Updates`."""
         return await self._engine.get_weight_version()
+
+    @property
+    def adapter(self) -> None:
+        """See `Updates`."""
+        return None
 
     async def take(self, update: WeightUpdate, noted: Update) -> str:
         """See `Updates`. Requests in flight go on under the new weights."""
