@@ -19,6 +19,7 @@ from cairn.checkpoint.formats.adapters import PREFIX, Base
 from cairn.checkpoint.step import BASE_RECORD
 from cairn.inference.plugin.adapter_copies import HELD, AdapterCopies
 from cairn.inference.plugin.adapter_modules import AdapterModules
+from cairn.inference.plugin.named_only import NamedOnly
 from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
 from cairn.inference.plugin.unmerged import Unmerged
 from cairn.inference.plugin.updates import NotTaken, Update, WeightUpdate
@@ -184,6 +185,7 @@ class Engine:
 
     def __init__(self, leaves_out: int = 0):
         self.errored = False
+        self.vllm_config = SimpleNamespace(device_config=SimpleNamespace(device_type="cpu"))
         self.refusal: Exception | None = None
         self.leaves_out = leaves_out
         self.paths: dict[int, str] = {}
@@ -229,14 +231,14 @@ def test_a_version_is_dropped_when_no_request_can_need_it(model: Path, tmp_path:
         engine, requests = Engine(), OpenRequests()
         updates = unmerged(model, tmp_path, engine, requests)
         assert await updates.version() == "default"
-        assert updates.adapter is None
+        assert updates.adapter is updates.must_name is None
         folder = adapter(tmp_path / "v", model)
         first = await take(updates, folder, "v1")
         in_flight = requests.begin()
         names = [first] + [await take(updates, folder, version) for version in ("v2", "v2", "v3")]
         assert len(set(names)) == 4, "one name for each time"
         named = updates._models.lora_requests
-        assert list(named) == names[-2:]
+        assert list(named) == updates.must_name == names[-2:]
         await asyncio.sleep(0.05)
         assert len(engine.paths) == 4, "a request in flight may need any of them"
         assert all(Path(path).exists() for path in engine.paths.values())
@@ -297,6 +299,48 @@ def test_a_worker_names_the_pairs_that_it_has_layers_for():
     worker.model_runner = SimpleNamespace(get_model=lambda: SimpleNamespace(lora_manager=manager))  # pyright: ignore
     assert worker.cairn_adapter_parts(3) == ["a.o_proj[0]", "a.qkv_proj[0]", "a.qkv_proj[2]"]
     assert worker.cairn_adapter_parts(4) == []
+
+
+@pytest.mark.parametrize(
+    ("path", "asked", "expected"),
+    [
+        ("/inference/v1/generate", {"model": "v2@a"}, 200),
+        ("/v1/chat/completions", {"model": "v3@b"}, 200),
+        ("/inference/v1/generate", {}, 400),
+        ("/v1/completions", {"model": None}, 400),
+        ("/v1/completions", {"model": "/models/base"}, 404),
+        ("/inference/v1/generate", {"model": "v1@0"}, 404),
+        ("/v1/completions", ["not", "an object"], 400),
+        ("/tokenize", {}, 200),
+    ],
+)
+def test_on_cpus_a_request_has_to_name_an_adapter(path: str, asked: Any, expected: int):
+    """Once there is one, whose kernels would answer it otherwise; the app gets the body as it came."""
+    names: list[str] | None = ["v2@a", "v3@b"]
+    got: list[Any] = []
+    body = json.dumps(asked).encode()
+
+    async def app(scope: Any, receive: Any, send: Any) -> None:
+        got.append((await receive())["body"])
+        await send({"type": "http.response.start", "status": 200})
+
+    async def ask() -> int:
+        sent: list[Any] = []
+        scope = {"type": "http", "method": "POST", "path": path}
+
+        async def receive() -> Any:
+            return {"type": "http.request", "body": body, "more_body": False}
+
+        async def send(message: Any) -> None:
+            sent.append(message)
+
+        await NamedOnly(app, lambda: names)(scope, receive, send)
+        return sent[0]["status"]
+
+    assert asyncio.run(ask()) == expected
+    assert got == ([body] if expected == 200 else [])
+    names = None
+    assert asyncio.run(ask()) == 200
 
 
 def test_requests_that_may_generate_are_counted_until_they_end():

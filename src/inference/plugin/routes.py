@@ -22,6 +22,7 @@ from vllm.entrypoints.rl.online.api_router import router as rl_router
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.guard import Guard, failure
+from cairn.inference.plugin.named_only import NamedOnly
 from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
 from cairn.inference.plugin.sleeping import AsleepGuard, Sleep
 from cairn.inference.plugin.swapping import Swapping
@@ -61,6 +62,7 @@ class CairnRoutes:
         app.add_api_route("/cairn/sleep", self.sleep, methods=["POST"])
         app.add_api_route("/cairn/wake", self.wake, methods=["POST"])
         app.add_api_route("/cairn/status", self.status, methods=["GET"])
+        app.add_middleware(NamedOnly, names=lambda: self._updates.must_name)
         app.add_middleware(CountingRequests, requests=self._requests)
         app.add_middleware(AsleepGuard, sleep=self._sleep)  # behind the guard, which is added last
         app.add_middleware(Guard, token=self._token, how_to_get_it=HOW_TO_GET_THE_TOKEN)

@@ -38,6 +38,11 @@ class Swapping(Updates):
         """See `Updates`."""
         return None
 
+    @property
+    def must_name(self) -> None:
+        """See `Updates`."""
+        return None
+
     async def take(self, update: WeightUpdate, noted: Update) -> str:
         """See `Updates`. Requests in flight go on under the new weights."""
         try:

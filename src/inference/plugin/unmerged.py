@@ -9,6 +9,7 @@ Runs inside vLLM's API process only.
 
 import asyncio
 import secrets
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -63,6 +64,12 @@ class Unmerged(Updates):
     def adapter(self) -> str | None:
         """See `Updates`."""
         return self._loaded[-1].name if self._loaded else None
+
+    @property
+    def must_name(self) -> Collection[str] | None:
+        """See `Updates`."""
+        on_cpu = self._engine.vllm_config.device_config.device_type == "cpu"
+        return [loaded.name for loaded in self._loaded] if on_cpu and self._loaded else None
 
     async def take(self, update: WeightUpdate, noted: Update) -> str:
         """See `Updates`. Requests in flight go on under the adapter that they began with."""

@@ -6,6 +6,7 @@ Runs inside vLLM's API process only.
 import asyncio
 import time
 from abc import ABC, abstractmethod
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
 from pydantic import BaseModel, Field
@@ -62,6 +63,11 @@ class Updates(ABC):
     @abstractmethod
     def adapter(self) -> str | None:
         """What requests have to give as their `model` to be answered from `version`; None: nothing."""
+
+    @property
+    @abstractmethod
+    def must_name(self) -> Collection[str] | None:
+        """Of which every request has to give one as its `model`; None: of none."""
 
     @abstractmethod
     async def take(self, update: WeightUpdate, noted: Update) -> str:
