@@ -641,31 +641,3 @@ def test_servers_get_an_adapter(shell: Shell, server: Server, trained: Path, tmp
     for name, tensor in published.items():
         torch.testing.assert_close(tensor, merged[name], rtol=1e-6, atol=1e-6)
         assert torch.equal(tensor, base[name]) == (not name.endswith("_proj.weight"))
-
-
-def test_a_server_computes_adapters_beside_the_base(shell: Shell, trained: Path, tmp_path: Path):
-    """Each policy is the trainer's, also when the server is killed, and then everything else."""
-    port, run = free_port(), tmp_path / "run"
-    arguments = (
-        *("rl", "@", f"{CONFIGS}/rl.toml", "--model.name", step_folder(trained, 200), "--output-dir", run),
-        *("--ckpt.interval", 2, "--inference.port", port, "--trainer.optimizer.lr", 3e-3),
-        *("--trainer.lora.serve", "unmerged", "--trainer.lora.rank", 4, "--inference.dtype", "float32"),
-    )
-    with shell.start(*arguments, "--max-steps", 100) as command:
-        command.wait_until(lambda: len(rows(run)) >= 2)
-        (of_server,) = (e["pid"] for r, e in read(run / "roles.json")["roles"].items() if r == "inference")
-        os.kill(of_server, signal.SIGKILL)
-        command.wait_until(lambda: len(rows(run)) >= 5)
-        command.process.kill()
-        command.finish()
-    before = rows(run)
-    shell.succeed(*arguments, "--max-steps", len(before) + 1, "--ckpt.resume", "auto")
-    found = whole_rows(run, len(before) + 1)
-    assert untimed(found[: len(before)]) == untimed(before)
-    assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
-    assert {row["servers/quarantined"] for row in found} == {0}
-    version = RunDirectory(run).versions.folder(len(found))
-    assert {path.name for path in version.glob("*.safetensors")} == {"adapter_model.safetensors"}
-    scale = load_file(version / "adapter_model.safetensors")
-    assert any(tensor.abs().max() > 1e-3 for name, tensor in scale.items() if ".lora_B." in name)
-    assert "Loaded new LoRA adapter" in (run / "logs" / "vllm.log").read_text()
