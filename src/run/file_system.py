@@ -4,12 +4,15 @@ Machines that share a folder over NFS or the like have caches: a name that was l
 unknown for a minute. Locks may be refused, or hold on one machine only. SQLite's WAL needs shared memory.
 """
 
+import contextlib
 import ctypes
 import errno
 import fcntl
 import functools
 import os
 import re
+import sqlite3
+import statistics
 import tempfile
 import time
 from collections.abc import Iterable
@@ -37,6 +40,10 @@ NO_LOCKS = frozenset((errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOLCK))
 
 SLOW_SECONDS = 1.0
 """A file system that takes longer for a small file delays what roles tell each other by files."""
+SLOW_TRANSACTION = 0.02
+"""Seconds of a transaction of SQLite that are worth a warning: an RL run has one for each answer."""
+TRANSACTIONS = 5
+"""Of which the median is taken."""
 LOOK_SECONDS = 0.1
 """The server is asked at most so often what is new in a folder; whoever waits for a file looks more often."""
 
@@ -173,6 +180,53 @@ def open_lock(path: Path) -> int:
     return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
 
 
+# SQLite
+
+
+def journal_mode(path: Path) -> str:
+    """SQLite's journal for a database at `path`.
+
+    WAL needs memory that all machines share; the other mode works wherever locks of bytes do.
+    """
+    return "TRUNCATE" if file_system_of(path).is_network else "WAL"
+
+
+def transaction_seconds(folder: Path) -> float | None:
+    """What a transaction takes of a database that `folder`, perhaps not made yet, will hold.
+
+    Returns:
+        Seconds; None if nothing may be written there.
+
+    Raises:
+        UsageError: SQLite can't lock or write there.
+    """
+    place = next(path for path in (folder, *folder.parents) if path.is_dir())
+    try:
+        temporary = tempfile.TemporaryDirectory(dir=place, prefix=".cairn-probe-")
+    except OSError:  # whoever needs the folder says what is wrong with it
+        return None
+    with temporary as name:
+        path = Path(name) / "probe.sqlite"
+        times: list[float] = []
+        try:
+            with contextlib.closing(sqlite3.connect(path)) as database:
+                database.execute(f"PRAGMA journal_mode = {journal_mode(path)}")
+                database.execute("PRAGMA synchronous = NORMAL")
+                database.execute("CREATE TABLE answers (number)")
+                for number in range(TRANSACTIONS):
+                    began = time.monotonic()
+                    with database:
+                        database.execute("INSERT INTO answers VALUES (?)", (number,))
+                    times.append(time.monotonic() - began)
+        except sqlite3.Error as error:
+            raise UsageError(
+                f"{folder}: SQLite, in which an RL run keeps its answers, can't work on its file system "
+                f"({file_system_of(folder)}): {error}. It needs locks of bytes of a file (fcntl), which some "
+                "mounts lack: choose a folder elsewhere"
+            ) from None
+    return statistics.median(times)
+
+
 # A look at a folder before a run relies on it
 
 
@@ -243,8 +297,9 @@ def remarks(folders: Iterable[Path]) -> list[str]:
             )
         if not found.is_network:
             continue
-        seconds = probe(folder)
+        seconds, transaction = probe(folder), transaction_seconds(folder)
         taken = "" if seconds is None else f". A small file took {1000 * seconds:.0f} ms there"
+        taken += "" if transaction is None else f", and a transaction of SQLite {1000 * transaction:.0f} ms"
         said.append(
             f"{folder} is on a network file system ({found}): the server is asked for new files of other "
             "machines, SQLite keeps a rollback journal instead of WAL, and parts of pages are written through"
@@ -254,6 +309,12 @@ def remarks(folders: Iterable[Path]) -> list[str]:
             said.append(
                 f"warning: roles tell each other things by files, and wait about {seconds:.1f} s each time; "
                 "if they are all on one machine, put --output-dir on its disk and only --ckpt.dir here"
+            )
+        if transaction is not None and transaction > SLOW_TRANSACTION:
+            said.append(
+                f"warning: in RL each answer is a transaction of the ledger: 1000 answers keep the "
+                f"orchestrator for {1000 * transaction:.0f} s there; if all roles are on one machine, put "
+                "--output-dir on its disk and only --ckpt.dir here"
             )
         if found.locks_here_only:
             options = ", ".join(sorted(found.options & ONE_MACHINES_LOCKS))

@@ -5,6 +5,7 @@ import fcntl
 import os
 import re
 import signal
+import sqlite3
 import stat
 import subprocess
 import sys
@@ -77,7 +78,8 @@ def test_only_network_file_systems_are_remarked_on(tmp_path: Path, mount: Mount)
     mount("nfs4")
     (remark, again) = remarks([tmp_path, tmp_path / "not" / "there yet"])
     assert f"{tmp_path} is on a network file system (nfs4, mounted at {tmp_path})" in remark
-    assert re.search(r"SQLite keeps a rollback journal .*\. A small file took \d+ ms there$", remark)
+    assert re.search(r"SQLite keeps a rollback journal .*\. A small file took \d+ ms there, and a", remark)
+    assert re.search(r"a transaction of SQLite \d+ ms$", remark)
     assert "there yet is on a network file system" in again
     assert list(tmp_path.iterdir()) == []
     mount("nfs", "rw,local_lock=all")
@@ -91,6 +93,30 @@ def test_a_slow_server_is_warned_of(tmp_path: Path, mount: Mount, monkeypatch: p
     real = os.fsync
     monkeypatch.setattr(os, "fsync", lambda fd: time.sleep(0.1) or real(fd))
     assert re.match(r"warning: roles .* and wait about 0\.[1-9] s each time", remarks([tmp_path])[1])
+
+
+def test_slow_transactions_are_warned_of(tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch):
+    """There is one for each answer."""
+    mount("nfs4")
+    monkeypatch.setattr(file_system, "SLOW_TRANSACTION", 0.0)
+    assert re.match(r"warning: in RL each answer .*: 1000 answers keep .* for \d+ s", remarks([tmp_path])[1])
+
+
+def test_a_file_system_without_locks_of_bytes_is_refused(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+):
+    """As some mounts of SMB and FUSE are: locks of whole files hold there, and SQLite's do not."""
+    mount("cifs")
+
+    def refuse(path: Path) -> None:
+        raise sqlite3.OperationalError("database is locked")
+
+    monkeypatch.setattr(sqlite3, "connect", refuse)
+    with pytest.raises(
+        UsageError, match=r"\(cifs, mounted at .*\): database is locked\. It needs locks of by"
+    ):
+        remarks([tmp_path])
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_locks_that_keep_nobody_out_are_refused(

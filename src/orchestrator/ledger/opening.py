@@ -8,7 +8,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.orchestrator.ledger.checks import oddity, upgrade_copy, wrong_with
 from cairn.orchestrator.ledger.schema import ANSWERS, SCHEMA, UNSHIP, LedgerRun, upgrade, write_owner
 from cairn.run.directory import JOURNALS
-from cairn.run.file_system import file_system_of
+from cairn.run.file_system import journal_mode
 from cairn.run.files import write_atomic
 
 logger = logging.getLogger(__name__)
@@ -57,9 +57,7 @@ def begin(
 def connect(path: Path) -> sqlite3.Connection:
     """Open the ledger at `path`; only this process may write to it."""
     database = sqlite3.connect(path)
-    # WAL needs memory that all machines share; the other mode works wherever locks do.
-    mode = "TRUNCATE" if file_system_of(path).is_network else "WAL"
-    database.execute(f"PRAGMA journal_mode = {mode}")
+    database.execute(f"PRAGMA journal_mode = {journal_mode(path)}")
     # synchronous = NORMAL survives a kill. Rows lost in a power cut are restored from the batches' files.
     database.execute("PRAGMA synchronous = NORMAL")
     return database
