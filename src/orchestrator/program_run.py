@@ -128,15 +128,19 @@ class Run:
 
     def go_on(self) -> None:
         """The program has come further: its time begins anew."""
-        if self._paused == 0 and not self._ended and not self._deadline.expired():
-            timeout = self.runner.config.reward_timeout
-            self._deadline.reschedule(asyncio.get_running_loop().time() + timeout)
+        if self._paused == 0:
+            self._end_at(asyncio.get_running_loop().time() + self.runner.config.reward_timeout)
+
+    def _end_at(self, time: float | None) -> None:
+        """Move the deadline, unless it has passed or the run is over, as when its world is closed late."""
+        if not self._ended and not self._deadline.expired():
+            self._deadline.reschedule(time)
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[None]:
         """The program waits for the model, which has a deadline of its own, or for a free thread."""
         self._paused += 1
-        self._deadline.reschedule(None)
+        self._end_at(None)
         try:
             yield
         finally:

@@ -420,7 +420,9 @@ def test_a_step_that_fails_once_is_taken_again_after_those_before_it(tmp_path: P
     assert sorted(len(world["path"]) for world in environment.worlds) == [3, 3, 5, 5]
 
 
-def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(tmp_path: Path):
+def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     """Whoever closed it before would pull it from under the step; the next world need not wait for that."""
     free = threading.Event()
     running: list[bool] = []
@@ -455,6 +457,7 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(tmp_pat
     one.ledger.close()
     assert group.failure is None
     assert running == [False]
+    assert "Exception in callback" not in caplog.text
 
 
 def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
