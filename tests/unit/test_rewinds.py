@@ -2,14 +2,18 @@
 
 import dataclasses
 import json
+import threading
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+import torch
 from one_rank import one_rank  # noqa: F401
 from pydantic import ValidationError
 from runs import assert_same_bits, rows, step_folder, steps, tensors
+from safetensors.torch import load_file
 from tiny import write_example
 
 from cairn.checkpoint.step import StepFolder
@@ -17,7 +21,9 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.attempt import newest_start
 from cairn.run.attempt import Attempt
+from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.directory import RunDirectory
+from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.rewinds import Rewind, rewind_target
 from cairn.tools.audit.report import Report
 from cairn.tools.audit.steps import note_rewinds, note_skipped, recorded_rewinds
@@ -182,6 +188,115 @@ def test_where_no_step_is_saved_yet_the_update_is_skipped(
         (None, 1),
         (None, None),
     ]
+
+
+class Orchestrator(threading.Thread):
+    """Ships batches that do not depend on the policy, and writes its part of each checkpoint."""
+
+    def __init__(self, directory: RunDirectory, attempt: Attempt, last: int):
+        super().__init__(daemon=True)
+        self.directory, self.attempt, self.last = directory, attempt, last
+        self.ended = threading.Event()
+        self.weights: dict[int, dict[str, torch.Tensor]] = {}
+        for step in range(1, last + 1):
+            self.ship(step)
+
+    def ship(self, step: int) -> None:
+        draw, samples = np.random.default_rng(step), list[Sample]()
+        for _ in range(3):
+            rewards = np.zeros(10, np.float32)
+            rewards[-1] = draw.normal()
+            columns = {"rewards": rewards, "logprobs": (-draw.random(10) - 3).astype(np.float32)}
+            samples.append(Sample(draw.integers(5, 60, 10).astype(np.int32), np.arange(10) > 3, columns))
+        batch = Batch(samples, sampling=Sampling(1.0))
+        shipped = ShippedBatch(step, [[step, step]], 3, 30, batch.digest(), step - 1)
+        attempt = self.attempt
+        version = attempt.version(step - 1)
+        header = BatchHeader(attempt.run_id, attempt.branch, attempt.id, step, version, [step], shipped)
+        path = batch_path(self.directory.batches, step)
+        write_batch(path, RLBatch(samples, sampling=batch.sampling, header=header))
+
+    def run(self) -> None:
+        store, versions = CheckpointStore(self.directory.checkpoints), self.directory.versions
+        saved = set(store.steps())
+        while not self.ended.wait(0.005):
+            for step in versions.all_announced(self.attempt):
+                if step not in self.weights:
+                    files = sorted(versions.folder(step).glob("*.safetensors"))
+                    self.weights[step] = {name: t for file in files for name, t in load_file(file).items()}
+                message = versions.announced(self.attempt, step)
+                if message and message.save and step not in saved:
+                    saved.add(step)
+                    store.begin(step, ["orchestrator"])
+                    files = {"orchestrator/state.json": b"{}"}
+                    store.write_part(step, "orchestrator", files, self.attempt.id)
+
+
+def critics(folder: Path, step: int) -> dict[str, torch.Tensor]:
+    """All that a checkpoint holds of the critic."""
+    files = sorted((step_folder(folder, step) / "trainer/critic").glob("*.safetensors"))
+    return {f"{file.name} {name}": tensor for file in files for name, tensor in load_file(file).items()}
+
+
+def reinforce(
+    settings: dict[str, Any], folder: Path, group: RankGroup, last: int
+) -> dict[int, dict[str, torch.Tensor]]:
+    """As `run`, with a critic; returns the policies by version that this process has announced."""
+    about = {name: settings[name] for name in ("model", "seq_len", "optimizer", "spike")}
+    config = TrainerConfig(
+        **about,
+        max_steps=last,
+        critic={"clip": 0.2},
+        ckpt={"interval": 3, "part_timeout": 60},
+        output_dir=str(folder),
+        updates_per_batch=2,
+    )
+    directory = config.run_directory()
+    attempt = newest_start(ATTEMPT, CheckpointStore(directory.checkpoints), pass_over=False)
+    folder.mkdir(exist_ok=True)
+    directory.begin(ATTEMPT)
+    directory.metrics.keep_through(attempt.start_step)
+    orchestrator = Orchestrator(directory, ATTEMPT, last)
+    orchestrator.start()
+    try:
+        train(config, attempt, group)
+    finally:
+        orchestrator.ended.set()
+        orchestrator.join()
+    return orchestrator.weights
+
+
+def test_in_rl_versions_and_batches_go_on(
+    example: dict[str, Any],
+    spiking: set[int],
+    one_rank: RankGroup,  # noqa: F811
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """The version of a rewound step has the checkpoint's weights; so has the critic; also after a crash."""
+    spiking |= {5, 6}
+    straight = tmp_path / "straight"
+    policies = reinforce(example, straight, one_rank, 8)
+    assert policies.keys() == set(range(1, 9))
+    for step in (5, 6):
+        assert_same_bits(policies[step], policies[3])
+    assert not torch.equal(policies[4]["model.norm.weight"], policies[3]["model.norm.weight"])
+    for what in (critics, lambda run, step: tensors(step_folder(run, step))):
+        assert_same_bits(what(straight, 6), what(straight, 3))
+        changed = [not torch.equal(what(straight, 3)[name], one) for name, one in what(straight, 8).items()]
+        assert sum(changed) > 5
+    crashed = tmp_path / "crashed"
+    with monkeypatch.context() as patch:
+        patch.setenv("CAIRN_FAULT", "trainer.rewind:EIO@2")
+        patch.setattr("cairn.run.faults._reached", {})
+        with pytest.raises(OSError, match="CAIRN_FAULT"):
+            reinforce(example, crashed, one_rank, 8)
+    reinforce(example, crashed, one_rank, 8)
+    for name in ("rewound_to", "loss", "critic/loss", "batch/digest"):
+        assert [row.get(name) for row in rows(crashed)] == [row.get(name) for row in rows(straight)]
+    assert [row.get("rewound_to") for row in rows(straight)] == [None] * 4 + [3, 3, None, None]
+    assert_same_bits(tensors(step_folder(crashed, 8)), tensors(step_folder(straight, 8)))
+    assert_same_bits(critics(crashed, 8), critics(straight, 8))
 
 
 def test_a_run_that_goes_back_again_and_again_ends(
