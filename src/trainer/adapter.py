@@ -142,6 +142,23 @@ class Adapter(Trained):
         text = json.dumps(about, indent=2, sort_keys=True) + "\n"
         return {ADAPTER_CONFIG: text.encode(), BASE_RECORD: self.base.to_json()}
 
+    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None] | None:
+        """That of the base, if all that is trained is the adapter."""
+        is_base = self._found_in is not None and folder.absolute() == self._found_in.absolute()
+        return self._without_adapter() if is_base and not self.config.modules_to_save else None
+
+    @contextlib.contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        # PEFT's own switch, `enable_adapters`, would also change what is trained.
+        layers = [layer for _, layer in self._layers()]
+        try:
+            for layer in layers:
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
     @contextlib.contextmanager
     def proving(self) -> Iterator[None]:
         """See that each layer with an adapter is called; an adapter of another one would never be trained.

@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
+from cairn.checkpoint.formats.adapters import is_adapter
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.preferences import DPOConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
@@ -81,7 +82,15 @@ class DPO(Task):
     def _refer(self, context: Context, identity: Mapping[str, Any]) -> None:
         resume_from, group = context.attempt.resume_from, context.state.group
         saved = (StepFolder(Path(resume_from)).trainer_state() if resume_from else None) or TrainerRecord()
-        origin = kept_origin(saved.recipe) or Origin.of(context.model_folder, group)
+        origin = kept_origin(saved.recipe)
+        if origin is None:
+            if is_adapter(context.model_folder):
+                raise UsageError(
+                    f"{resume_from} holds an adapter, and its run had no reference, so there is nothing to "
+                    "compare with. Begin a new run with the merged weights, which are then the reference: "
+                    f"--model.name {resume_from} with another --output-dir"
+                )
+            origin = Origin.of(context.model_folder, group)
         self._numbers = Numbers(self._data.order)
         sets = identity.get("sets")
         about = {

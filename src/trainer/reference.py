@@ -7,6 +7,7 @@ loaded a second time for it, as a frozen copy (`cairn.trainer.frozen`), and drop
 memory than training does.
 """
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -132,31 +133,47 @@ def reference_logps(
         if group.rank == 0:
             folder.mkdir(parents=True, exist_ok=True)
             write_atomic(folder / "about.json", key.encode())
-        heartbeat.doing("loading the reference")
-        with_reference = Frozen(
-            Path(origin.folder), config, group, whose="the reference", policy=state.scorer
-        ).scorer
-        for start in missing:
-            if group.any_of(asked_to_stop())[0]:
-                return None
-            numbers = range(start, min(start + CHUNK, records))
-            doing = f"computing the reference's logprobs of records {start} to {numbers[-1]}"
-            heartbeat.doing(doing)
-            values = _score(with_reference, samples(numbers), config, group, doing)
-            if not np.isfinite(values).all():
-                bad = numbers[int(np.argwhere(~np.isfinite(values))[0][0])]
-                raise UsageError(
-                    f"the reference gives record {bad} (counted from 0) a logprob that is not finite"
-                )
-            if group.rank == 0:
-                write_atomic(files[start], _to_bytes(values), durable=True)
-                fault_point("reference.written")
-            found[start] = values
-        del with_reference
+        with _reference(Path(origin.folder), state) as scorer:
+            for start in missing:
+                if group.any_of(asked_to_stop())[0]:
+                    return None
+                numbers = range(start, min(start + CHUNK, records))
+                doing = f"computing the reference's logprobs of records {start} to {numbers[-1]}"
+                heartbeat.doing(doing)
+                values = _score(scorer, samples(numbers), config, group, doing)
+                if not np.isfinite(values).all():
+                    bad = numbers[int(np.argwhere(~np.isfinite(values))[0][0])]
+                    raise UsageError(
+                        f"the reference gives record {bad} (counted from 0) a logprob that is not finite"
+                    )
+                if group.rank == 0:
+                    write_atomic(files[start], _to_bytes(values), durable=True)
+                    fault_point("reference.written")
+                found[start] = values
+        del scorer
         if group.device.type == "cuda":
             torch.cuda.empty_cache()
     group.barrier()
     return np.concatenate([_present(found[start]) for start in starts])
+
+
+@contextlib.contextmanager
+def _reference(folder: Path, state: TrainerState) -> Iterator[Scorer]:
+    """What scores with the weights in `folder`: the policy itself if it can, else a copy of them."""
+    heartbeat.doing("loading the reference")
+    as_begun = state.policy.as_begun(folder)
+    if as_begun is None:
+        yield Frozen(folder, state.config, state.group, whose="the reference", policy=state.scorer).scorer
+        return
+    logger.info("the reference is the policy without its adapter")
+    model = state.scorer.model
+    was_training = model.training
+    try:
+        model.eval()
+        with as_begun:
+            yield state.scorer
+    finally:
+        model.train(was_training)
 
 
 def _present(values: np.ndarray | None) -> np.ndarray:

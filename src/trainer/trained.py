@@ -94,6 +94,10 @@ class Trained:
         """What turns micro-batches into the numbers that losses are computed of; all ranks call it."""
         return make_scorer(self.module, config, device)
 
+    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None] | None:
+        """A context in which the model computes with the weights in `folder`; None if it has others."""
+        return None
+
     def proving(self) -> contextlib.AbstractContextManager[None]:
         """The context of the passes in which the loaded model is checked before it is trained.
 

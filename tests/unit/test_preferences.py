@@ -673,19 +673,49 @@ def test_other_weights_settings_or_records_have_logprobs_of_their_own(
     assert len(files_of(config)) == 3
 
 
-def test_with_an_adapter_the_reference_is_the_base(group: RankGroup, folder: Path, config: DPOConfig):
-    """Whatever the adapter has learned when the reference has to score again."""
+@pytest.mark.parametrize("in_full", [[], ["model.norm"]])
+def test_with_an_adapter_the_reference_is_the_base(
+    group: RankGroup,
+    folder: Path,
+    config: DPOConfig,
+    monkeypatch: pytest.MonkeyPatch,
+    in_full: list[str],
+):
+    """Whatever the adapter has learned when the reference has to score again.
+
+    A copy of the base is loaded only if more than an adapter is trained.
+    """
     plain = DPO(config, begin(group, folder, config)[1]).next_batch(1)
     for path in files_of(config):
         path.unlink()
-    adapted = DPOConfig(**{**config.model_dump(), "lora": {"rank": 2}})
+    loaded = []
+    copy = reference.Frozen
+    monkeypatch.setattr(reference, "Frozen", lambda *a, **k: loaded.append(a[0]) or copy(*a, **k))
+    lora = {"rank": 2, "dropout": 0.5, "modules_to_save": in_full}
+    adapted = DPOConfig(**{**config.model_dump(), "lora": lora})
     state, context = begin(group, folder, adapted)
-    for name, weight in state.policy.module.named_parameters():
-        if "lora_B" in name:
+    for name, weight in state.policy.trained().items():
+        if "lora_B" in name or in_full:
             weight.data.fill_(0.3)
     again = DPO(adapted, context).next_batch(1)
     for one, other in zip(plain.samples, again.samples, strict=True):
         np.testing.assert_array_equal(one.columns[REFERENCE], other.columns[REFERENCE])
+    assert bool(loaded) == bool(in_full)
+    assert state.policy.module.training
+    assert not any(getattr(module, "_disable_adapters", False) for module in state.policy.module.modules())
+
+
+def test_an_adapter_of_a_run_without_a_reference_is_refused(
+    group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path
+):
+    (tmp_path / "model").mkdir()
+    for path in folder.iterdir():
+        if path.suffix != ".safetensors":
+            (tmp_path / "model" / path.name).write_bytes(path.read_bytes())
+    (tmp_path / "model" / "adapter_config.json").write_text("{}")
+    context = replace(begin(group, folder, config)[1], model_folder=tmp_path / "model")
+    with pytest.raises(UsageError, match=r"its run had no reference.* Begin a new run with the merged"):
+        DPO(config, context)
 
 
 def test_weights_that_are_gone_are_named(group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path):
