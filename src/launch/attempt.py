@@ -119,7 +119,10 @@ def _same_recipe(run: RunDirectory, recipe: Mapping[str, Any]) -> bool:
 
 
 def _of_trainer(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    return {name: value for name, value in recipe.get("trainer", {}).items() if name != "changes"}
+    found = {name: value for name, value in recipe.get("trainer", {}).items() if name != "changes"}
+    if found.get("data"):  # resumed runs say where their data begins, also if that is where it begins anyhow
+        found["data"] = {"begins_at": 0, **found["data"]}
+    return found
 
 
 def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:

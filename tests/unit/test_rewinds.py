@@ -19,10 +19,11 @@ from tiny import write_example
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.attempt import newest_start
+from cairn.launch.attempt import _same_recipe, newest_start
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.directory import RunDirectory
+from cairn.run.files import write_json
 from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.rewinds import Rewind, rewind_target
 from cairn.tools.audit.report import Report
@@ -325,6 +326,18 @@ def test_another_recipe_or_branch_forgets(tmp_path: Path):
     assert log.of(attempt) == both[:1]
     log.path.write_text("{")
     assert log.of(attempt) == []
+
+
+def test_a_resume_is_no_other_recipe(tmp_path: Path):
+    """It says where its data begins, and which changes were made, which the first start does not."""
+    directory, first = RunDirectory(tmp_path), {"trainer": {"seed": 0, "data": {"records": 200}}}
+    write_json(directory.recipe, first)
+    resumed = {"trainer": {"seed": 0, "data": {"records": 200, "begins_at": 0}, "changes": []}}
+    assert _same_recipe(directory, first)
+    assert _same_recipe(directory, resumed)
+    resumed["trainer"]["data"]["begins_at"] = 12
+    assert not _same_recipe(directory, resumed)
+    assert not _same_recipe(directory, {"trainer": {**first["trainer"], "seed": 1}})
 
 
 def test_an_audit_says_what_was_passed_over(tmp_path: Path):
