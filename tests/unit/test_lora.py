@@ -29,6 +29,7 @@ from cairn.checkpoint.tensors import read_tensor
 from cairn.config.lora import LoraConfig
 from cairn.config.optimizer import AdamWConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.merging import Merging
 from cairn.launch.recipe import check_adapter
 from cairn.launch.start import Start
@@ -355,11 +356,16 @@ def test_first_values_depend_on_the_seed_and_the_name_alone(base: Path, group: R
     assert first().std() > 0.5 * 128**-0.5
 
 
+def names_of_layers(module: torch.nn.Module) -> list[str]:
+    """Those that have an adapter."""
+    return [name for name, _ in module.named_parameters() if ".lora_A." in name]
+
+
 def test_a_version_is_the_adapter_or_the_merged_model(base: Path, group: RankGroup, tmp_path: Path):
     """In the folder of another kind of version, too, of which nothing is left; both are the same weights."""
     folder, found = tmp_path / "version", {}
     folder.mkdir()
-    for serve in ("merged", "adapter", "merged"):
+    for serve in ("merged", "adapter", "unmerged", "merged"):
         config = TrainerConfig(lora=LoraConfig(rank=4, serve=serve), optimizer=AdamWConfig(lr=1e-2))
         policy = make_policy(base, config, group)
         policy.begin(base)
@@ -383,6 +389,12 @@ def test_a_version_is_the_adapter_or_the_merged_model(base: Path, group: RankGro
             layout = hub_layout(AutoConfig.from_pretrained(base))
             sources = Merging(str(base)).sources(folder, layout)
             found[serve] = {name: read_tensor(source) for name, source in sources.items()}
+        elif serve == "unmerged":
+            copy = AdapterCopies(str(base), dtype, 4, tmp_path).add(str(folder))
+            opened = PeftModel.from_pretrained(original(base), copy.folder).merge_and_unload().state_dict()
+            for name, tensor in found["adapter"].items():
+                torch.testing.assert_close(tensor, opened[name], rtol=1e-6, atol=1e-6)
+            assert len(copy.modules) == len(names_of_layers(policy.module))
         else:
             assert names.isdisjoint({"adapter_model.safetensors", "adapter_config.json", "cairn_base.json"})
             found[serve] = load_file(folder / "model.safetensors")
