@@ -111,13 +111,15 @@ def test_every_bit_is_read(written: Path, family: str, program: str):
 
 
 def test_biases_of_experts(tmp_path: Path):
-    """torchtitan's own: those that are zero are left out, others are refused."""
+    """torchtitan's own: those that are zero are left out, others are refused. A critic beside it is said."""
     key, router = "layers.0.moe.expert_bias_E", torch.ones(4, 8)
     for place, bias in (("zero", torch.zeros(4)), ("skewed", torch.tensor([0, 0, 1e-3, 0]))):
         norm = {"layers.0.attention.q_norm.weight": torch.ones(8)}
         content = {**norm, "layers.0.moe.router.gate.weight": router, key: bias, "train_state": {"step": 1}}
         dcp.save(content, checkpoint_id=tmp_path / place, no_dist=True)
+    (tmp_path / "zero" / "value").mkdir()
     found = Dcp().read(tmp_path / "zero")
+    assert "value/ has a model of values: critics are read from verl and SkyRL" in found.left_out
     assert set(found.tensors[MODEL]) == {
         "model.layers.0.self_attn.q_norm.weight",
         "model.layers.0.mlp.gate.weight",

@@ -34,6 +34,10 @@ BESIDE = {
     "dataloader": "dataloader/ has the position in the data; Cairn begins with its own data set",
     "train_dataloader.pt": "train_dataloader.pt has the position in the data; Cairn begins with its own",
     "orchestrator": "orchestrator/ is a pickle of the program's own classes",
+    **{
+        name: f"{name}/ has a model of values: critics are read from verl and SkyRL"
+        for name in ("value", "critic")
+    },
 }
 """Files beside the checkpoint that are not read."""
 
