@@ -91,6 +91,9 @@ class RunDirectory:
         self.rewinds = RewindLog(self.path / "rewinds.json")
         self._stop = self.path / "stop.json"
         self._deadline = self.path / "deadline.json"
+        self._begun_lock = self.path / ".begun.lock"
+        """Held by a launcher from when roles.json has its attempt: before, that is still of the one before."""
+        self._begun: int | None = None
         self._lock: int | None = None
         self._warned = False
         self._known: Attempt | None = None
@@ -151,6 +154,9 @@ class RunDirectory:
         self._deadline.unlink(missing_ok=True)
         self._known = attempt
         write_json(self.roles, {**asdict(attempt), "roles": {}}, durable=True)
+        if self._lock is not None and self._begun is None:
+            self._begun = open_lock(self._begun_lock)
+            flock(self._begun, fcntl.LOCK_EX, self._begun_lock)  # whoever only looks holds it for an instant
 
     def attempt(self) -> Attempt | None:
         """The current or latest attempt; None if there never was one, or if what says so is damaged."""
@@ -241,13 +247,16 @@ class RunDirectory:
 
     def unlock(self) -> None:
         """Let other launchers in again."""
-        if self._lock is not None:
-            os.close(self._lock)
-            self._lock = None
+        for held in (self._begun, self._lock):
+            if held is not None:
+                os.close(held)
+        self._begun = self._lock = None
 
     def is_locked(self) -> bool:
         """Whether a launcher, this process or another, is at work here."""
-        path = self.path / ".lock"
+        return self._is_held(self.path / ".lock")
+
+    def _is_held(self, path: Path) -> bool:
         try:
             look_anew(self.path)
             fd = os.open(path, os.O_RDONLY)
@@ -263,7 +272,7 @@ class RunDirectory:
 
     def live_attempt(self) -> Attempt | None:
         """The current attempt, if its launcher is alive and its trainer runs."""
-        if not self.is_locked():
+        if not self._is_held(self._begun_lock):
             return None
         content = self._read_roles()
         trainer = content.roles.get("trainer") if content else None

@@ -59,8 +59,11 @@ def asked(
 def gone(pid: PID) -> None:
     """Wait until a process has ended."""
     end = time.monotonic() + 120
-    while Path(f"/proc/{pid}").exists():
-        state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    while True:
+        try:
+            state = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        except OSError:  # reaped
+            return
         if state == "Z":
             return
         assert time.monotonic() < end, f"process {pid} lives on"

@@ -482,11 +482,33 @@ def test_one_launcher_at_a_time(run: RunDirectory):
     assert run.live_attempt() is None
     assert run.lock()
     assert not RunDirectory(run.path).lock()
+    attempt = run.attempt()
+    assert attempt
+    run.begin(attempt)
     assert run.live_attempt() is None
     run.set_role("trainer", "running")
-    assert RunDirectory(run.path).live_attempt() == run.attempt()
+    assert RunDirectory(run.path).live_attempt() == attempt
     run.set_role("trainer", "done")
     assert run.live_attempt() is None
+
+
+def test_what_a_killed_attempt_left_is_no_live_attempt(run: RunDirectory):
+    """The next launcher has the lock some time before roles.json has its own attempt, or is no trainer at all."""
+    killed, following = RunDirectory(run.path), RunDirectory(run.path)
+    attempt = run.attempt()
+    assert attempt
+    assert killed.lock()
+    killed.begin(attempt)
+    killed.set_role("trainer", "running")
+    killed.unlock()
+    assert run.live_attempt() is None
+    assert following.lock()
+    assert run.live_attempt() is None
+    following.begin(dataclasses.replace(attempt, number=attempt.number + 1))
+    assert run.live_attempt() is None
+    following.set_role("trainer", "running")
+    live = run.live_attempt()
+    assert live and live.number == attempt.number + 1
 
 
 def test_a_stop_is_asked_of_one_attempt_only(run: RunDirectory):
