@@ -92,7 +92,7 @@ class RunDirectory:
         self._stop = self.path / "stop.json"
         self._deadline = self.path / "deadline.json"
         self._begun_lock = self.path / ".begun.lock"
-        """Held by a launcher from when roles.json has its attempt: before, that is still of the one before."""
+        """Held by a launcher from when roles.json has its attempt: until then it has the one before."""
         self._begun: int | None = None
         self._lock: int | None = None
         self._warned = False

@@ -493,7 +493,7 @@ def test_one_launcher_at_a_time(run: RunDirectory):
 
 
 def test_what_a_killed_attempt_left_is_no_live_attempt(run: RunDirectory):
-    """The next launcher has the lock some time before roles.json has its own attempt, or is no trainer at all."""
+    """The next launcher has the lock some time before roles.json has its own attempt."""
     killed, following = RunDirectory(run.path), RunDirectory(run.path)
     attempt = run.attempt()
     assert attempt
@@ -508,7 +508,8 @@ def test_what_a_killed_attempt_left_is_no_live_attempt(run: RunDirectory):
     assert run.live_attempt() is None
     following.set_role("trainer", "running")
     live = run.live_attempt()
-    assert live and live.number == attempt.number + 1
+    assert live
+    assert live.number == attempt.number + 1
 
 
 def test_a_stop_is_asked_of_one_attempt_only(run: RunDirectory):
