@@ -6,7 +6,7 @@ import json
 import math
 import re
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -452,28 +452,6 @@ def test_kto_is_that_of_the_paper(rows: list[list[int]]):
     assert shown.keys() == {"kl", *(f"{a}/{b}" for a in ("rewards", "logps") for b in ("chosen", "rejected"))}
 
 
-def test_losses_are_those_of_trl():
-    """Where it is installed."""
-    pytest.importorskip("trl")
-    logprobs, references = made(3)
-    device = SimpleNamespace(device=torch.device("cpu"))
-    means = [
-        torch.stack([one.sum() / n for one, (_, n) in zip(logprobs, LENGTHS, strict=True)])[k::2]
-        for k in (0, 1)
-    ]
-    cpo = importlib.import_module("trl.experimental.cpo.cpo_trainer").CPOTrainer
-    settings = {"beta": 2.0, "simpo_gamma": 1.0, "alpha": 0.0, "label_smoothing": 0.1, "loss_type": "simpo"}
-    theirs = cpo.cpo_loss(SimpleNamespace(accelerator=device, **settings), *means)[0].sum()
-    ours, _, _ = of_cairn(
-        loss_of({"type": "simpo", "label_smoothing": 0.1}), logprobs, references, PACKINGS[0]
-    )
-    assert ours.loss.item() == pytest.approx(theirs.item(), rel=1e-5)
-    orpo = importlib.import_module("trl.experimental.orpo.orpo_trainer").ORPOTrainer
-    theirs = orpo.odds_ratio_loss(SimpleNamespace(accelerator=device, beta=0.1), *means)[0]
-    ours, _, _ = of_cairn(loss_of({"type": "orpo"}), logprobs, references, PACKINGS[0])
-    assert ours.loss.item() == pytest.approx(-(means[0] + theirs).sum().item(), rel=1e-5)
-
-
 def trl_trainer(**settings: Any) -> SimpleNamespace:
     """What a trainer's own function for the loss looks at; `model` gives it the logprobs of all answers."""
     device = SimpleNamespace(device=torch.device("cpu"), gather=lambda x: x, gather_for_metrics=lambda x: x)
@@ -503,6 +481,68 @@ def in_rows(order: list[int], logprobs: list[torch.Tensor]) -> tuple[torch.Tenso
     return values, (torch.arange(values.shape[1] + 1) > 0) & (
         torch.arange(values.shape[1] + 1) <= lengths[:, None]
     )
+
+
+def trl_model(values: torch.Tensor) -> Callable[..., SimpleNamespace]:
+    """A model of two tokens that gives token 1 these logprobs: [B, T - 1], the first of T having none."""
+    values = values.clamp(max=-1e-3)  # where there is only padding
+    logits = torch.stack([torch.log(-torch.expm1(values)), values], -1)
+    return lambda *_, **__: SimpleNamespace(logits=torch.nn.functional.pad(logits, (0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("name", ["simpo", "orpo"])
+def test_losses_without_a_reference_are_those_of_trl(name: str):
+    """Value, gradient and metrics of the function that CPOTrainer and ORPOTrainer call for a batch.
+
+    It gets one pair at a time, behind one token of a prompt: what ORPOTrainer learns of the prompt, and its
+    mean over the tokens of all chosen answers in the place of each answer's mean, then make no difference.
+    """
+    pytest.importorskip("trl")
+    module, cls, settings = {
+        "simpo": ("cpo.cpo_trainer", "CPOTrainer", {"beta": 2.0, "label_smoothing": 0.1}),
+        "orpo": ("orpo.orpo_trainer", "ORPOTrainer", {"beta": 0.2}),
+    }[name]
+    trainer = getattr(importlib.import_module(f"trl.experimental.{module}"), cls)
+    only_of = {
+        "simpo": {
+            "alpha": 0.0,
+            "cpo_alpha": 0.0,
+            "simpo_gamma": 1.0,
+            "loss_type": "simpo",
+            "pad_token_id": 0,
+        },
+        "orpo": {"padding_value": 0},
+    }[name]
+    themselves = object.__new__(trainer)  # to make one takes a model, and writes files
+    vars(themselves).update(vars(trl_trainer(is_encoder_decoder=False, **settings, **only_of)))
+    logprobs, references = made(3)
+    ours, normaliser, gradients = of_cairn(
+        loss_of({"type": name, **settings}), logprobs, references, PACKINGS[0]
+    )
+    theirs: list[tuple[torch.Tensor, dict[str, float]]] = []
+    for pair in ([0, 1], [2, 3], [4, 5]):
+        given, mask = in_rows(pair, logprobs)
+        batch = {}
+        for row, side in enumerate(("chosen", "rejected")):
+            length = 1 + LENGTHS[pair[row]][1]
+            learned = mask[row : row + 1, :length]
+            batch[f"{side}_input_ids"] = batch[f"{side}_attention_mask"] = torch.ones_like(learned).long()
+            batch[f"{side}_labels"] = torch.where(learned, 1, -100)
+        theirs.append(themselves.get_batch_loss_metrics(trl_model(given), batch))
+        theirs[-1][0].backward()
+        for row, i in enumerate(pair):
+            torch.testing.assert_close(gradients[i], given.grad[row, : LENGTHS[i][1]], rtol=1e-4, atol=1e-6)
+    assert normaliser == len(theirs)
+    assert ours.loss.item() == pytest.approx(sum(loss.item() for loss, _ in theirs), rel=1e-5)
+    shown = {key: (value / weight).item() for key, (value, weight) in ours.averages.items()}
+    for k, side in enumerate(("chosen", "rejected")):
+        sums = [
+            LENGTHS[2 * i + k][1] * metrics.pop(f"logps/{side}") for i, (_, metrics) in enumerate(theirs)
+        ]  # theirs are means of an answer's tokens
+        assert shown.pop(f"logps/{side}") == pytest.approx(np.mean(sums), rel=1e-4)
+    assert shown.keys() == {f"rewards/{what}" for what in ("chosen", "rejected", "margins", "accuracies")}
+    for key, value in shown.items():
+        assert value == pytest.approx(np.mean([metrics[key] for _, metrics in theirs]), rel=1e-4), key
 
 
 @pytest.mark.parametrize("name", ["dpo", "ipo"])
