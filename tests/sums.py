@@ -1,11 +1,13 @@
 """The task of configs/calculator as users bring it. It needs the standard library only.
 
 Each notes what it does in files of a folder, a line each: `started` the environments' processes and agents,
-`judged` the conversations of the tries to reward an agent.
+`judged` the conversations of the tries to reward an agent, `restored` the number of steps in the
+snapshots from which worlds are made again.
 """
 
 import json
 import os
+import signal
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,12 +75,22 @@ class Tools(Problems):
 
 
 class Worlds(Problems):
-    """Each answer is a step, and the next expression depends on it; a snapshot keeps where it is."""
+    """Each answer is a step, and the next expression depends on it; a snapshot keeps where it is.
+
+    The first process that comes to a world's second step is killed there.
+    """
+
+    def __init__(self, folder):
+        super().__init__(folder)
+        self.folder = folder
 
     def start(self, problem, seed):
         return {"problem": problem, "answers": []}, PROBLEMS[problem]
 
     def step(self, world, answer):
+        if world["answers"] and not (killed := Path(self.folder) / "killed").exists():
+            killed.touch()
+            os.kill(os.getpid(), signal.SIGKILL)
         asked = self.asked(world)
         world["answers"].append(answer)
         parts = SimpleNamespace(
@@ -93,6 +105,7 @@ class Worlds(Problems):
         return world
 
     def restore(self, problem, seed, snapshot):
+        note(self.folder, "restored", str(len(snapshot["answers"])))
         return snapshot
 
 
