@@ -240,9 +240,17 @@ def in_words(change: Change, flags: str = "--") -> str:
     section, _, key = change.name.rpartition(".")
     if key == "code":
         return f"{flags}{section}: the code of the class was edited ({change.was[:12]} -> {change.now[:12]})"
-    flag = flags + {"data": "data.name"}.get(change.name, change.name).replace("_", "-")
     show = short_identity if change.name in ("data", "environment") else json.dumps
-    return f"{flag}: {show(change.was)} -> {show(change.now)}"
+    return f"{_setting(change, flags)}: {show(change.was)} -> {show(change.now)}"
+
+
+def _setting(change: Change, flags: str) -> str:
+    """Where the user has set it: a flag, or tables of the configuration, which have none."""
+    if change.name != "data":
+        return flags + change.name.replace("_", "-")
+    if isinstance(change.now, Mapping) and "sets" in change.now:
+        return f"{flags.removeprefix('--')}data.sets"
+    return f"{flags}data.name"
 
 
 def short_identity(value: Mapping[str, Any] | str) -> str:

@@ -64,7 +64,9 @@ class DPO(Task):
         identity = self._data.identity()
         kept = recipe.get("data", identity)
         if not same_records(identity, kept):
-            raise BadRecord(f"{config.data.names} holds other records than when the run was started")
+            raise BadRecord(
+                f"{config.data.setting} {config.data.names} holds other records than when the run was started"
+            )
         self._data.check_start()
         self.recipe = {"data": kept, "method": self.method}
         self._reference: np.ndarray | None = None

@@ -197,11 +197,17 @@ def test_a_stop_while_the_reference_scores(group: RankGroup, folder: Path, confi
     assert DPO(config, context).next_batch(1) is None
 
 
-def test_records_that_have_changed_are_refused(group: RankGroup, folder: Path, config: DPOConfig):
+def test_records_that_have_changed_are_refused(
+    group: RankGroup, folder: Path, config: DPOConfig, tmp_path: Path
+):
     _, context = begin(group, folder, config)
     kept = {"data": {"records": 3, "digest": "x"}}
-    with pytest.raises(BadRecord, match="other records than when the run was started"):
+    words = "holds other records than when the run was started"
+    with pytest.raises(BadRecord, match=rf"--data\.name .*/pairs\.jsonl {words}"):
         DPO(config, replace(context, recipe=kept))
+    mixed = DPOConfig(**{**config.model_dump(), "data": several(tmp_path)})
+    with pytest.raises(BadRecord, match=rf"data\.sets: .*/first\.jsonl, .*/second\.jsonl {words}"):
+        DPO(mixed, replace(context, recipe=kept))
 
 
 # Single answers: the reference point, and the task

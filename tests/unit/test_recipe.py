@@ -162,6 +162,24 @@ def test_what_breaks_a_promise_takes_consent(tmp_path: Path, capsys: pytest.Capt
         )
 
 
+def test_other_data_sets_are_named_by_the_field_that_has_them(tmp_path: Path):
+    """Of several, that is no flag; `now` decides, since it is what the user can change."""
+    one = write_records(tmp_path / "a.jsonl", 50)
+    sets = {"sets": [{"name": str(write_records(tmp_path / f"{n}.jsonl", n))} for n in (20, 30)]}
+
+    def config(data: dict) -> SFTConfig:
+        whole = sft(tmp_path, one).model_dump()
+        return SFTConfig(**{**whole, "data": {"batch_size": BATCH, **data}})
+
+    for now, before, words in (
+        (sets, {"name": str(one)}, r"\n  data\.sets: 50 records .* -> 20 x 1: 20 records"),
+        ({"name": str(one)}, sets, r"\n  --data\.name: 20 x 1: 20 records .* -> 50 records"),
+    ):
+        start = start_at(tmp_path, plan_recipe(SFT_RUN, config(before), FRESH))
+        with pytest.raises(UsageError, match=words):
+            plan_recipe(SFT_RUN, config(now), start)
+
+
 def test_other_data_at_the_end_of_an_epoch_needs_no_consent(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ):
