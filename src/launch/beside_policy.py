@@ -88,6 +88,9 @@ def _vocabulary_problem(folder: Path, policy: Path) -> str | None:
 
     ours, theirs = (AutoTokenizer.from_pretrained(one).get_vocab() for one in (folder, policy))
     if ours == theirs:
+        needed = 1 + max(ours.values())
+        if sizes[0] < min(needed, sizes[1]):
+            return f"its embeddings have {sizes[0]} rows, and the policy's tokens need {needed}"
         return None
     other = sum(theirs.get(token) != number for token, number in ours.items())
     return f"its tokenizer's vocabulary is not the policy's ({other} of its {len(ours)} tokens differ)"

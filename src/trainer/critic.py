@@ -19,6 +19,7 @@ from cairn.trainer.packing import BatchCounts, MicroBatch, RankBatch
 from cairn.trainer.rows import ALONE
 from cairn.trainer.state import TrainerState
 from cairn.trainer.values import Critic, Valuer
+from cairn.trainer.vocabulary import VocabularyRows
 
 NAME = "critic"
 """Of the model among those of a run, and of its metrics."""
@@ -69,6 +70,8 @@ class CriticLearner(Learner):
         self.model = model
         self.optimizer, self.scheduler = config.critic.optimizer, config.critic.scheduler
         self._config, self._group = config.critic, state.group
+        about = f"critic.model = {config.critic.model}"
+        self._vocabulary = VocabularyRows(model.values, state.scorer.model, state.group, about=about)
         self._valuer = Valuer(model.values)
         self._valuer.prove(config, state.group, state.scorer.rows)
         if self._valuer.rows is ALONE:
@@ -96,8 +99,9 @@ class CriticLearner(Learner):
         """Add the columns of values, returns and advantages; all ranks call it. Returns metrics.
 
         Raises:
-            UsageError: the batch has no rewards.
+            UsageError: the batch has no rewards, or a token that the critic has no row for.
         """
+        self._vocabulary.check(batch)
         micros = batch.micros
         values = self._values(micros)
         rewards = [self._rewards(micro) for micro in micros]

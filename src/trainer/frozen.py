@@ -17,6 +17,7 @@ from cairn.trainer.rearranging import add_logprobs_alone
 from cairn.trainer.rows import ALONE
 from cairn.trainer.scorers import check_scorer, make_scorer
 from cairn.trainer.scoring import Scorer, add_logprobs
+from cairn.trainer.vocabulary import VocabularyRows
 
 UNFIT = {"freeze": [], "activation_checkpointing": False, "lora": None}
 """Settings of the trainer that only concern a model with gradients, and what they are without."""
@@ -59,10 +60,7 @@ class Frozen:
         compute = DTYPES_IN_SETTINGS[config.precision.settled(gpu=gpu).compute]
         module = build_model(folder, config, group.mesh, held_as=compute).requires_grad_(False).eval()
         read_tensors(folder, weights_in(module, folder), "model", rank=group.rank)
-        self._vocabulary, of_policy = (
-            model.config.get_text_config().vocab_size for model in (module, policy.model)
-        )
-        self._has_fewer = self._vocabulary < of_policy
+        self._vocabulary = VocabularyRows(module, policy.model, group, about=f"{whose} = {folder}")
         self.scorer = make_scorer(module, config, group.device)
         check_scorer(self.scorer, config, group, first=policy.rows.name)
 
@@ -75,23 +73,12 @@ class Frozen:
         Raises:
             UsageError: a sample has a token that the model has no row for.
         """
-        if self._has_fewer:
-            self._check_tokens(batch)
+        self._vocabulary.check(batch)
         ours, of_policy = self.scorer.rows.arrange, self._policy.rows.arrange
         if ours is of_policy or of_policy is ALONE.arrange:
             add_logprobs(batch, name, self.scorer, self._group.device)
         else:
             add_logprobs_alone(batch, name, self.scorer, self._config, self._group)
-
-    def _check_tokens(self, batch: RankBatch) -> None:
-        highest = max((int(micro.input_ids.max()) for micro in batch.micros), default=0)
-        token = max(self._group.gather_objects(highest))
-        if token >= self._vocabulary:
-            raise UsageError(
-                f"{self.whose} = {self.folder}: its embeddings have {self._vocabulary} rows, and the policy "
-                f"has sampled token {token}, which stands for no text (a padding row of its own embeddings); "
-                "take a model with as many rows as the policy, or pad this one's (resize_token_embeddings)"
-            )
 
 
 @torch.no_grad()

@@ -1,5 +1,6 @@
 """PPO's critic: its advantages, its loss, its model, and its place in steps and checkpoints."""
 
+import json
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,7 +10,7 @@ import torch
 from families import make
 from one_rank import one_rank
 from test_saver import ABOUT, bits, make_saver, save, saver, store
-from tiny import write_example
+from tiny import EXAMPLE, VOCABULARY, random_model, write, write_example
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
 from cairn.checkpoint.diff import compare
@@ -246,6 +247,24 @@ def test_batches_without_rewards_are_refused(group: RankGroup, folder: Path):
         CriticLearner(CONFIG, state).prepare(make_work(samples))
 
 
+def test_tokens_that_the_critic_has_no_row_for_are_refused(group: RankGroup, tmp_path: Path):
+    """A policy may sample a padding row of its own embeddings; a critic of the family may have fewer."""
+
+    def written(name: str, rows: int) -> Path:
+        config = AutoConfig.from_pretrained(EXAMPLE, vocab_size=rows)
+        return write(random_model(config), tmp_path / name)
+
+    own = written("own", VOCABULARY)
+    config = TrainerConfig(seq_len=24, critic={"model": str(own)})
+    learner = CriticLearner(config, begin(group, written("policy", VOCABULARY + 10), config))
+    learner.prepare(make_work(make_samples(), config))
+    samples = make_samples()
+    samples[2].token_ids[-1] = VOCABULARY + 3
+    words = rf"critic\.model = .*/own: its embeddings have {VOCABULARY} rows.* sampled token {VOCABULARY + 3}"
+    with pytest.raises(UsageError, match=words):
+        learner.prepare(make_work(samples, config))
+
+
 def test_values_are_float32_where_layers_are_not(group: RankGroup, folder: Path):
     """And sharded weights learn as plain ones do."""
     precision = {"compute": "bfloat16"}
@@ -414,6 +433,15 @@ def test_where_a_critic_begins(folder: Path, tmp_path: Path, store: CheckpointSt
     )
     with pytest.raises(UsageError, match=r"--trainer.critic.model nowhere: there is no such folder"):
         with_models_beside(RL, config_of(folder, model="nowhere"), fresh, tmp_path)
+    settings = (own / "config.json").read_text()
+    for rows in (VOCABULARY - 1, VOCABULARY, VOCABULARY + 26):  # the policy has as many as it has tokens
+        (own / "config.json").write_text(json.dumps(json.loads(settings) | {"vocab_size": rows}))
+        if rows < VOCABULARY:
+            words = rf"critic.model .*its embeddings have {rows} rows, .* tokens need {VOCABULARY}"
+            with pytest.raises(UsageError, match=words):
+                with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
+        else:
+            with_models_beside(RL, config_of(folder, model=str(own)), fresh, tmp_path)
     about = (own / "tokenizer.json").read_text()
     (own / "tokenizer.json").write_text(about.replace('"a":', '"aaaa":'))
     with pytest.raises(UsageError, match=r"vocabulary is not the policy's \(1 of its \d+ tokens differ\)"):
