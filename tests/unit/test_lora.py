@@ -1,5 +1,6 @@
 """Low-rank adapters: what they compute, what a step of them holds, and what is refused."""
 
+import contextlib
 import shutil
 from dataclasses import asdict
 from pathlib import Path
@@ -86,9 +87,9 @@ def save(state: TrainerState, step: int, root: Path, parent: Path | None = None)
     beginning = parent / "model" if parent and parent.exists() else Path(policy.base.folder)
     beside = {**companions(policy.module, beginning), **policy.beside()}
     files = {f"model/{name}": content for name, content in beside.items()} | {TRAINER_STATE: record.to_json()}
-    saver.save(step, state.tensors(), files, ABOUT)
-    saver.finish()
-    saver.close()
+    with contextlib.closing(saver):
+        saver.save(step, state.tensors(), files, ABOUT)
+        saver.finish()
     return store.folder(step)
 
 
