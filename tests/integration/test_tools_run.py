@@ -18,11 +18,12 @@ PROMPTS, SAMPLES, STEPS = 8, 4, 3
 
 
 def configuration(folder: Path, data: Path) -> str:
-    """That of the example, with environments in processes of their own, objects for rollouts, and agents."""
+    """That of the example, also with environments in processes, objects for rollouts, and agents."""
     process = {"python": sys.executable, "args": {"folder": str(folder)}}
     agent = str(REPOSITORY / "tests" / "sums_agent.py")
     rewards = [{"function": "sums:last_answer"}]
     environments = {
+        "example": ("calculator", {"problems": 64, "seed": 1}),
         "tools": ("process", {"environment": "sums:Tools", **process}),
         "worlds": ("process", {"environment": "sums:Worlds", **process}),
         "objects": (
@@ -85,8 +86,8 @@ def test_a_run_with_tools_survives_kills(shell: Shell, server: Server, tmp_path:
     assert finished.code == 0, finished.output
     assert "orchestrator died" in finished.output
     found = whole_rows(run, STEPS)
-    assert sum(row.get("env/tools/rollout/tool_calls", 0) for row in found) > 0
-    assert sum(row.get("env/objects/rollout/tool_calls", 0) for row in found) > 0
+    for label in ("example", "tools", "objects"):
+        assert sum(row.get(f"env/{label}/rollout/tool_calls", 0) for row in found) > 0, label
     for label, turns in (("worlds", 3), ("agents", 2)):
         own = [row[f"env/{label}/rollout/turns"] for row in found if row[f"env/{label}/groups"]]
         assert own == [turns] * len(own) != [], (label, own)
