@@ -1,6 +1,6 @@
 """The models that are trained beside the policy, before anything starts: where they begin."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from cairn.checkpoint.step import CRITIC, StepFolder
@@ -8,7 +8,7 @@ from cairn.config.critic import POLICY_AGAIN
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.trainer import TrainerBase
-from cairn.launch.model import is_step, resolve_model, vocabulary_size
+from cairn.launch.model import described, is_step, resolve_model, vocabulary_size
 from cairn.launch.start import Start
 from cairn.run.errors import UsageError
 from cairn.run.recipe import TOKENIZER_FILES
@@ -64,16 +64,37 @@ def check_models_beside(trainer: TrainerBase, start: Start, flags: str) -> None:
             )
 
 
+def check_beside(section: str, name: str, policy: Path, flags: str) -> None:
+    """Check without its weights that a model can be trained beside the policy.
+
+    Args:
+        policy: a directory with its configuration and tokenizer.
+
+    Raises:
+        UsageError: as at a start.
+    """
+    _found(section, name, policy, flags, described)
+
+
 def _folder(section: str, name: str, policy: Path, cache: Path, flags: str) -> Path:
+    folder = _found(section, name, policy, flags, lambda model: Path(resolve_model(model, cache)))
+    assert folder is not None
+    return folder
+
+
+def _found(
+    section: str, name: str, policy: Path, flags: str, find: Callable[[ModelConfig], Path | None]
+) -> Path | None:
+    """The folder that `find` has found, or the part of it that is the section's, with the policy's tokens."""
     setting = f"{flags}{section}.model {name}"
     try:
-        folder = Path(resolve_model(ModelConfig(name=name), cache))
+        folder = find(ModelConfig(name=name))
     except UsageError as error:
         raise UsageError(str(error).replace(f"--model.name {name}", setting)) from None
     own = Path(name) / Path(STEMS[section]).parent
     if Path(name).is_dir() and is_step(Path(name)) and (own / "config.json").is_file():
         folder = own.absolute()
-    if problem := _vocabulary_problem(folder, policy):
+    if folder is not None and (problem := _vocabulary_problem(folder, policy)):
         raise UsageError(f"{setting}: {problem}, so that it would read other tokens than the policy writes")
     return folder
 

@@ -20,6 +20,9 @@ from cairn.run.progress import progress_bars
 
 HUGGING_FACE = {"hf", "hf-trainer"}
 """The formats whose weights every role reads as they are, if they are safetensors."""
+ABOUT = ["*.json", "*.jinja", "*.txt", "*.model"]
+"""A model's configuration and tokenizer on the hub."""
+WEIGHTS = "*.safetensors"
 
 
 def resolve_model(config: ModelConfig, cache: Path | None = None) -> str:
@@ -35,32 +38,64 @@ def resolve_model(config: ModelConfig, cache: Path | None = None) -> str:
     Raises:
         UsageError: there is no such model, or a file is missing in it.
     """
+    path = _in_place(config)
+    if path is None:
+        return _fetch(config.name, [*ABOUT, WEIGHTS])
+    name = foreign_format(path)
+    if name is not None:
+        return str(_converted(path, name, config, cache or _cache()))
+    if list(path.glob(WEIGHTS)):
+        return str(path.absolute())
+    assert config.init_seed is not None, "otherwise it is refused"
+    return str(_create(path, config.init_seed))
+
+
+def described(config: ModelConfig) -> Path | None:
+    """A directory with the model's configuration and tokenizer; its weights are neither fetched nor made.
+
+    None: only converting the weights finds out where these are.
+
+    Raises:
+        UsageError: `resolve_model` would refuse the model.
+    """
+    path = _in_place(config)
+    if path is None:
+        return Path(_fetch(config.name, ABOUT))
+    if foreign_format(path) is None:
+        return path
+    folder = Path(config.config or path)
+    return folder if (folder / "config.json").is_file() else None
+
+
+def _in_place(config: ModelConfig) -> Path | None:
+    """Where the model's files are, perhaps of another program; None: not here, so perhaps on the hub.
+
+    Raises:
+        UsageError: they are no model, or not complete.
+    """
     path = Path(config.name)
     if not path.exists():
-        return _fetch(config.name)
+        return None
     if is_step(path):
         try:
             load_manifest(path)
         except CheckpointError as error:
             raise UsageError(f"--model.name {config.name}: {error}") from None
         path = StepFolder(path).model
-    name = foreign_format(path)
-    if name is not None:
-        return str(_converted(path, name, config, cache or _cache()))
+    if foreign_format(path) is not None:
+        return path
     if not FORMATS["hf"].detect(path):
         raise UsageError(
             f"--model.name {config.name}: it has no config.json, so it is not a Hugging Face model, nor has "
             f"it another format that Cairn reads ({', '.join(FORMATS)})"
         )
     _refuse_quantized(path / "config.json", config.name)
-    if list(path.glob("*.safetensors")):
-        return str(path.absolute())
-    if config.init_seed is None:
+    if config.init_seed is None and not list(path.glob(WEIGHTS)):
         raise UsageError(
             f"--model.name {config.name}: it has no safetensors weights; "
             "--model.init-seed 0 starts from random ones"
         )
-    return str(_create(path, config.init_seed))
+    return path
 
 
 def model_to_serve(step: Path, lora: LoraConfig | None) -> Path:
@@ -138,7 +173,7 @@ def _refuse_quantized(path: Path, name: str) -> None:
         )
 
 
-def _fetch(name: str) -> str:
+def _fetch(name: str, patterns: list[str]) -> str:
     if not re.fullmatch(r"[\w.-]+/[\w.-]+", name) or name.startswith("."):
         raise UsageError(
             f"--model.name {name}: there is no such folder, and it is not a hub name (owner/name)"
@@ -147,7 +182,6 @@ def _fetch(name: str) -> str:
     from huggingface_hub import hf_hub_download, snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.txt", "*.model"]
     try:
         _refuse_quantized(Path(hf_hub_download(name, "config.json")), name)
         return os.path.abspath(snapshot_download(name, allow_patterns=patterns))

@@ -3,26 +3,33 @@
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
 from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
-from cairn.config.kinds import KINDS, RunConfig
+from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.rl import RLConfig
 from cairn.config.shared import CommandConfig
+from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
+from cairn.launch.beside_policy import check_beside
 from cairn.launch.epochs import with_steps
 from cairn.launch.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.exporting import exports_in_words, with_exports
 from cairn.launch.fitting import Uncountable, serving_needs, training_needs
-from cairn.launch.model import foreign_format
+from cairn.launch.model import described, foreign_format
 from cairn.launch.placing import placed, placed_server
 from cairn.launch.rating import with_ratings
 from cairn.launch.ray_gpus import cluster_of
 from cairn.launch.settling import settle
 from cairn.launch.shared_memory import share_memory
+from cairn.launch.teachers import check_source
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, machine_of, this_machine
 
@@ -56,6 +63,8 @@ def show(command: str, config: CommandConfig) -> None:
         value = "vLLM's choice" if choice.value is None else choice.value
         lines.append(f"  {choice.setting} = {value}: {choice.why}")
     lines += _memory(command, settled, ranks, serving if gpu_servers else Machine())
+    if command in KINDS:
+        lines += _vocabularies(KINDS[command], cast(RunConfig, settled))
     print("\n".join(lines), file=sys.stderr, flush=True)
 
 
@@ -129,6 +138,45 @@ def _in_turns(folder: str, config: RLConfig, machine: Machine) -> Iterator[str]:
         return
     yield f"in turns on one GPU: {gib(shares.cache)} are left for keys and values"
     yield from [f"warning: {shares.warning}"] if shares.warning else []
+
+
+def _vocabularies(kind: RunKind, config: RunConfig) -> Iterator[str]:
+    """What is wrong with the tokens of the models that score a run's batches, or are trained beside it."""
+    trainer, flags = kind.trainer(config), kind.flags("trainer")
+    checks: list[Callable[[Path], None]] = [
+        partial(check_source, source, flag=f"{flags}{WithTeachers.sources_of[column]}")
+        for column, source in trainer.teachers.items()
+        if source != START and not is_served(source)
+    ]
+    checks += [
+        partial(check_beside, section, one.model, flags=flags)
+        for section, one in trainer.models_beside.items()
+        if one.model != POLICY_AGAIN and not _goes_on(config)
+    ]
+    if not checks or not config.model.name:
+        return
+    try:
+        policy = described(config.model)
+    except UsageError as error:
+        yield f"error: {error}"
+        return
+    if policy is None:
+        yield "whether other models have the policy's tokens is found out once its weights are converted"
+        return
+    for check in checks:
+        try:
+            check(policy)
+        except UsageError as error:
+            yield f"error: {error}"
+
+
+def _goes_on(config: RunConfig) -> bool:
+    """Whether the run has a checkpoint to resume from, which has the models that are trained beside it."""
+    ckpt = config.ckpt
+    if ckpt is None or not ckpt.resumes:
+        return False
+    steps = CheckpointStore(RunDirectory(config.output_dir, ckpt.dir).checkpoints).steps()
+    return ckpt.resume != "auto" or bool(steps)
 
 
 def _indented(who: str, lines: list[str]) -> Iterator[str]:

@@ -4,8 +4,9 @@ The weights that a run starts from (`start`) are in no checkpoint; a resumed run
 were. So the recipe keeps the folder and checksums of every such model.
 """
 
+import contextlib
 import json
-from collections.abc import Mapping
+from collections.abc import Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from cairn.checkpoint.weight_sums import changed, sums_of, weight_files
 from cairn.config.model import ModelConfig
 from cairn.config.teachers import START, WithTeachers, is_served
 from cairn.config.trainer import TrainerBase
-from cairn.launch.model import resolve_model, vocabulary_size
+from cairn.launch.model import described, resolve_model, vocabulary_size
 from cairn.launch.start import Start
 from cairn.run.errors import UsageError
 from cairn.run.recipe import tokenizer_of
@@ -110,10 +111,8 @@ class Teachers:
             return None
 
     def _resolve(self, source: str, flag: str) -> Path:
-        try:
+        with _of_setting(flag):
             return Path(resolve_model(ModelConfig(name=source), self.cache))
-        except UsageError as error:
-            raise UsageError(str(error).replace("--model.name", flag)) from None
 
     def _noted(self, source: str) -> Mapping[str, Any] | None:
         """What the checkpoint's recipe says of a model."""
@@ -129,6 +128,32 @@ def _sums(folder: Path, about: str) -> dict[str, str]:
         return sums_of(weight_files(folder))
     except OSError as error:
         raise UsageError(f"{about}: {error.filename}: {error.strerror}") from None
+
+
+def check_source(source: str, policy: Path, flag: str) -> None:
+    """Check without its weights that a model can score what the policy samples; nothing is written.
+
+    Args:
+        source: a folder, or a name on the hub.
+        policy: a directory with its configuration and tokenizer.
+        flag: that names the source.
+
+    Raises:
+        UsageError: as at a start.
+    """
+    with _of_setting(flag):
+        folder = described(ModelConfig(name=source))
+    if folder is not None:
+        check_vocabulary(policy, folder, f"{flag} {source}")
+
+
+@contextlib.contextmanager
+def _of_setting(flag: str) -> Generator[None]:
+    """Errors name `flag` in the place of the run's own model."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model.name", flag)) from None
 
 
 def check_vocabulary(policy: Path, other: Path, about: str) -> None:

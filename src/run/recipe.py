@@ -248,7 +248,7 @@ def _setting(change: Change, flags: str) -> str:
     """Where the user has set it: a flag, or tables of the configuration, which have none."""
     if change.name != "data":
         return flags + change.name.replace("_", "-")
-    if isinstance(change.now, Mapping) and "sets" in change.now:
+    if isinstance(change.now, Mapping) and "sets" in cast(Mapping[str, Any], change.now):
         return f"{flags.removeprefix('--')}data.sets"
     return f"{flags}data.name"
 

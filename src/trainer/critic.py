@@ -71,7 +71,9 @@ class CriticLearner(Learner):
         self.optimizer, self.scheduler = config.critic.optimizer, config.critic.scheduler
         self._config, self._group = config.critic, state.group
         about = f"critic.model = {config.critic.model}"
-        self._vocabulary = VocabularyRows(model.values, state.scorer.model, state.group, about=about)
+        self._vocabulary = VocabularyRows(
+            model.values.config, state.scorer.model.config, state.group, about=about
+        )
         self._valuer = Valuer(model.values)
         self._valuer.prove(config, state.group, state.scorer.rows)
         if self._valuer.rows is ALONE:

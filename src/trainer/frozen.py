@@ -60,7 +60,9 @@ class Frozen:
         compute = DTYPES_IN_SETTINGS[config.precision.settled(gpu=gpu).compute]
         module = build_model(folder, config, group.mesh, held_as=compute).requires_grad_(False).eval()
         read_tensors(folder, weights_in(module, folder), "model", rank=group.rank)
-        self._vocabulary = VocabularyRows(module, policy.model, group, about=f"{whose} = {folder}")
+        self._vocabulary = VocabularyRows(
+            module.config, policy.model.config, group, about=f"{whose} = {folder}"
+        )
         self.scorer = make_scorer(module, config, group.device)
         check_scorer(self.scorer, config, group, first=policy.rows.name)
 

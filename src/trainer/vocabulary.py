@@ -1,6 +1,6 @@
 """Models beside the policy that have fewer rows of embeddings: tokens that they can't read are refused."""
 
-from torch import nn
+from transformers import PreTrainedConfig
 
 from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup
@@ -14,13 +14,13 @@ class VocabularyRows:
     policy may sample one of its own, and a model without that row would fail in the middle of a step.
     """
 
-    def __init__(self, model: nn.Module, policy: nn.Module, group: RankGroup, *, about: str):
-        """Compare two models' configurations.
+    def __init__(self, model: PreTrainedConfig, policy: PreTrainedConfig, group: RankGroup, *, about: str):
+        """Compare the configurations of two models.
 
         Args:
             about: the setting and the model's name, for messages.
         """
-        self.count, of_policy = (one.config.get_text_config().vocab_size for one in (model, policy))
+        self.count, of_policy = (one.get_text_config().vocab_size for one in (model, policy))
         self._has_fewer = self.count < of_policy
         self._group, self._about = group, about
 

@@ -14,6 +14,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.rl import RLConfig
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from cairn.config.trainer import TrainerConfig
+from cairn.launch import main
 from cairn.launch.fitting import frozen_folders, training_needs
 from cairn.launch.start import Start
 from cairn.launch.teachers import MODELS, Teachers, check_vocabulary
@@ -157,6 +158,46 @@ def test_another_vocabulary_is_refused(tmp_path: Path, start: Path):
     path.unlink()
     with pytest.raises(UsageError, match=r"no tokenizer\.json"):
         check_vocabulary(start, other, "x")
+
+
+@pytest.mark.parametrize("setting", ["distill.teacher", "kl.reference", "critic.model"])
+def test_a_dry_run_says_what_the_start_would_refuse(
+    tmp_path: Path,
+    start: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    setting: str,
+):
+    """It reads no weights, and writes nothing."""
+
+    def printed(other: Path, *flags: str) -> list[str]:
+        flags = (*flags, f"--trainer.{setting}", str(other))
+        if setting == "kl.reference":
+            flags += ("--trainer.kl.coef", "0.1")
+        if setting == "critic.model":
+            flags += ("--orchestrator.advantage", '{"type": "gae"}')
+        where = ["--model.name", str(start), "--machine", "64G", "--output-dir", str(tmp_path / "run")]
+        monkeypatch.setattr("sys.argv", ["rl", "--dry-run", *where, *flags])
+        assert main.rl() == 0
+        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+
+    other = shutil.copytree(start, tmp_path / "other")
+    (other / "model.safetensors").write_bytes(b"")
+    assert printed(other) == []
+    path = other / "tokenizer.json"
+    path.write_text(path.read_text().replace('"a":', '"aaaa":'))
+    (error,) = printed(other)
+    assert error.startswith(f"error: --trainer.{setting} {other}: its ")
+    assert "vocabulary is" in error
+    (error,) = printed(tmp_path / "nowhere")
+    assert error.startswith(f"error: --trainer.{setting} {tmp_path}/nowhere: there is no such folder")
+    assert printed(tmp_path / "nowhere", "--ckpt.resume", "auto") == [error]
+    assert not (tmp_path / "run").exists()
+    step = tmp_path / "run" / "checkpoints" / "step_1"
+    step.mkdir(parents=True)
+    (step / "manifest.json").write_text("{}")
+    kept = setting == "critic.model"  # its weights are in the checkpoint; others are read again
+    assert printed(tmp_path / "nowhere", "--ckpt.resume", "auto") == ([] if kept else [error])
 
 
 @pytest.mark.parametrize("rows", [VOCABULARY - 1, VOCABULARY, VOCABULARY + 26])
