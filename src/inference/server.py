@@ -7,6 +7,7 @@ import contextlib
 import json
 import os
 import secrets
+import shutil
 import signal
 import socket
 import subprocess
@@ -21,6 +22,7 @@ from rich.console import Console
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from cairn.config.inference import InferenceConfig
+from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.build import serves_on_gpus
 from cairn.inference.client import EPOCH_VARIABLE, TOKEN_VARIABLE, token_file
 from cairn.inference.log_reason import reason
@@ -210,6 +212,8 @@ class Server:
                 self._process.wait(GRACE)
         self.kill()
         self._process.wait()
+        # A server that was killed has left its copies of adapters behind.
+        shutil.rmtree(adapter_folder(self._epoch), ignore_errors=True)
         if self._process.stdin is not None:
             self._process.stdin.close()
         with contextlib.suppress(OSError, ValueError):

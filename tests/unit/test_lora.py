@@ -391,7 +391,7 @@ def test_a_version_is_the_adapter_or_the_merged_model(base: Path, group: RankGro
             sources = Merging(str(base)).sources(folder, layout)
             found[serve] = {name: read_tensor(source) for name, source in sources.items()}
         elif serve == "unmerged":
-            copy = AdapterCopies(str(base), dtype, 4, tmp_path).add(str(folder))
+            copy = AdapterCopies(str(base), dtype, 4, tmp_path / "copies").add(str(folder))
             opened = PeftModel.from_pretrained(original(base), copy.folder).merge_and_unload().state_dict()
             for name, tensor in found["adapter"].items():
                 torch.testing.assert_close(tensor, opened[name], rtol=1e-6, atol=1e-6)

@@ -2,6 +2,9 @@
 
 import asyncio
 import json
+import secrets
+import subprocess
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,6 +20,8 @@ from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.formats.adapters import PREFIX, Base
 from cairn.checkpoint.step import BASE_RECORD
+from cairn.config.inference import InferenceConfig
+from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.plugin.adapter_copies import HELD, AdapterCopies
 from cairn.inference.plugin.adapter_modules import AdapterModules
 from cairn.inference.plugin.named_only import NamedOnly
@@ -24,6 +29,7 @@ from cairn.inference.plugin.open_requests import CountingRequests, OpenRequests
 from cairn.inference.plugin.unmerged import Unmerged
 from cairn.inference.plugin.updates import NotTaken, Update, WeightUpdate
 from cairn.inference.plugin.weight_files import Refused
+from cairn.inference.server import Server
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.refusals import Altered
 
@@ -63,7 +69,7 @@ def adapter(folder: Path, base: Path, scale: float = 1.0, **about: Any) -> Path:
 
 
 def copies_of(model: Path, root: Path) -> AdapterCopies:
-    return AdapterCopies(str(model), torch.float32, 8, root)
+    return AdapterCopies(str(model), torch.float32, 8, adapter_folder(secrets.token_hex(4), root))
 
 
 def test_a_copy_outlives_what_the_trainer_writes_over(model: Path, tmp_path: Path):
@@ -93,6 +99,22 @@ def test_copies_of_killed_servers_are_deleted_and_of_others_kept(model: Path, tm
     assert not left.exists()
     assert starting.exists()
     assert running.folder.exists()
+
+
+def test_copies_go_with_the_server_that_is_killed_to_stop_it(
+    model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """As `rl` stops the one that it has started, which has no time to delete them."""
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
+    server = Server(InferenceConfig(), str(model), tmp_path / "log", deaf=True)
+    server._epoch = "e"
+    server._process = subprocess.Popen(["sleep", "600"], start_new_session=True)
+    copy = AdapterCopies(str(model), torch.float32, 8, adapter_folder("e")).add(
+        str(adapter(tmp_path / "v1", model))
+    )
+    assert copy.folder.is_relative_to(tmp_path)
+    server.stop()
+    assert not copy.folder.parent.exists()
 
 
 def damaged(folder: Path) -> None:
@@ -170,7 +192,7 @@ def test_an_adapter_is_refused_beside_another_model_or_one_of_a_larger_rank(mode
     with pytest.raises(Refused, match=r"is not the base of the adapter.*start it with the base, inference"):
         copies_of(other, tmp_path).add(str(folder))
     with pytest.raises(Refused, match="rank 2, and the server was started with --max-lora-rank 1"):
-        AdapterCopies(str(model), torch.float32, 1, tmp_path).add(str(folder))
+        AdapterCopies(str(model), torch.float32, 1, tmp_path / "copies").add(str(folder))
     copies = copies_of(model, tmp_path)
     save_file({f"{name}.weight": torch.ones(4, 4) for name in LAYERS}, model / "model.safetensors.new")
     (model / "model.safetensors.new").rename(model / "model.safetensors")

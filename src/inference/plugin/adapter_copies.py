@@ -10,7 +10,6 @@ import fcntl
 import json
 import os
 import shutil
-import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -22,13 +21,12 @@ from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import ADAPTER_CONFIG
 from cairn.checkpoint.tensors import read_tensor
+from cairn.inference.adapter_folder import NAME
 from cairn.inference.plugin.weight_files import Refused, identities, look_at
 from cairn.policy.checksums import read_checksums
 from cairn.policy.refusals import Altered
 from cairn.run.files import DamagedFile
 
-NAME = "cairn-adapters-"
-"""What the names of folders with copies begin with."""
 HELD = "held"
 """File in such a folder whose server has locked the folder."""
 MERGED = 'lora.serve = "merged" serves any adapter'
@@ -49,17 +47,17 @@ class AdapterCopies:
         model: what the server was started with; the adapters must be of it.
         dtype: in which the server computes.
         max_rank: the largest rank that it was started for.
-        root: where to put the copies; default: where temporary files go.
+        folder: where to put the copies: one that is not there yet (see `adapter_folder`).
     """
 
-    def __init__(self, model: str, dtype: torch.dtype, max_rank: int, root: Path | None = None):
+    def __init__(self, model: str, dtype: torch.dtype, max_rank: int, folder: Path):
         self._model = model
         self._dtype = dtype
         self._max_rank = max_rank
         self._began_with = identities(model)
         self._known: Base | None = None
         self._count = 0
-        self._folder = _own_folder(root or Path(tempfile.gettempdir()))
+        self._folder = _made(folder)
         atexit.register(shutil.rmtree, self._folder, ignore_errors=True)
 
     def add(self, path: str) -> AdapterCopy:
@@ -154,9 +152,9 @@ class AdapterCopies:
         self._known = record
 
 
-def _own_folder(root: Path) -> Path:
-    """A new folder for this process's copies; those of servers that were killed are deleted."""
-    for old in root.glob(f"{NAME}*/{HELD}"):
+def _made(folder: Path) -> Path:
+    """Make the folder; those beside it are deleted whose servers, and what started them, were killed."""
+    for old in folder.parent.glob(f"{NAME}*/{HELD}"):
         try:
             fd = os.open(old.parent, os.O_RDONLY | os.O_NOFOLLOW)
         except OSError:  # another user's, or just deleted
@@ -168,7 +166,7 @@ def _own_folder(root: Path) -> Path:
             pass
         finally:
             os.close(fd)
-    folder = Path(tempfile.mkdtemp(prefix=NAME, dir=root))
+    folder.mkdir(mode=0o700)
     fcntl.flock(os.open(folder, os.O_RDONLY), fcntl.LOCK_EX)  # until this process ends
     (folder / HELD).touch()
     return folder

@@ -19,6 +19,7 @@ from starlette.datastructures import State
 from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 
+from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.guard import Guard, failure
@@ -81,7 +82,8 @@ class CairnRoutes:
         config = self._engine.vllm_config
         if config.lora_config is None:
             return Swapping(self._engine)
-        copies = AdapterCopies(model, config.model_config.dtype, config.lora_config.max_lora_rank)
+        folder, rank = adapter_folder(self._epoch), config.lora_config.max_lora_rank
+        copies = AdapterCopies(model, config.model_config.dtype, rank, folder)
         return Unmerged(self._engine, state.openai_serving_models, self._requests, copies)
 
     async def status(self) -> Status:
