@@ -15,7 +15,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
 from cairn.run.files import sync
-from cairn.trainer.trained import Trained
+from cairn.trainer.models.trained import Trained
 
 
 class Plain(Trained):

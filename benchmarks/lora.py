@@ -32,9 +32,9 @@ from cairn.config.lora import LoraConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.trainer.group import RankGroup
-from cairn.trainer.policy import make_policy
-from cairn.trainer.trained import Trained
-from cairn.trainer.transports import FileTransport, Served
+from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.publishing.transports import FileTransport, Served
 
 ABOUT = {
     **{"run_id": "benchmark", "attempt": 1, "branch": "main", "parent": None, "parts": ["trainer"]},

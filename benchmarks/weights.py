@@ -42,9 +42,9 @@ from cairn.run.directory import RunDirectory
 from cairn.run.files import sync
 from cairn.run.messages import Probe
 from cairn.trainer.group import RankGroup
-from cairn.trainer.model import weights
-from cairn.trainer.publisher import VersionPublisher
-from cairn.trainer.transports import TRANSPORTS, Served
+from cairn.trainer.models.model import weights
+from cairn.trainer.publishing.publisher import VersionPublisher
+from cairn.trainer.publishing.transports import TRANSPORTS, Served
 
 WARM_UP = 3
 """Updates before the measured ones."""

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-from cairn.trainer.trained import Trained
+from cairn.trainer.models.trained import Trained
 
 
 class LossScaler:

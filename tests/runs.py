@@ -233,7 +233,7 @@ def free_port() -> int:
 
 forkable = multiprocessing.get_context("forkserver")
 """Starts processes as forks of one that has imported torch, transformers and Cairn, which takes seconds."""
-forkable.set_forkserver_preload(["cairn.trainer.model", "toy"])
+forkable.set_forkserver_preload(["cairn.trainer.models.model", "toy"])
 
 
 def ensure_forkserver() -> None:

@@ -4,10 +4,10 @@ import contextlib
 from collections.abc import Generator
 
 from cairn.config.kinds import RunConfig
-from cairn.launch.background_place import BackgroundPlace, Beside
-from cairn.launch.exporter_place import ExporterPlace
 from cairn.launch.exporting import exports_of
-from cairn.launch.uploader_place import UploaderPlace
+from cairn.launch.places.background import BackgroundPlace, Beside
+from cairn.launch.places.exporter import ExporterPlace
+from cairn.launch.places.uploader import UploaderPlace
 from cairn.launch.uploading import uploads_of
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory

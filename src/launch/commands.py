@@ -24,19 +24,19 @@ from cairn.launch.beside_policy import with_models_beside
 from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
-from cairn.launch.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
+from cairn.launch.machine.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
+from cairn.launch.machine.placing import check_torch, placed, torch_without_cuda
+from cairn.launch.machine.settling import settle
+from cairn.launch.machine.shared_memory import share_memory
 from cairn.launch.model import model_to_serve, resolve_model
-from cairn.launch.placing import check_torch, placed, torch_without_cuda
+from cairn.launch.places.supervisor import run_roles
 from cairn.launch.preemption import asking
 from cairn.launch.rating import with_ratings
-from cairn.launch.ray_gpus import cluster_of
+from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
 from cairn.launch.remote import claim, leave_branch, replaced, with_remote
 from cairn.launch.roles import Turn, run_orchestrator
-from cairn.launch.settling import settle
-from cairn.launch.shared_memory import share_memory
 from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, ended_early, is_complete
-from cairn.launch.supervisor import run_roles
 from cairn.launch.teachers import Teachers
 from cairn.launch.uploading import finish_uploads
 from cairn.orchestrator.advantages import make_advantage

@@ -12,8 +12,8 @@ from functools import partial
 from cairn.config.kinds import KINDS
 from cairn.launch.exits import answer
 from cairn.launch.exporting import run_exporter
-from cairn.launch.placing import gpus_of_server
-from cairn.launch.role_process import tell_launcher
+from cairn.launch.machine.placing import gpus_of_server
+from cairn.launch.places.role_process import tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
 from cairn.launch.uploading import run_uploader
 from cairn.run.directory import RunDirectory

@@ -102,9 +102,9 @@ def inference() -> int:
         require(config, "model.name")
         from cairn.inference.build import installed_build
         from cairn.inference.server import run as serve
-        from cairn.launch.fitting import refuse_what_can_not_be_served
+        from cairn.launch.machine.fitting import refuse_what_can_not_be_served
+        from cairn.launch.machine.placing import placed_server, use_gpus
         from cairn.launch.model import resolve_model
-        from cairn.launch.placing import placed_server, use_gpus
         from cairn.run.machine import this_machine
 
         build = installed_build()  # before a model is fetched
@@ -128,7 +128,7 @@ def eval() -> int:
         if config.dry_run:
             return _plan("eval", config)
         with importing():
-            from cairn.launch.evaluating import evaluate
+            from cairn.launch.evaluation.evaluating import evaluate
 
         return evaluate(config)
 

@@ -19,15 +19,15 @@ from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
 from cairn.launch.beside_policy import check_beside
 from cairn.launch.epochs import with_steps
-from cairn.launch.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.exporting import exports_in_words, with_exports
-from cairn.launch.fitting import Uncountable, serving_needs, training_needs
+from cairn.launch.machine.estimate import cache_left, check_serving, check_training, gib, with_cache
+from cairn.launch.machine.fitting import Uncountable, serving_needs, training_needs
+from cairn.launch.machine.placing import placed, placed_server
+from cairn.launch.machine.settling import settle
+from cairn.launch.machine.shared_memory import share_memory
 from cairn.launch.model import described, foreign_format
-from cairn.launch.placing import placed, placed_server
 from cairn.launch.rating import with_ratings
-from cairn.launch.ray_gpus import cluster_of
-from cairn.launch.settling import settle
-from cairn.launch.shared_memory import share_memory
+from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.teachers import check_source
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

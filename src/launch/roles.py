@@ -14,7 +14,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
 from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
-from cairn.launch.placing import use_gpus
+from cairn.launch.machine.placing import use_gpus
 from cairn.launch.process import stop_on_signals
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
@@ -71,9 +71,9 @@ def run_trainer(
 ) -> int:
     """Train on Ray workers; returns the exit code. `taken`: the GPUs of the run's own server."""
     use_gpus(config.gpus)
-    turn.load("cairn.launch.ranks")
+    turn.load("cairn.launch.places.ranks")
     with importing():
-        from cairn.launch.ranks import Ranks
+        from cairn.launch.places.ranks import Ranks
 
     state = "failed"
     try:

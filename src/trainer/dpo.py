@@ -18,8 +18,8 @@ from cairn.trainer.data.order import Taken
 from cairn.trainer.data.preferences import Numbers, open_preferences
 from cairn.trainer.losses import REFERENCE, make_loss
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.reference import Origin, kept_origin, reference_logps, to_recipe
-from cairn.trainer.reference_point import add_reference_point
+from cairn.trainer.scoring.reference import Origin, kept_origin, reference_logps, to_recipe
+from cairn.trainer.scoring.reference_point import add_reference_point
 from cairn.trainer.task import Context, Task
 
 

@@ -7,9 +7,9 @@ import torch
 from cairn.config.optimizer import BaseOptimizerConfig
 from cairn.config.scheduler import SchedulerConfig
 from cairn.trainer.losses import Loss, LossInputs, LossSums
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import BatchCounts, MicroBatch
-from cairn.trainer.state import TrainerState
-from cairn.trainer.trained import Trained
+from cairn.trainer.saving.state import TrainerState
 
 
 class Learner(ABC):

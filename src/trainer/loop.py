@@ -18,12 +18,12 @@ from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.files import read_json
-from cairn.trainer.checkpoints import make_checkpoints
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
 from cairn.trainer.rewinds import make_rewinder
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.checkpoints import make_checkpoints
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context, Decision, Earlier
 from cairn.trainer.tasks import make_task, task_class

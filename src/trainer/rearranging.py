@@ -11,9 +11,9 @@ import torch
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.trainer.group import RankGroup
-from cairn.trainer.model import reshard
+from cairn.trainer.models.model import reshard
 from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows, group_rows, one_a_row
-from cairn.trainer.scoring import Scorer
+from cairn.trainer.scoring.tokens import Scorer
 
 
 @torch.no_grad()

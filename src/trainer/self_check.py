@@ -20,13 +20,13 @@ from transformers import PreTrainedConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
-from cairn.trainer.attention import Attention
+from cairn.trainer.attention.check import kernel_problem
+from cairn.trainer.attention.choice import Attention
+from cairn.trainer.attention.kernels import noted
+from cairn.trainer.attention.rows import ALONE, BY_POSITIONS, ROWS, Rows
 from cairn.trainer.group import RankGroup
-from cairn.trainer.kernel_check import kernel_problem
-from cairn.trainer.kernels import noted
-from cairn.trainer.model import reshard
+from cairn.trainer.models.model import reshard
 from cairn.trainer.packing import MicroBatch, fill_rows
-from cairn.trainer.rows import ALONE, BY_POSITIONS, ROWS, Rows
 
 logger = logging.getLogger(__name__)
 

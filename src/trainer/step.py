@@ -17,7 +17,7 @@ from cairn.trainer.learner import Learner, PolicyLearner
 from cairn.trainer.losses import Loss, LossSums
 from cairn.trainer.packing import BatchCounts, Part, RankBatch
 from cairn.trainer.rewinds import NoRewinds, Rewinder
-from cairn.trainer.state import TrainerState
+from cairn.trainer.saving.state import TrainerState
 
 NO_REWINDS = NoRewinds()
 

@@ -16,10 +16,10 @@ from cairn.run.directory import RunDirectory
 from cairn.trainer.group import RankGroup
 from cairn.trainer.learner import Learner
 from cairn.trainer.losses import Loss
+from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.policy import make_policy
-from cairn.trainer.state import TrainerState
-from cairn.trainer.trained import Trained
+from cairn.trainer.saving.state import TrainerState
 
 
 class Earlier(NamedTuple):

@@ -2,7 +2,7 @@
 
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.dpo import DPO
-from cairn.trainer.reward_model import Reward
+from cairn.trainer.models.reward_model import Reward
 from cairn.trainer.rl import RL
 from cairn.trainer.sft import SFT
 from cairn.trainer.task import Context, Task

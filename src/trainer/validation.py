@@ -22,7 +22,7 @@ from cairn.run.errors import UsageError
 from cairn.run.patience import better, why_exhausted
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.model import reshard
+from cairn.trainer.models.model import reshard
 from cairn.trainer.packing import make_rank_batch
 from cairn.trainer.task import Context
 

@@ -27,7 +27,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
 from cairn.run.waiting import wait_for
-from cairn.trainer.trained import Trained
+from cairn.trainer.models.trained import Trained
 
 LAST, INTERVAL = 6, 2
 SAVE_FAILED = 3

@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import CONFIGS, Shell
 
-from cairn.launch.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
+from cairn.launch.places.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
 from cairn.run.machine import Gpu, Machine
 
 pytestmark = pytest.mark.timeout(600)
@@ -145,10 +145,10 @@ import json, os, sys
 from pathlib import Path
 import ray
 from cairn.config.trainer import SFTConfig
-from cairn.launch.placing import use_gpus
-from cairn.launch.rank_process import RankProcess
-from cairn.launch.ray_cluster import Placement, start_ray
-from cairn.launch.worker import _index_of
+from cairn.launch.machine.placing import use_gpus
+from cairn.launch.places.rank_process import RankProcess
+from cairn.launch.ray.cluster import Placement, start_ray
+from cairn.launch.ray.worker import _index_of
 
 config = SFTConfig(gpus="5,7", workers=2)
 use_gpus(config.gpus)

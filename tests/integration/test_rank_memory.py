@@ -14,7 +14,7 @@ from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig
-from cairn.trainer.model import build_model, weights, weights_in
+from cairn.trainer.models.model import build_model, weights, weights_in
 
 WIDE = LlamaConfig(
     **{"vocab_size": 1000, "hidden_size": 2048, "intermediate_size": 5632, "num_hidden_layers": 5},

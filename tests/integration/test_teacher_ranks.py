@@ -17,11 +17,11 @@ from cairn.checkpoint.weight_sums import sums_of, weight_files
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.losses import make_loss
+from cairn.trainer.models.policy import make_policy
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.policy import make_policy
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.scoring.teachers import Teachers
 from cairn.trainer.step import train_step
-from cairn.trainer.teachers import Teachers
 
 
 def batch(step: int) -> Batch:

@@ -29,15 +29,15 @@ from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
-from cairn.trainer.attention import Attention, Device, choose, dense, make_attention
+from cairn.trainer.attention.choice import Attention, Device, choose, dense, make_attention
+from cairn.trainer.attention.kernels import NAMES, NotServed, by_samples, make_block_mask, torch_varlen
+from cairn.trainer.attention.rows import ALONE, BY_POSITIONS
 from cairn.trainer.group import RankGroup
-from cairn.trainer.head import Head
-from cairn.trainer.kernels import NAMES, NotServed, by_samples, make_block_mask, torch_varlen
 from cairn.trainer.losses import Likelihood, LossInputs
-from cairn.trainer.model import build_model, companions, weights_in
+from cairn.trainer.models.model import build_model, companions, weights_in
 from cairn.trainer.packing import MicroBatch, fill_rows
-from cairn.trainer.rows import ALONE, BY_POSITIONS
-from cairn.trainer.scoring import Scorer
+from cairn.trainer.scoring.head import Head
+from cairn.trainer.scoring.tokens import Scorer
 from cairn.trainer.self_check import find_rows
 
 group = one_rank

@@ -15,10 +15,10 @@ from cairn.run.errors import UsageError
 from cairn.trainer.balancing import METRIC, Balance, coefficient_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Loss, LossInputs, LossSums
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
-from cairn.trainer.trained import Trained
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,7 @@ from cairn.checkpoint.tensors import load_step
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults
 from cairn.run.errors import UsageError
-from cairn.trainer.model import freeze, frozen_weights
+from cairn.trainer.models.model import freeze, frozen_weights
 
 MODEL = "model/model"
 BASE = {"base.a", "base.b", "base.empty"}

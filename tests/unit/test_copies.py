@@ -9,7 +9,7 @@ import torch
 from cairn.checkpoint.arena import Arena
 from cairn.checkpoint.copies import GpuCopies, HostCopies, copies_from
 from cairn.checkpoint.layout import MAX_FILE_BYTES
-from cairn.trainer.checkpoints import host_share
+from cairn.trainer.saving.checkpoints import host_share
 
 GPU = torch.device("cuda", 3)
 

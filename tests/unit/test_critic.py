@@ -22,7 +22,7 @@ from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.beside_policy import check_models_beside, with_models_beside
-from cairn.launch.fitting import training_needs
+from cairn.launch.machine.fitting import training_needs
 from cairn.launch.recipe import join_recipe
 from cairn.launch.start import Start
 from cairn.run.attempt import Attempt
@@ -31,13 +31,13 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_json
 from cairn.run.machine import Machine
-from cairn.trainer.critic import CriticLearner, make_critic
 from cairn.trainer.gae import estimate, moments
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
+from cairn.trainer.models.critic import CriticLearner, make_critic
+from cairn.trainer.models.policy import make_policy
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.policy import make_policy
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 
 __all__ = ["make_saver", "saver", "store"]  # fixtures

@@ -25,8 +25,8 @@ from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step
 from cairn.config.optimizer import AdamWConfig
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
-from cairn.trainer.trained import Trained
 
 ckpt = ckpt
 MODELS = ("llama", "qwen3_tied", "qwen3_moe")

@@ -24,8 +24,9 @@ from cairn.checkpoint.arena import Arena
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import SFTConfig
-from cairn.launch import commands, fitting, main
-from cairn.launch.estimate import (
+from cairn.launch import commands, main
+from cairn.launch.machine import fitting
+from cairn.launch.machine.estimate import (
     GIB,
     Need,
     Part,
@@ -38,7 +39,7 @@ from cairn.launch.estimate import (
     server_need,
     with_cache,
 )
-from cairn.launch.fitting import (
+from cairn.launch.machine.fitting import (
     refuse_rank_that_does_not_fit,
     refuse_what_can_not_be_served,
     refuse_what_does_not_fit,
@@ -46,10 +47,10 @@ from cairn.launch.fitting import (
 )
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
-from cairn.trainer.footprint import Footprint, Growth, footprint_of
-from cairn.trainer.model import build_model
+from cairn.trainer.models.footprint import Footprint, Growth, footprint_of
+from cairn.trainer.models.model import build_model
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
-from cairn.trainer.trained import Trained
 
 SMALL: dict[str, Any] = {
     "vocab_size": 320,
@@ -389,7 +390,7 @@ def test_a_model_whose_code_can_not_be_counted_starts_anyway(
     def fail(*_: Any, **__: Any) -> None:
         raise NotImplementedError("no values on the meta device")
 
-    monkeypatch.setattr("cairn.trainer.footprint.footprint_of", fail)
+    monkeypatch.setattr("cairn.trainer.models.footprint.footprint_of", fail)
     refuse_what_does_not_fit(str(folder("qwen3")), settled_for_gpus(), ROOMY, "--")
     assert "memory is not estimated" in caplog.text
 

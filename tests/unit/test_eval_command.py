@@ -25,7 +25,7 @@ from cairn.config.evaluate import EvaluateConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.client import TOKEN_VARIABLE
-from cairn.launch.evaluating import evaluate
+from cairn.launch.evaluation.evaluating import evaluate
 from cairn.launch.exits import EXIT_STOPPED
 from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.run.errors import UsageError

@@ -41,7 +41,7 @@ from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.progress import no_progress
-from cairn.trainer.waiting import ExportsWaiting
+from cairn.trainer.saving.waiting import ExportsWaiting
 
 RUN_ID = ABOUT["run_id"]
 

@@ -28,12 +28,12 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
-from cairn.trainer.model import build_model, companions, weights_in
+from cairn.trainer.models.model import build_model, companions, weights_in
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
-from cairn.trainer.trained import Trained
 
 group = one_rank
 

@@ -23,9 +23,9 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step, write_tensors
 from cairn.config.optimizer import AdamWConfig
 from cairn.launch import main
-from cairn.trainer.model import companions
+from cairn.trainer.models.model import companions
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
-from cairn.trainer.trained import Trained
 
 FAMILIES = ["qwen3_tied", "qwen3_moe"]
 INPUTS = torch.arange(24).reshape(2, 12) * 7 % 90 + 5

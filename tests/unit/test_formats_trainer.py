@@ -27,11 +27,11 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
-from cairn.trainer.model import build_model
+from cairn.trainer.models.model import build_model
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
-from cairn.trainer.trained import Trained
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it; it is in the group `formats`")
 

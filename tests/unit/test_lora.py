@@ -36,12 +36,12 @@ from cairn.launch.recipe import check_adapter
 from cairn.launch.start import Start
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
-from cairn.trainer.adapter import Adapter
 from cairn.trainer.group import RankGroup
-from cairn.trainer.model import companions
-from cairn.trainer.policy import make_policy
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.transports import FileTransport, Served
+from cairn.trainer.models.adapter import Adapter
+from cairn.trainer.models.model import companions
+from cairn.trainer.models.policy import make_policy
+from cairn.trainer.publishing.transports import FileTransport, Served
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 
 group = one_rank
 TOKENS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))

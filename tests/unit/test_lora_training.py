@@ -16,15 +16,15 @@ from cairn.config.pair_loss import DPOLossConfig
 from cairn.config.preferences import DPOConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
-from cairn.trainer.adapter import Adapter
 from cairn.trainer.group import RankGroup
 from cairn.trainer.learner import PolicyLearner
 from cairn.trainer.losses import REFERENCE, SIDE, Loss, make_loss
+from cairn.trainer.models.adapter import Adapter
+from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.policy import make_policy
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import StepMetrics, Update
-from cairn.trainer.trained import Trained
 
 group = one_rank
 LENGTHS = (9, 14, 5, 12, 7, 16, 11, 6)

@@ -21,7 +21,7 @@ from cairn.config.model import ModelConfig
 from cairn.inference.plugin.expected import ExpectedTensors
 from cairn.launch.model import resolve_model
 from cairn.run.errors import UsageError
-from cairn.trainer.model import weights_in
+from cairn.trainer.models.model import weights_in
 
 CONVERTED = ["gpt_neox", "qwen3_moe", "mixtral", "granitemoe", "deepseek_v3", "jamba", "gemma3"]
 """Families whose files hold other names or tensors than transformers has in memory, each in its own way."""

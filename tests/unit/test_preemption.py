@@ -20,14 +20,14 @@ from cairn.checkpoint.saver import Saved
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.preemption import PreemptionConfig
+from cairn.launch.places.supervisor import out_of_time
 from cairn.launch.preemption import Notice, asking, watching
 from cairn.launch.process import stop_on_signals
-from cairn.launch.supervisor import out_of_time
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.rates import Rates, Span
-from cairn.trainer.save_times import SaveTimes
+from cairn.trainer.saving.save_times import SaveTimes
 
 Answer = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
 

@@ -22,7 +22,6 @@ from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.trainer import reference
 from cairn.trainer.data.identities import identity_of_records
 from cairn.trainer.dpo import DPO
 from cairn.trainer.group import RankGroup
@@ -30,10 +29,11 @@ from cairn.trainer.losses import REFERENCE
 from cairn.trainer.losses.dpo import DPO as OwnPairs
 from cairn.trainer.losses.examples import POINT
 from cairn.trainer.losses.kto import KTO
+from cairn.trainer.models.policy import make_policy
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.policy import make_policy
-from cairn.trainer.reference_point import add_reference_point
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.scoring import reference
+from cairn.trainer.scoring.reference_point import add_reference_point
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context
 

@@ -10,9 +10,9 @@ from transformers import GPT2Config, GPT2LMHeadModel
 from cairn.checkpoint.tensors import read_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.trainer.group import RankGroup
-from cairn.trainer.model import build_model, weights_in
-from cairn.trainer.probe import TOKENS, make_probe
-from cairn.trainer.scoring import Scorer
+from cairn.trainer.models.model import build_model, weights_in
+from cairn.trainer.publishing.probe import TOKENS, make_probe
+from cairn.trainer.scoring.tokens import Scorer
 
 group = one_rank
 

@@ -129,7 +129,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from runs import priority_of
 from cairn.config.trainer import SFTConfig
-from cairn.launch import background_place
+from cairn.launch.places import background as background_place
 from cairn.run.directory import RunDirectory
 
 WORK = '''

@@ -29,10 +29,10 @@ from cairn.run.directory import RunDirectory
 from cairn.run.messages import Probe, read_probe
 from cairn.trainer.group import RankGroup
 from cairn.trainer.meeting import Meeting
-from cairn.trainer.model import config_of, published_dtypes, weights
-from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.models.model import config_of, published_dtypes, weights
+from cairn.trainer.publishing.publisher import VersionPublisher
+from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, Served
 from cairn.trainer.rl import ShippedBatches
-from cairn.trainer.transports import TRANSPORTS, FileTransport, Served
 
 ATTEMPT = Attempt("abc", 1, "rl", 0, None, "main")
 RESUMED = Attempt("abc", 2, "rl", 3, "/checkpoints/step_3", "main")
@@ -212,7 +212,7 @@ class SlowDevice(HostCopies):
 @pytest.fixture
 def device(monkeypatch: pytest.MonkeyPatch) -> Iterator[SlowDevice]:
     device = SlowDevice()
-    monkeypatch.setattr("cairn.trainer.transports.copies_from", lambda devices: device)
+    monkeypatch.setattr("cairn.trainer.publishing.transports.copies_from", lambda devices: device)
     yield device
     device.gate.set()
 

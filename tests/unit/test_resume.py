@@ -25,7 +25,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.launch.attempt import newest_start
 from cairn.launch.exits import EXIT_DAMAGED, answer
-from cairn.launch.role_process import LONGEST_MESSAGE, tell_launcher
+from cairn.launch.places.role_process import LONGEST_MESSAGE, tell_launcher
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError

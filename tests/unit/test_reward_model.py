@@ -20,9 +20,9 @@ from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
 from cairn.trainer.data.identities import identity_of_records
 from cairn.trainer.group import RankGroup
+from cairn.trainer.models.reward_model import Reward, with_reward_token
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.reward_model import Reward, with_reward_token
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 from cairn.trainer.task import Context
 

@@ -35,8 +35,8 @@ from cairn.config.trainer import SFTConfig
 from cairn.run import faults
 from cairn.run.files import write_json
 from cairn.trainer.group import RankGroup
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.trained import Trained
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 
 ONE_RANK = {"rank": 0, "world_size": 1, "session": "run:1"}
 FILES = {"model/config.json": b"{}\n", "trainer/state.json": b"{}\n"}

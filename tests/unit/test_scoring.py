@@ -24,11 +24,11 @@ from transformers import (
 
 from cairn.config.precision import PrecisionConfig
 from cairn.run.batches import Sample
-from cairn.trainer import entropy
-from cairn.trainer.entropy import logprobs_and_entropies
-from cairn.trainer.head import IN_PLACE, PURE, Head, Passes, tried
 from cairn.trainer.packing import MicroBatch, fill_rows, transfer
-from cairn.trainer.scoring import ON_CPU, Scorer
+from cairn.trainer.scoring import entropy
+from cairn.trainer.scoring.entropy import logprobs_and_entropies
+from cairn.trainer.scoring.head import IN_PLACE, PURE, Head, Passes, tried
+from cairn.trainer.scoring.tokens import ON_CPU, Scorer
 
 VOCABULARY, ROWS, WIDTH = 97, 3, 20
 SIZE = {

@@ -19,10 +19,11 @@ from cairn.config.precision import PrecisionConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerConfig
 from cairn.inference import vllm_command
-from cairn.launch import commands, main, ray_gpus
+from cairn.launch import commands, main
 from cairn.launch.exits import RoleFailed
+from cairn.launch.machine.settling import OPEN, REASONS, settle
+from cairn.launch.ray import gpus as ray_gpus
 from cairn.launch.recipe import plan_recipe
-from cairn.launch.settling import OPEN, REASONS, settle
 from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, machine_of
 from cairn.trainer.group import RankGroup

@@ -8,10 +8,18 @@ from runs import CONFIGS, REPOSITORY
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.launch.estimate import CONTEXT, GIB
-from cairn.launch.fitting import serving_needs, training_needs
-from cairn.launch.settling import settle
-from cairn.launch.shared_memory import ASLEEP, FREE, LEAST_CACHE, MIB, SharedNeeds, divide, share_memory
+from cairn.launch.machine.estimate import CONTEXT, GIB
+from cairn.launch.machine.fitting import serving_needs, training_needs
+from cairn.launch.machine.settling import settle
+from cairn.launch.machine.shared_memory import (
+    ASLEEP,
+    FREE,
+    LEAST_CACHE,
+    MIB,
+    SharedNeeds,
+    divide,
+    share_memory,
+)
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
 

@@ -41,7 +41,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.inference import vllm_command
 from cairn.inference.client import InferenceClient
 from cairn.launch.exits import END_SERVER
-from cairn.launch.placing import placed
+from cairn.launch.machine.placing import placed
 from cairn.launch.roles import servers_turn
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerAsleep, ServerUnavailable
@@ -55,10 +55,10 @@ from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.versions import PolicyVersions
 from cairn.run.waiting import DeadlinePassed
 from cairn.trainer.group import RankGroup
-from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.publishing.publisher import VersionPublisher
+from cairn.trainer.publishing.sharing import make_sharing
+from cairn.trainer.publishing.transports import Filling, Served, Transport
 from cairn.trainer.rl import ShippedBatches
-from cairn.trainer.sharing import make_sharing
-from cairn.trainer.transports import Filling, Served, Transport
 
 __all__ = ["configuration", "one_rank"]  # fixtures
 

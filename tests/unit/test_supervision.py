@@ -16,9 +16,9 @@ from runs import environment_of
 from cairn.config.trainer import SFTConfig
 from cairn.launch.endings import conclude_early
 from cairn.launch.exits import EXIT_LOST, RoleFailed
-from cairn.launch.restarts import RestartRule
-from cairn.launch.role_process import RoleProcess
-from cairn.launch.supervisor import hopeless
+from cairn.launch.places.restarts import RestartRule
+from cairn.launch.places.role_process import RoleProcess
+from cairn.launch.places.supervisor import hopeless
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import read_note, write_json

@@ -37,7 +37,8 @@ from cairn.trainer.data.rendering import encode, encode_turns
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.ppo_clip import PPOClip
-from cairn.trainer.model import build_model, weights
+from cairn.trainer.models.model import build_model, weights
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import (
     Arrange,
@@ -50,12 +51,11 @@ from cairn.trainer.packing import (
     shared_rows,
 )
 from cairn.trainer.prefetch import Prefetch
-from cairn.trainer.publisher import VersionPublisher
+from cairn.trainer.publishing.publisher import VersionPublisher
+from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.spikes import TrainingDiverged
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
-from cairn.trainer.trained import Trained
-from cairn.trainer.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
 
 group = one_rank
 

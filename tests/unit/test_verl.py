@@ -30,12 +30,12 @@ from cairn.checkpoint.step import CRITIC, MODEL, OPTIMIZER, StepFolder
 from cairn.checkpoint.steps import verify
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
-from cairn.trainer.critic import CriticLearner, make_critic
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
+from cairn.trainer.models.critic import CriticLearner, make_critic
+from cairn.trainer.models.policy import make_policy
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.policy import make_policy
-from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.step import train_step
 
 group = one_rank

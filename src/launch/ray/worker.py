@@ -1,0 +1,156 @@
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+"""The trainer's worker process: a Ray actor. Its driver holds it as a `RankProcess`."""
+
+import gc
+import os
+import socket
+from dataclasses import dataclass
+
+import ray
+from ray.util import get_node_ip_address
+
+from cairn.config.trainer import TrainerBase
+from cairn.launch.process import stop_on_signals
+from cairn.launch.ray.worker_environment import adopt
+from cairn.run import heartbeat
+from cairn.run.attempt import Attempt, Outcome
+from cairn.run.imports import importing
+from cairn.run.processes import die_after, in_background
+
+
+@dataclass(frozen=True)
+class WorkerProcess:
+    """A worker's process id, its Ray node's id and name, and its GPU, if it has one."""
+
+    pid: int
+    node: str
+    host: str
+    gpu: str | None
+
+
+@dataclass(frozen=True)
+class Assignment:
+    """The rank that a worker takes.
+
+    address, port: where the ranks meet. gpu: the one to use; Ray assigned it to this process or to the one it
+    replaces. name: its name in heartbeats/ and roles.json. log: file for its output.
+    """
+
+    rank: int
+    world_size: int
+    address: str
+    port: int
+    gpu: str | None
+    name: str
+    log: str
+
+
+@ray.remote(max_restarts=0)
+class Worker:
+    """A process that trains as one rank, or waits as a spare."""
+
+    def __init__(self, log: str, driver: int, host: str):
+        """Redirect output to `log`, and die with process `driver` if that runs on `host`, this machine.
+
+        Ray ends orphaned workers too, but later, when new workers may already be running in the same run.
+        """
+        _log_to(log)
+        if host == socket.gethostname():
+            die_after(driver)
+
+    def adopt(self, environment: dict[str, str]) -> None:
+        """Take over a part of the driver's environment; called before anything that reads it is imported."""
+        adopt(environment)
+
+    def process(self) -> WorkerProcess:
+        """This process's id and node; answers at once unless the process is busy."""
+        gpus = ray.get_gpu_ids()
+        node = ray.get_runtime_context().get_node_id()
+        return WorkerProcess(os.getpid(), node, socket.gethostname(), str(gpus[0]) if gpus else None)
+
+    def prepare(self, config: TrainerBase) -> None:
+        """Import what training needs, at low priority because other ranks are training."""
+
+        def prepare() -> None:
+            with importing():
+                from cairn.trainer.warm import warm_up
+
+                warm_up(config)
+
+        in_background(prepare)
+
+    def address(self) -> tuple[str, int]:
+        """This node's address and a free port, where the ranks can meet."""
+        address = get_node_ip_address()
+        with socket.socket() as probe:
+            probe.bind((address, 0))
+            return address, probe.getsockname()[1]
+
+    def train(self, rank: Assignment, config: TrainerBase, attempt: Attempt) -> Outcome:
+        """Join the other ranks and train; can be called again afterwards."""
+        _log_to(rank.log)
+        os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank.rank), str(rank.world_size)
+        os.environ["MASTER_ADDR"], os.environ["MASTER_PORT"] = rank.address, str(rank.port)
+        index = _index_of(rank.gpu)
+        os.environ["LOCAL_RANK"] = str(index)
+        run = config.run_directory()
+        heartbeat.start(run.heartbeat(rank.name))
+        heartbeat.holds_unsaved(False)
+        heartbeat.doing("importing torch")
+        with importing():
+            from cairn.run.output import start_logging
+            from cairn.trainer.device import device_for, out_of_memory
+            from cairn.trainer.group import RankGroup
+            from cairn.trainer.loop import train
+
+        start_logging()
+        try:
+            with stop_on_signals(run):
+                if config.ray.address:
+                    heartbeat.doing("comparing the model with the GPU's memory")
+                    with importing():
+                        from cairn.launch.machine.fitting import refuse_rank_that_does_not_fit
+                        from cairn.run.machine import this_machine
+
+                    refuse_rank_that_does_not_fit(config.model.name, config, this_machine())
+                heartbeat.doing("meeting the other ranks")
+                group = None
+                try:
+                    device = device_for(rank.gpu, index, on_cpu=config.gpus == "0")
+                    group = RankGroup.join(
+                        threads=config.threads,
+                        deterministic=config.deterministic,
+                        float32_matmul=config.precision.float32_matmul,
+                        device=device,
+                        replicas=config.replicas,
+                        state_on=config.state_on,
+                    )
+                    outcome = train(config, attempt, group)
+                except BaseException as error:
+                    if group is not None:
+                        group.abandon()
+                    if told := out_of_memory(error, config):
+                        raise told from error
+                    raise
+                group.leave()
+                return outcome
+        finally:
+            gc.collect()  # free the abandoned model before the next one is loaded
+            heartbeat.doing("waiting for the trainer's driver", waiting=True)
+
+
+def _index_of(gpu: str | None) -> int:
+    """The index under which this process sees a GPU of this node."""
+    if gpu is None or ray.get_gpu_ids():
+        return 0
+    visible = os.environ.get("CUDA_VISIBLE_DEVICES")
+    return visible.split(",").index(gpu) if visible else int(gpu)
+
+
+def _log_to(log: str) -> None:
+    """Redirect this process's standard output and error to `log`."""
+    os.makedirs(os.path.dirname(log), exist_ok=True)
+    fd = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    os.dup2(fd, 1)
+    os.dup2(fd, 2)
+    os.close(fd)

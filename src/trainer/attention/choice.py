@@ -1,0 +1,175 @@
+"""Attention over packed rows without masks of all pairs of tokens: which kernel computes it for a model.
+
+A micro-batch says where each of its samples begins. Both kernels here take the rows as one long row and work
+on each sample's tokens alone, so that time and memory grow with the samples and not with the rows:
+
+- varlen, PyTorch's own FlashAttention for samples of different lengths. It computes in 16 bits on GPUs, knows
+  windows, and takes heads of up to 256.
+- flex, FlexAttention with a mask of blocks, which torch.compile makes into a kernel for soft-capped scores,
+  attention sinks and larger heads as well.
+
+Models call them through transformers' `AttentionInterface` and hand them the bounds of samples among the
+arguments of their forward pass. A model that passes those on to none of its layers gets an error, and so the
+attention that it has of its own (dense), which makes masks of all pairs from the positions of tokens.
+"""
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.run.errors import UsageError
+from cairn.trainer.attention.kernels import NAMES, make_block_mask
+from cairn.trainer.packing import MicroBatch
+
+Kind = Literal["dense", "varlen", "flex"]
+VARLEN_HEAD, FLEX_HEAD = 256, 16
+"""Largest head of FlashAttention, and smallest of FlexAttention."""
+DROPOUTS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")
+"""What configurations call the dropout of attention."""
+
+
+@dataclass(frozen=True)
+class Attention:
+    """The attention of a model's layers; transformers knows it by `name`.
+
+    windows: those of the layers, None for layers that see all tokens before.
+    """
+
+    kind: Kind
+    name: str
+    windows: tuple[int | None, ...] = (None,)
+
+    def use(self, model: PreTrainedModel) -> None:
+        """Let the model's layers compute with it."""
+        if model.config._attn_implementation != self.name:
+            model.set_attn_implementation(self.name)
+
+    def arguments(self, micro: MicroBatch) -> dict[str, Any]:
+        """What the model's forward has to hand to its layers for this micro-batch."""
+        if self.kind == "varlen":
+            return {"sample_bounds": micro.bounds, "longest_sample": micro.longest}
+        if self.kind == "flex":
+            tokens = micro.input_ids.numel()
+            masks = {window or 0: make_block_mask(micro.bounds, tokens, window) for window in self.windows}
+            return {"block_masks": masks}
+        return {}
+
+
+@dataclass(frozen=True)
+class Device:
+    """What the choice depends on beside the model. capability: of the GPU, such as (9, 0); None for a CPU."""
+
+    capability: tuple[int, int] | None
+    compute: torch.dtype
+
+    @classmethod
+    def of(cls, device: torch.device, compute: torch.dtype) -> "Device":
+        """This process's."""
+        on_gpu = device.type == "cuda"
+        return cls(torch.cuda.get_device_capability(device) if on_gpu else None, compute)
+
+
+def choose(
+    asked: Literal["auto", "dense", "varlen", "flex"], model: PreTrainedModel, device: Device
+) -> tuple[Attention | None, str]:
+    """The attention to try before the model's own, and in words why; None if there is none to try.
+
+    Args:
+        asked: the setting `attention`.
+
+    Raises:
+        UsageError: what is asked for can't serve the model on this device.
+    """
+    if asked == "dense":
+        return None, "asked for"
+    problems: dict[Literal["varlen", "flex"], str | None] = {
+        "varlen": _varlen_problem(model, device),
+        "flex": _flex_problem(model, device),
+    }
+    if asked != "auto":
+        if problem := problems[asked]:
+            raise UsageError(f"attention = {asked!r} can't serve {type(model).__name__}: {problem}")
+        return make_attention(asked, model), "asked for"
+    if device.capability is None:
+        return None, "on CPUs"
+    if device.compute == torch.float32:
+        return None, "in float32"
+    for kind, problem in problems.items():
+        if problem is None:
+            return make_attention(kind, model), problems["varlen"] or "for bfloat16 on GPUs"
+    return None, "; ".join(f"{kind}: {problem}" for kind, problem in problems.items())
+
+
+def make_attention(kind: Literal["varlen", "flex"], model: PreTrainedModel) -> Attention:
+    """Attention by this kernel."""
+    config = model.config.get_text_config()
+    return Attention(kind, NAMES[kind], tuple({None, getattr(config, "sliding_window", None)}))
+
+
+def dense(model: PreTrainedModel) -> Attention:
+    """The attention that the model has now, which is its own unless another was taken into use."""
+    return Attention("dense", model.config._attn_implementation or "eager")
+
+
+def _problem(model: PreTrainedModel) -> str | None:
+    config = model.config.get_text_config()
+    if not model._can_set_attn_implementation():
+        return "its layers compute attention in code of their own"
+    if any(getattr(config, name, None) for name in DROPOUTS):
+        return "it has dropout of attention, which no kernel computes"
+    if getattr(config, "attention_chunk_size", None) or "chunked_attention" in (
+        getattr(config, "layer_types", None) or ()
+    ):
+        return "it attends within chunks"
+    return None
+
+
+def _varlen_problem(model: PreTrainedModel, device: Device) -> str | None:
+    if device.capability is None:
+        return "it runs on GPUs alone"
+    if device.capability < (8, 0):
+        return "it needs a GPU of compute capability 8.0"
+    if device.compute not in (torch.bfloat16, torch.float16):
+        return "it computes in 16 bits alone (precision.compute)"
+    if not model._supports_flash_attn:
+        return "transformers does not let the model use FlashAttention"
+    if caps_attention(model):
+        return "the model soft-caps attention"
+    if any(name.endswith(".sinks") for name, _ in model.named_parameters()):
+        return "the model has attention sinks"
+    if (largest := max(_head_sizes(model))) > VARLEN_HEAD:
+        return f"its heads are larger than {VARLEN_HEAD} ({largest})"
+    return _problem(model)
+
+
+def _flex_problem(model: PreTrainedModel, device: Device) -> str | None:
+    if device.capability is None:
+        return "it has no backward pass on CPUs"
+    if not model._supports_flex_attn:
+        return "transformers does not let the model use FlexAttention"
+    if (smallest := min(_head_sizes(model))) < FLEX_HEAD:
+        return f"its heads are smaller than {FLEX_HEAD} ({smallest})"
+    return _problem(model)
+
+
+def caps_attention(model: PreTrainedModel) -> bool:
+    """Whether the scores of attention are soft-capped, as in Gemma 2."""
+    caps = (getattr(module, "attn_logit_softcapping", None) for module in model.modules())
+    return any(cap is not None for cap in caps)
+
+
+def _head_sizes(model: PreTrainedModel) -> list[int]:
+    """Of queries and values, as far as the configuration tells; the kernels' own checks find the rest."""
+    config = model.config.get_text_config()
+    heads = getattr(config, "num_attention_heads", None)
+    sizes = [
+        getattr(config, "qk_nope_head_dim", None) or 0,
+        getattr(config, "global_head_dim", None),
+        getattr(config, "v_head_dim", None),
+    ]
+    sizes[0] += getattr(config, "qk_rope_head_dim", None) or 0
+    if not any(sizes):
+        sizes = [getattr(config, "head_dim", None) or (config.hidden_size // heads if heads else None)]
+    return [size for size in sizes if size] or [VARLEN_HEAD]

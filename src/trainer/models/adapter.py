@@ -1,0 +1,275 @@
+"""A low-rank adapter (`lora`) as what is trained, saved and served."""
+
+import contextlib
+import json
+import math
+import re
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import replace
+from enum import Enum
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel
+
+from cairn.checkpoint.carried import Carried
+from cairn.checkpoint.checksums import FileChecksum, merge_checksums
+from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
+from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.shares import Stored, at_places, local_values
+from cairn.checkpoint.step import ADAPTER, ADAPTER_CONFIG, BASE, BASE_RECORD
+from cairn.checkpoint.tensors import read_tensors
+from cairn.config.trainer import TrainerBase
+from cairn.run.errors import UsageError
+from cairn.run.recipe import base_of
+from cairn.run.seeds import derive
+from cairn.trainer.group import RankGroup
+from cairn.trainer.models.lora import NAME, is_adapters, modules_in, peft_config, plain
+from cairn.trainer.models.model import build_model, places_in
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.optimizers import make_optimizer
+
+BESIDE_WEIGHTS = {".json", ".jinja", ".txt", ".model"}
+"""What a Hugging Face directory holds beside its weights: configuration, tokenizer, index."""
+_OF_EXPERT = re.compile(r"experts\.\d+\.")
+
+
+class Adapter(Trained):
+    """A model whose weights stay as they are, and the adapter in it, which is trained.
+
+    Checkpoints hold the adapter, under the names that PEFT gives its parts, and name the base with its
+    checksums. Servers get the weights of the base with the adapter added.
+    """
+
+    saves_served = False
+
+    def __init__(
+        self, module: PreTrainedModel, optimizer: torch.optim.Optimizer, config: TrainerBase, group: RankGroup
+    ):
+        """Take a model that `adapt` has prepared; neither its weights nor the adapter's are loaded."""
+        super().__init__(module, optimizer, weights_stem=ADAPTER)
+        assert config.lora
+        self.config = config.lora
+        self.seed = config.seed
+        self.group = group
+        self._base: Base | None = None
+        self._found_in: Path | None = None
+        self._merged: dict[str, torch.Tensor] = {}
+
+    @property
+    def base(self) -> Base:
+        """The model that the adapter is of, once it is read."""
+        assert self._base
+        return self._base
+
+    def begin(self, folder: Path) -> None:
+        """Read the base, and give the adapter its first values, the same on any number of ranks."""
+        self.read_base(folder)
+        for name, parameter in self.module.named_parameters():
+            if ".lora_A." in name:
+                bound = 1 / math.sqrt(parameter.shape[1])  # as nn.Linear's weights, and so in PEFT
+                draw = torch.Generator().manual_seed(derive(self.seed, "lora", plain(name)))
+                _set(parameter, torch.empty(parameter.shape).uniform_(-bound, bound, generator=draw))
+            elif ".lora_B." in name:
+                with torch.no_grad():
+                    local_values(parameter).zero_()
+
+    def read_base(self, folder: Path, adapter: Path | None = None) -> None:
+        """Read the weights of the base in `folder`; all ranks call it.
+
+        Args:
+            adapter: the folder of the adapter that goes on; its record must be of this base.
+
+        Raises:
+            CheckpointError: it is another base.
+        """
+        tensors = {plain(name): tensor for name, tensor in self._of_base().items()}
+        seen = read_tensors(
+            folder, at_places(tensors, places_in(self.module, folder)), "model", rank=self.group.rank
+        )
+        ours = {path.relative_to(folder).as_posix(): checksum for path, checksum in seen.items()}
+        merged: dict[str, FileChecksum] = {}
+        for others in self.group.gather_objects(ours):
+            merge_checksums(merged, others)
+        found = Base.of(base_of(folder), folder, merged)
+        saved = base_of_adapter(adapter) if adapter else None
+        if adapter and saved:
+            saved.check_same(found, adapter)
+            of_step = folder == held_base(adapter)
+            found = replace(found, name=saved.name, folder=saved.folder if of_step else found.folder)
+        self._found_in = folder
+        self._base = replace(found, lora=self.config.shape)
+
+    def loaded(self, folder: Path) -> Mapping[str, Stored]:
+        """The adapter's tensors."""
+        return self.saved()
+
+    def saved(self) -> Mapping[str, Stored]:
+        """The adapter, and the modules that are trained in full, by PEFT's names."""
+        own = self.trained()
+        tensors = tensors_in_memory(self.module)
+        return {PREFIX + name.replace(f".{NAME}.", "."): tensors[name] for name in own}
+
+    def carried(self) -> Mapping[str, Carried]:
+        """The files of the base, if checkpoints are to hold it."""
+        if not self.config.save_base:
+            return {}
+        assert self._found_in
+        weights = {name: Carried(self._found_in / name, entry) for name, entry in self.base.files.items()}
+        others = {
+            path.name: Carried.of(path)
+            for path in sorted(self._found_in.iterdir())
+            if path.is_file() and path.suffix in BESIDE_WEIGHTS
+        }
+        return {f"{BASE}/{name}": file for name, file in {**others, **weights}.items()}
+
+    def constant(self) -> Collection[str]:
+        """None."""
+        return ()
+
+    def beside(self) -> Mapping[str, bytes]:
+        """PEFT's configuration of the adapter, and the record of its base."""
+        targets = sorted(name for name, _ in self._layers())
+        kept = modules_in(self.module, self.config)
+        peft = peft_config(self.config, self.module, targets, kept)
+        on_hub = "/" in self.base.name
+        peft.base_model_name_or_path = self.base.name if on_hub else self.base.folder
+        peft.inference_mode = True
+        about = {key: _as_json(value) for key, value in peft.to_dict().items()}
+        text = json.dumps(about, indent=2, sort_keys=True) + "\n"
+        return {ADAPTER_CONFIG: text.encode(), BASE_RECORD: self.base.to_json()}
+
+    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None] | None:
+        """That of the base, if all that is trained is the adapter."""
+        is_base = self._found_in is not None and folder.absolute() == self._found_in.absolute()
+        return self._without_adapter() if is_base and not self.config.modules_to_save else None
+
+    @contextlib.contextmanager
+    def _without_adapter(self) -> Iterator[None]:
+        # PEFT's own switch, `enable_adapters`, would also change what is trained.
+        layers = [layer for _, layer in self._layers()]
+        try:
+            for layer in layers:
+                layer._disable_adapters = True
+            yield
+        finally:
+            for layer in layers:
+                layer._disable_adapters = False
+
+    @contextlib.contextmanager
+    def proving(self) -> Iterator[None]:
+        """See that each layer with an adapter is called; an adapter of another one would never be trained.
+
+        Such are layers whose weights the model reads itself. Experts may have got no token.
+
+        Raises:
+            UsageError: one is not.
+        """
+        layers = dict(self._layers())
+        called: set[str] = set()
+
+        def note(name: str) -> Callable[..., None]:
+            return lambda *_: called.add(name)
+
+        hooks = [layer.register_forward_pre_hook(note(name)) for name, layer in layers.items()]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+        if idle := [name for name in layers if name not in called and not _OF_EXPERT.search(name)]:
+            others = sorted({_end(name) for name in layers} - {_end(name) for name in idle})
+            raise UsageError(
+                f"lora.targets = {','.join(self.config.targets)}: {type(self.module).__name__} uses the "
+                f"weights of {idle[0]} without calling the layer, so an adapter of it would have no effect. "
+                f"Others can be adapted: lora.targets = {','.join(others)}"
+            )
+
+    def served(self) -> Mapping[str, Stored]:
+        """The base's weights with the adapter added; each call computes them anew, in the same memory."""
+        tensors = self._of_base()
+        merged = {plain(name): tensor for name, tensor in tensors.items()}
+        with torch.no_grad():
+            for name, layer in self._layers():
+                weight = layer.base_layer.weight
+                into = self._merged.setdefault(name, torch.empty_like(weight))
+                a, b = layer.lora_A[NAME].weight, layer.lora_B[NAME].weight
+                a = a.full_tensor() if isinstance(a, DTensor) else a
+                torch.addmm(
+                    local_values(weight), local_values(b), a,
+                    alpha=layer.scaling[NAME], out=local_values(into),
+                )  # fmt: skip
+                merged[f"{name}.weight"] = into
+        return at_places(merged, layout_of(self.module).places)
+
+    def _of_base(self) -> dict[str, torch.Tensor]:
+        return {n: tensor for n, tensor in tensors_in_memory(self.module).items() if not is_adapters(n)}
+
+    def _layers(self) -> Iterable[tuple[str, Any]]:
+        """The layers that have an adapter, by name."""
+        from peft.tuners.lora import LoraLayer
+
+        return ((name, m) for name, m in self.module.named_modules() if isinstance(m, LoraLayer))
+
+
+class SentAdapter(Adapter):
+    """An adapter that servers get as checkpoints hold it; they add it to the base themselves."""
+
+    saves_served = True
+    served_stem = "adapter_model"
+
+    def served(self) -> Mapping[str, Stored]:
+        """The adapter."""
+        return self.saved()
+
+    def served_as(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """As it is: servers round once, when it is merged."""
+        return {}
+
+    def served_with(self, dtype: torch.dtype) -> Mapping[str, bytes]:
+        """Its configuration and the record of its base."""
+        return self.beside()
+
+
+def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter:
+    """The policy of a run with `[lora]`; `folder` is the base, or the adapter that the run goes on with.
+
+    Raises:
+        CheckpointError: the adapter's base is not there, or is another model.
+    """
+    module = build_model(folder, config, group.mesh)
+    kind = SentAdapter if config.sends_adapter else Adapter
+    policy = kind(module, make_optimizer(module.named_parameters(), config.optimizer), config, group)
+    if is_adapter(folder):
+        assert config.lora
+        base = base_of_adapter(folder)
+        if base is None:
+            raise CheckpointError(f"{folder}: has no {BASE_RECORD}, so the adapter's base is unknown")
+        # A run whose steps do not hold the base needs it where they will say that it is.
+        elsewhere = config.lora.base or (None if config.lora.save_base else base.folder)
+        policy.read_base(base.find(folder, elsewhere), folder)
+    return policy
+
+
+def _end(name: str) -> str:
+    return name.rpartition(".")[2]
+
+
+def _as_json(value: Any) -> Any:
+    if isinstance(value, Enum):
+        return value.value
+    return sorted(value) if isinstance(value, set | frozenset) else value
+
+
+def _set(parameter: torch.Tensor, values: torch.Tensor) -> None:
+    """Give a parameter, or this rank's shard of it, its part of `values`."""
+    with torch.no_grad():
+        if isinstance(parameter, DTensor):
+            mesh = parameter.device_mesh
+            values = distribute_tensor(
+                values.to(mesh.device_type), mesh, parameter.placements, src_data_rank=None
+            )
+        local_values(parameter).copy_(local_values(values))

@@ -1,0 +1,261 @@
+"""The model: any Hugging Face causal language model, sharded layer by layer with FSDP2."""
+
+import fnmatch
+import logging
+import shutil
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.nn.modules.module import register_module_parameter_registration_hook
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.initialization import no_init_weights
+
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.formats import FORMATS
+from cairn.checkpoint.formats.hub import Place, config_json, layout_of, tensors_in_memory
+from cairn.checkpoint.shares import Stored, at_places
+from cairn.checkpoint.step import MODEL
+from cairn.config.trainer import TrainerBase
+from cairn.run.errors import UsageError
+from cairn.trainer.attention.choice import caps_attention
+from cairn.trainer.models.lora import adapt
+
+logger = logging.getLogger(__name__)
+
+
+def build_model(
+    folder: Path,
+    config: TrainerBase,
+    mesh: DeviceMesh,
+    remade: Callable[[PreTrainedModel], Any] = lambda model: model,
+    *,
+    held_as: torch.dtype = torch.float32,
+) -> PreTrainedModel:
+    """The sharded model that the Hugging Face directory `folder` describes; its weights are not yet loaded.
+
+    Parameters are held in float32, as master weights must be, whatever the data type of the files; a model
+    that is never trained may hold them as it computes. Weights get memory once the model is
+    sharded, so that no rank ever holds the whole model, neither on the host nor on its GPU. A single rank
+    that computes in float32 where its weights are has nothing to shard or to convert: it gets the plain
+    model, which is faster and computes the same bits.
+
+    Args:
+        remade: makes of the causal language model, on the meta device, what is trained.
+    """
+    about = AutoConfig.from_pretrained(folder)
+    about._attn_implementation = None  # files may ask for one that mixes the samples of a micro-batch
+    model = remade(_outline(about))
+    if caps_attention(model) and model.config._attn_implementation == "sdpa":
+        model.set_attn_implementation("eager")  # sdpa silently ignores the cap
+    freeze(model, config.freeze)
+    if held_as != torch.float32:
+        for parameter in model.parameters():
+            parameter.data = parameter.data.to(held_as)
+    if config.lora:
+        adapt(model, config.lora)
+    if config.activation_checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    precision = config.precision.settled(gpu=mesh.device_type == "cuda")
+    compute, reduce = DTYPES_IN_SETTINGS[precision.compute], DTYPES_IN_SETTINGS[precision.reduce]
+    layers = layers_of(model)
+    if config.compile:
+        for layer in layers:
+            layer.compile()
+    on_host = config.state_on == "host"
+    if mesh.size() > 1 or on_host or not compute == reduce == torch.float32:
+        how: dict[str, Any] = {
+            "mesh": mesh,
+            "mp_policy": MixedPrecisionPolicy(param_dtype=compute, reduce_dtype=reduce),
+            "offload_policy": CPUOffloadPolicy(mesh.device_type == "cuda") if on_host else OffloadPolicy(),
+        }
+        _shard(model, layers, how)
+    _allocate(model, "cpu" if on_host else mesh.device_type)
+    return model
+
+
+def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
+    """Have the parameters whose names match a pattern get no gradient; `*` matches dots, too.
+
+    Raises:
+        UsageError: a pattern matches no parameter, or all of them together leave none to train.
+    """
+    names = [name for name, _ in model.named_parameters()]
+    for pattern in patterns:
+        if not any(fnmatch.fnmatchcase(name, pattern) for name in names):
+            raise UsageError(
+                f"freeze = {pattern!r} matches no weight of {type(model).__name__}; the names of its weights "
+                f"are such as {names[0]} and {names[-1]}"
+            )
+    for name, parameter in model.named_parameters():
+        if any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns):
+            parameter.requires_grad_(False)
+    if not any(parameter.requires_grad for parameter in model.parameters()):
+        raise UsageError(f"freeze = {list(patterns)} leaves no weight of {type(model).__name__} to train")
+
+
+def _outline(config: PreTrainedConfig) -> PreTrainedModel:
+    """The model in training mode, its weights on the meta device, its buffers with their values.
+
+    Buffers such as rotary frequencies are in no file. They are computed as in any model that is built on the
+    CPU, since only parameters are replaced while it is built.
+    """
+    # The hook's type is declared as if it could only refuse.
+    hook = register_module_parameter_registration_hook(_without_memory)  # pyright: ignore[reportArgumentType]
+    try:
+        with no_init_weights():
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model.tie_weights()
+    finally:
+        hook.remove()
+    return model.train()
+
+
+def _without_memory(
+    module: torch.nn.Module, name: str, parameter: torch.nn.Parameter | None
+) -> torch.nn.Parameter | None:
+    """What a module gets instead of a new parameter; None leaves it as it is, such as one that is tied."""
+    if parameter is None or parameter.is_meta:
+        return None
+    return torch.nn.Parameter(parameter.to("meta"), parameter.requires_grad)
+
+
+@torch.no_grad()
+def _allocate(model: PreTrainedModel, device: str) -> None:
+    """Give the weights, or this rank's shards of them, memory on `device`; their values are undefined."""
+
+    def allocated(tensor: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(tensor, device=device) if tensor.is_meta else tensor
+
+    if isinstance(model, FSDPModule):  # which has moved the buffers, and takes note of new shards here
+        model._apply(allocated)  # pyright: ignore[reportPrivateUsage] # `to_empty` would clear the buffers
+        return
+    for parameter in model.parameters():
+        blank = torch.nn.Parameter(allocated(parameter), parameter.requires_grad)
+        torch.utils.swap_tensors(parameter, blank)  # in place, so that what is tied stays tied
+    model.to(device)  # pyright: ignore[reportArgumentType] # transformers' decorator hides the parameters
+
+
+def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], how: Mapping[str, Any]) -> None:
+    """Make units of what is gathered together: each layer, and the embeddings of input and output.
+
+    Tied embeddings are gathered with the rest, from the forward pass to the end of the backward pass.
+
+    Args:
+        how: arguments of `fully_shard`.
+    """
+    for layer in layers:
+        fully_shard(layer, **how)
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    if head is not None and head.weight is not embeddings.weight:
+        unit = fully_shard(embeddings, **how)
+        # The gradient of a look-up does not depend on the values.
+        unit.set_unshard_in_backward(not isinstance(embeddings, torch.nn.Embedding))
+        # The backward pass begins with the head, which therefore stays gathered.
+        fully_shard(head, **how, reshard_after_forward=False)
+    fully_shard(model, **how)
+
+
+def reshard(model: PreTrainedModel) -> None:
+    """Free what a forward pass without a backward pass has left gathered.
+
+    Otherwise the next forward pass would compute with it, also if the weights have changed since.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
+    """The decoder layers, which transformers lists as modules not to be split; none is inside another."""
+    names = set(model._no_split_modules or ())
+    layers: dict[str, torch.nn.Module] = {}
+    for name, module in model.named_modules():
+        inside = any(name.startswith(f"{outer}.") for outer in layers)
+        if type(module).__name__ in names and not inside:
+            layers[name] = module
+    return list(layers.values())
+
+
+def weights(model: PreTrainedModel) -> Mapping[str, Stored]:
+    """The weights (DTensors) by the hub's name; a tied weight stands once, as in saved models.
+
+    They are the model's own tensors, and sections of those that are several tensors in a file.
+    """
+    return at_places(tensors_in_memory(model), layout_of(model).places)
+
+
+def frozen_weights(model: PreTrainedModel) -> set[str]:
+    """The weights that no step changes, by the hub's name."""
+    frozen = {name for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    return {name for name, place in layout_of(model).places.items() if place.name in frozen}
+
+
+def published_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, torch.dtype]:
+    """The data types of published weights, by the hub's name: `dtype`, but buffers stay as they are.
+
+    The forward pass converts no buffers either; some models keep what chooses a token's experts in them.
+    """
+    buffers = {name for name, _ in model.named_buffers()}
+    return {name: dtype for name, place in layout_of(model).places.items() if place.name not in buffers}
+
+
+def config_of(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
+    """The config.json of a folder that holds the model's weights as `dtype`."""
+    return {"config.json": config_json(model.config, dtype)}
+
+
+def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
+    """The model's tensors, by the names that the files in `folder` give them, which may be older names.
+
+    Tensors that the files hold and the model lacks, such as DeepSeek-V3's layer for multi-token prediction,
+    are neither trained nor saved; a warning in the log names them.
+
+    Raises:
+        FileNotFoundError: there are no files.
+        Damaged: a file is damaged.
+    """
+    return at_places(tensors_in_memory(model), places_in(model, folder))
+
+
+def places_in(model: PreTrainedModel, folder: Path) -> dict[str, Place]:
+    """The places in memory of the tensors in `folder`, by the names that its files give them.
+
+    Raises:
+        FileNotFoundError: there are no files.
+        Damaged: a file is damaged.
+    """
+    layout, stored = layout_of(model), FORMATS["hf"].read(folder).tensors[MODEL].keys()
+    places = layout.find(stored)
+    if left_out := sorted(stored - places.keys() - layout.tied.keys()):
+        more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
+        logger.warning(
+            "%s: these tensors are not part of %s and are left out of checkpoints: %s%s",
+            folder,
+            type(model).__name__,
+            ", ".join(left_out[:3]),
+            more,
+        )
+    return places
+
+
+def companions(model: PreTrainedModel, source: Path) -> dict[str, bytes]:
+    """The other files of the Hugging Face directory `source`, by name: configuration, tokenizer and so on."""
+    with tempfile.TemporaryDirectory() as temporary:
+        folder = Path(temporary)
+        for path in source.iterdir():
+            is_weights = ".safetensors" in path.name
+            if path.is_file() and not is_weights and path.suffix in (".json", ".jinja", ".txt", ".model"):
+                shutil.copyfile(path, folder / path.name)
+        model.config.save_pretrained(folder)  # last: it says in which data type the weights are
+        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}

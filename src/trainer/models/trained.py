@@ -1,0 +1,155 @@
+"""A model that is trained, with its optimiser, and where both lie in a checkpoint."""
+
+import contextlib
+from collections.abc import Collection, Mapping
+from pathlib import Path
+from typing import ClassVar
+
+import torch
+from transformers import PreTrainedModel
+
+from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.carried import Carried
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.step import MODEL, OPTIMIZER
+from cairn.checkpoint.tensors import Stored, read_tensors
+from cairn.config.trainer import TrainerBase
+from cairn.trainer.models.model import (
+    config_of,
+    frozen_weights,
+    published_dtypes,
+    weights,
+    weights_in,
+)
+from cairn.trainer.optimizers.saved import state_of
+from cairn.trainer.scoring.scorers import make_scorer
+from cairn.trainer.scoring.tokens import Scorer
+
+
+class Trained:
+    """A model of which all weights are trained.
+
+    Which tensors are loaded, trained, saved and served are four questions, and a subclass may answer each in
+    its own way: an adapter, for one, is trained beside weights that are loaded and never saved.
+    """
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        optimizer: torch.optim.Optimizer,
+        *,
+        weights_stem: str = MODEL,
+        optimizer_stem: str = OPTIMIZER,
+    ):
+        """Take an optimiser of `trained()`.
+
+        Args:
+            weights_stem: of the files of weights within a step; it ends in model.
+            optimizer_stem: of the files of optimiser state.
+        """
+        self.module = module
+        self.optimizer = optimizer
+        self.weights_stem = weights_stem
+        self.optimizer_stem = optimizer_stem
+
+    saves_served: ClassVar[bool] = True
+    """Whether checkpoints hold what servers get."""
+    served_stem: ClassVar[str] = "model"
+    """Of the files in which servers get it."""
+
+    def begin(self, folder: Path) -> None:
+        """Take the weights that a run starts from; the policy's are in `folder`. All ranks call it."""
+        read_tensors(folder, self.loaded(folder), "model")
+
+    def loaded(self, folder: Path) -> Mapping[str, Stored]:
+        """What is read from the weights in a folder, by the names that they have there.
+
+        Raises:
+            FileNotFoundError: there are no files.
+            Damaged: a file is damaged.
+        """
+        return weights_in(self.module, folder)
+
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """What the optimiser changes, by the model's own names."""
+        return {name: p for name, p in self.module.named_parameters() if p.requires_grad}
+
+    def saved(self) -> Mapping[str, Stored]:
+        """What checkpoints hold, by the hub's names."""
+        return weights(self.module)
+
+    def beside(self) -> Mapping[str, bytes]:
+        """Files that checkpoints hold beside the weights, and beside those of the model's folder."""
+        return {}
+
+    def carried(self) -> Mapping[str, Carried]:
+        """Files that checkpoints take over as they are, by name within the step."""
+        return {}
+
+    def constant(self) -> Collection[str]:
+        """The names in `saved` whose values no step changes."""
+        return frozen_weights(self.module)
+
+    def scorer(self, config: TrainerBase, device: torch.device) -> Scorer:
+        """What turns micro-batches into the numbers that losses are computed of; all ranks call it."""
+        return make_scorer(self.module, config, device)
+
+    def as_begun(self, folder: Path) -> contextlib.AbstractContextManager[None] | None:
+        """A context in which the model computes with the weights in `folder`; None if it has others."""
+        return None
+
+    def proving(self) -> contextlib.AbstractContextManager[None]:
+        """The context of the passes in which the loaded model is checked before it is trained.
+
+        Its end may raise UsageError, if they have shown that what is to be trained has no part in them.
+        """
+        return contextlib.nullcontext()
+
+    def served(self) -> Mapping[str, Stored]:
+        """What servers get, by the hub's names."""
+        return weights(self.module)
+
+    def served_as(self, dtype: torch.dtype) -> Mapping[str, torch.dtype]:
+        """The data types in which servers get it, when weights are published as `dtype`."""
+        return published_dtypes(self.module, dtype)
+
+    def served_with(self, dtype: torch.dtype) -> Mapping[str, bytes]:
+        """The files that make it a Hugging Face directory."""
+        return config_of(self.module, dtype)
+
+    def tensors(self) -> Tensors:
+        """All that a checkpoint holds of it: weights, and state as `<parameter's name>.<what>`.
+
+        Raises:
+            UsageError: something in the optimiser's state can't be saved.
+        """
+        state = state_of(self.optimizer, self.trained())
+        both = {self.weights_stem: self.saved(), self.optimizer_stem: state}
+        return {stem: tensors for stem, tensors in both.items() if tensors}
+
+    def create_optimizer_state(self, saved: Collection[str]) -> None:
+        """Have the optimiser make the state whose names are in `saved`, for loading to overwrite.
+
+        It does so in a step that changes nothing, for the parameters that had state when it was saved: one
+        that never got a gradient has none.
+
+        Raises:
+            CheckpointError: a parameter had state that is frozen now.
+        """
+        rates = [group["lr"] for group in self.optimizer.param_groups]
+        owners = {name.rpartition(".")[0] for name in saved}
+        if lost := [n for n, p in self.module.named_parameters() if n in owners and not p.requires_grad]:
+            raise CheckpointError(
+                f"{lost[0]} and {len(lost) - 1} more weights are frozen here, and were trained before: the "
+                "checkpoint has optimiser state of them. Freeze what its run froze, or start a new run from "
+                "its weights: --model.name STEP"
+            )
+        for group in self.optimizer.param_groups:
+            group["lr"] = 0.0
+        for name, parameter in self.module.named_parameters():
+            if name in owners:
+                parameter.grad = torch.zeros_like(parameter)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
+            group["lr"] = rate

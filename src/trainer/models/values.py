@@ -1,0 +1,276 @@
+"""A model of values: a causal language model's layers with one number per token in the place of logits.
+
+A checkpoint holds it as transformers' models for token classification with one label are stored
+(`score.weight`, `score.bias`), which opens them where transformers has such a model of the family.
+"""
+
+from collections.abc import Collection, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import PreTrainedModel
+
+from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.formats import FORMATS
+from cairn.checkpoint.formats.hub import Layout
+from cairn.checkpoint.formats.valued import (
+    BIAS,
+    HEAD,
+    WEIGHT,
+    decoder_in,
+    value_config,
+    value_layout,
+)
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.shares import Stored, at_places
+from cairn.checkpoint.step import CRITIC, CRITIC_OPTIMIZER, MODEL
+from cairn.checkpoint.tensors import read_tensors
+from cairn.config.trainer import TrainerConfig
+from cairn.run.errors import UsageError
+from cairn.trainer.attention.choice import Attention, Device, choose, dense
+from cairn.trainer.attention.rows import BY_POSITIONS, Rows
+from cairn.trainer.group import RankGroup
+from cairn.trainer.models.model import build_model
+from cairn.trainer.models.trained import Trained
+from cairn.trainer.optimizers import make_optimizer
+from cairn.trainer.packing import MicroBatch
+from cairn.trainer.self_check import find_rows
+
+
+class Head(nn.Linear):
+    """A number of each hidden state, in float32: bfloat16 would round a value of 1 by up to 0.004."""
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """float32 [L, 1] of hidden states [L, H] of any floating-point type."""
+        bias: torch.Tensor | None = self.bias
+        return F.linear(input.float(), self.weight.float(), None if bias is None else bias.float())
+
+
+class ValueModel(nn.Module):
+    """The layers of a causal language model, and a linear head of one output.
+
+    It answers to what `build_model` and the self-check ask of transformers' models.
+    """
+
+    def __init__(self, causal: PreTrainedModel, *, bias: bool = True):
+        """Take the layers of `causal`, which is on the meta device; its own head is left out.
+
+        Raises:
+            UsageError: it has no part without the head.
+        """
+        super().__init__()
+        found = decoder_in(causal)
+        if found is None:
+            raise UsageError(
+                f"{type(causal).__name__} can't be a critic or reward model: transformers keeps its layers "
+                "and its head in one module. Give another one (critic.model, model.name)"
+            )
+        self._prefix, decoder = found
+        self._no_split_modules = causal._no_split_modules
+        self.add_module(self._prefix, decoder)
+        head = causal.get_output_embeddings()
+        width = getattr(head, "in_features", None) or causal.config.get_text_config().hidden_size
+        self.add_module(HEAD, Head(width, 1, bias=bias, device="meta", dtype=torch.float32))
+
+    @property
+    def decoder(self) -> PreTrainedModel:
+        """The layers."""
+        return cast(PreTrainedModel, getattr(self, self._prefix))
+
+    def forward(self, places: torch.Tensor, *, probe: bool = False, **inputs: Any) -> torch.Tensor:
+        """The values at some places of the flattened rows: float32 [L].
+
+        Args:
+            places: int64 [L].
+            probe: give a number that depends on the hidden state alone, and not on the head.
+            inputs: of the layers.
+        """
+        hidden = self.decoder(use_cache=False, **inputs).last_hidden_state.flatten(0, -2)[places]
+        if probe:
+            hidden = F.layer_norm(hidden.float(), hidden.shape[-1:])
+            return hidden[:, ::2].sum(-1) / hidden.shape[-1] ** 0.5
+        return self.get_output_embeddings()(hidden)[:, 0].clone()  # FSDP2 puts hooks on it, and not on views
+
+    @property
+    def has_bias(self) -> bool:
+        """Whether the head has one."""
+        return self.get_output_embeddings().bias is not None
+
+    @property
+    def config(self) -> Any:
+        """The layers' configuration."""
+        return self.decoder.config
+
+    def get_input_embeddings(self) -> nn.Module:
+        """What turns tokens into vectors."""
+        return self.decoder.get_input_embeddings()
+
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head."""
+        return cast(nn.Linear, getattr(self, HEAD))
+
+    def set_attn_implementation(self, name: str) -> None:
+        """Let the layers compute attention by this name."""
+        self.decoder.set_attn_implementation(name)
+
+    def _can_set_attn_implementation(self) -> bool:
+        return self.decoder._can_set_attn_implementation()
+
+    def gradient_checkpointing_enable(self, how: dict[str, Any]) -> None:
+        """Recompute activations in the backward pass."""
+        self.decoder.gradient_checkpointing_enable(how)
+
+
+class ValuedModel(Trained):
+    """A model of values that is trained."""
+
+    values: ValueModel
+    _layout: Layout
+    _begins_as: Path | None = None
+    """The folder of the weights with which a run begins; None: the policy's."""
+
+    def begin(self, folder: Path) -> None:
+        """Take the layers, and the head if there is one; otherwise all values are 0 at first."""
+        folder = self._begins_as or folder
+        stored = FORMATS["hf"].read(folder).tensors[MODEL].keys()
+        heads = {WEIGHT, BIAS}
+        wanted = {
+            name: tensor
+            for name, tensor in at_places(self._tensors(), self._layout.find(stored)).items()
+            if name in stored or name not in heads
+        }
+        with torch.no_grad():
+            for parameter in self.values.get_output_embeddings().parameters():
+                parameter.zero_()
+        try:
+            read_tensors(folder, wanted, "model")
+        except CheckpointError as error:
+            raise UsageError(f"the model can't begin as {folder}: {error}") from None
+
+    def loaded(self, folder: Path) -> Mapping[str, Stored]:
+        """All of it, as a checkpoint holds it."""
+        return self.saved()
+
+    def saved(self) -> Mapping[str, Stored]:
+        """All of it, by the hub's names."""
+        return at_places(self._tensors(), self._layout.places)
+
+    def constant(self) -> Collection[str]:
+        """Nothing: all of it is trained."""
+        return ()
+
+    def _tensors(self) -> dict[str, torch.Tensor]:
+        state = self.values.state_dict()
+        return {place.name: state[place.name] for place in self._layout.places.values()}
+
+
+class Critic(ValuedModel):
+    """PPO's, beside the policy."""
+
+    def __init__(
+        self,
+        folder: Path,
+        begins_as: Path | None,
+        config: TrainerConfig,
+        group: RankGroup,
+        *,
+        bias: bool = True,
+    ):
+        """Make the model that `folder` describes, its weights not yet loaded.
+
+        Args:
+            begins_as: the folder of the weights with which a run begins; None: the policy's.
+            bias: whether the head has one.
+        """
+        assert config.critic is not None
+        whole = config.model_copy(update={"freeze": [], "lora": None})
+        module = build_model(folder, whole, group.mesh, remade=partial(ValueModel, bias=bias))
+        self.values = cast(ValueModel, module)
+        optimizer = make_optimizer(module.named_parameters(), config.critic.optimizer)
+        super().__init__(module, optimizer, weights_stem=CRITIC, optimizer_stem=CRITIC_OPTIMIZER)
+        self._begins_as = begins_as
+        self._layout = layout_of_values(self.values)
+
+    def beside(self) -> Mapping[str, bytes]:
+        """Its config.json, with which transformers opens the folder if it has such a model."""
+        return _about(self.values)
+
+
+def layout_of_values(values: ValueModel) -> Layout:
+    """The hub's names of the layers, and the head's."""
+    return value_layout(values.config, bias=values.has_bias)
+
+
+def _about(values: ValueModel) -> dict[str, bytes]:
+    """The config.json of a model for token classification with one label."""
+    return {"config.json": value_config(values.config, bias=values.has_bias)}
+
+
+class Valuer:
+    """Values of micro-batches' learned tokens under a model whose weights may change in between."""
+
+    rows: Rows
+    """How samples lie in the rows of micro-batches."""
+
+    attention: Attention
+    """The attention of the layers."""
+
+    def __init__(self, model: ValueModel):
+        """Take the layers' own attention, and rows as most models need them; `prove` finds out."""
+        self.model = model
+        self.rows = BY_POSITIONS
+        self.attention = dense(cast(PreTrainedModel, model))
+
+    def attend(self, attention: Attention) -> None:
+        """Let the layers compute with this attention from now on."""
+        attention.use(cast(PreTrainedModel, self.model))
+        self.attention = attention
+
+    def values(self, micro: MicroBatch) -> torch.Tensor:
+        """Of the states that the learned tokens were sampled in: float32 [L].
+
+        Args:
+            micro: on the model's device.
+        """
+        return self._run(micro, probe=False)
+
+    def logprobs(self, micro: MicroBatch, temperature: float) -> torch.Tensor:
+        """What the self-check compares, in the form of `Scorer.logprobs`: numbers of the hidden states.
+
+        Values themselves would not do, since a head that has learned nothing gives 0 everywhere.
+        """
+        numbers = self._run(micro, probe=True)
+        everywhere = numbers.new_zeros(micro.input_ids.numel()).index_copy(0, micro.learned, numbers)
+        return everywhere.view_as(micro.input_ids)[:, 1:]
+
+    def _run(self, micro: MicroBatch, *, probe: bool) -> torch.Tensor:
+        ids, positions = micro.input_ids, micro.position_ids
+        more = self.rows.arguments(self.model.config, positions) | self.attention.arguments(micro)
+        places = micro.learned - 1
+        return self.model(places, probe=probe, input_ids=ids, position_ids=positions, **more)
+
+    def prove(self, config: TrainerConfig, group: RankGroup, first: Rows) -> None:
+        """Find out how samples must lie in rows, once the weights are loaded; all ranks call it.
+
+        Args:
+            first: to try first.
+
+        Raises:
+            UsageError: the model can't be trained rightly.
+        """
+        precision = config.precision.settled(gpu=group.device.type == "cuda")
+        device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
+        kernel, _ = choose(config.attention, self.model.decoder, device)
+        self.rows = find_rows(
+            self,
+            group,
+            rounding=precision.rounding,
+            must_pass=config.self_check,
+            first=first.name,
+            kernel=kernel,
+            must_be_kernel=kernel is not None and config.attention != "auto",
+        )

@@ -1,0 +1,347 @@
+"""Saving a trainer's state while training goes on."""
+
+import hashlib
+import importlib.metadata
+import json
+import logging
+import platform
+import secrets
+import socket
+import time
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, Protocol
+
+from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.dtypes import DTYPE_NAMES
+from cairn.checkpoint.manifest import Origin
+from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.saver import Saved, SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.run.machine import available_memory, bytes_of
+from cairn.run.rewinds import to_json
+from cairn.trainer.models.model import companions
+from cairn.trainer.saving.save_times import SaveTimes
+from cairn.trainer.saving.waiting import AllWaiting
+from cairn.trainer.task import Context
+
+logger = logging.getLogger(__name__)
+
+STAGING_SHARE = 0.8
+"""Part of a host's available memory that copies of its ranks' states may take."""
+PACKED = ("trainer",)
+"""Folders of a step whose tensors `ckpt.compress` compresses; model/ must open in other programs."""
+PACKAGES = ("cairn", "torch", "transformers", "ray", "safetensors")
+
+
+class Checkpoints(Protocol):
+    """What the training loop asks for when it comes to saving; all ranks ask together."""
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after `step`; `last` if it must be saved in any case."""
+        ...
+
+    def overdue(self) -> bool:
+        """Whether the last save was too long ago, by this rank's clock."""
+        ...
+
+    def others_saved(self, step: int) -> bool:
+        """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
+        ...
+
+    def in_time(self, step: int) -> bool:
+        """Whether a run that is asked to stop has the time to save `step`; the same on all ranks."""
+        ...
+
+    def prepare(self) -> None:
+        """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
+        ...
+
+    def before_update(self) -> None:
+        """Return once the weights and the optimiser's state have been copied."""
+        ...
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Save the current step, whose metrics these are."""
+        ...
+
+    def wait(self) -> None:
+        """Wait for the save in progress; `check` tells of it.
+
+        Raises:
+            CheckpointError: it failed.
+        """
+        ...
+
+    def metrics(self) -> Mapping[str, float]:
+        """What a step's row says of the checkpoints; known to rank 0 only."""
+        ...
+
+    def check(self) -> list[Saved]:
+        """The saves completed since the last call.
+
+        Raises:
+            CheckpointError: a save has failed.
+        """
+        ...
+
+    def finish(self) -> list[Saved]:
+        """Wait for the last save, and end; the saves completed since the last `check`."""
+        ...
+
+    def abandon(self) -> None:
+        """End, and give up a save that is under way."""
+        ...
+
+
+class NoCheckpoints:
+    """Of a run that saves nothing."""
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Never."""
+        return False
+
+    def overdue(self) -> bool:
+        """Never."""
+        return False
+
+    def others_saved(self, step: int) -> bool:
+        """There is no checkpoint of which they could be parts."""
+        return False
+
+    def in_time(self, step: int) -> bool:
+        """Nothing takes time."""
+        return True
+
+    def prepare(self) -> None:
+        """Nothing is needed."""
+
+    def before_update(self) -> None:
+        """Nothing is being copied."""
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """It is never due."""
+        raise AssertionError("a run without checkpoints saves nothing")
+
+    def wait(self) -> None:
+        """None is in progress."""
+
+    def metrics(self) -> Mapping[str, float]:
+        """Nothing."""
+        return {}
+
+    def check(self) -> list[Saved]:
+        """None."""
+        return []
+
+    def finish(self) -> list[Saved]:
+        """None."""
+        return []
+
+    def abandon(self) -> None:
+        """There is nothing to give up."""
+
+
+def make_checkpoints(context: Context, parent: Origin | None, others: tuple[str, ...]) -> Checkpoints:
+    """What saves the run's checkpoints; all ranks call it.
+
+    Args:
+        parent: the checkpoint that the run goes on from.
+        others: the parts of each checkpoint that other roles write.
+    """
+    ckpt = context.state.config.ckpt
+    return TrainerCheckpoints(context, ckpt, parent, others) if ckpt else NoCheckpoints()
+
+
+def host_share(wanted: int, ranks: Sequence[tuple[int, int]]) -> int:
+    """The bytes that one rank of a host may take, of the `wanted`.
+
+    Args:
+        ranks: of each rank of the host, the bytes that it needs, and those that it found available.
+    """
+    needed, available = sum(rank[0] for rank in ranks), min(rank[1] for rank in ranks)
+    usable = int(STAGING_SHARE * available)
+    return wanted if needed <= usable else usable * wanted // needed
+
+
+class TrainerCheckpoints:
+    """Saves a trainer's state, off the training loop's critical path."""
+
+    def __init__(self, context: Context, ckpt: CkptConfig, parent: Origin | None, others: tuple[str, ...]):
+        """Prepare to save; see `make_checkpoints`.
+
+        The run's metrics are durable before a checkpoint of their step exists. Its batches are removed once
+        there is a checkpoint of a later step.
+        """
+        self.state = state = context.state
+        self.store = CheckpointStore(context.run.checkpoints)
+        self.attempt = context.attempt
+        self.parent = parent
+        self.recipe = context.recipe
+        self._ckpt = ckpt
+        self._others = others if ckpt.training_state else ()
+        self._parts = ["trainer", *self._others] if ckpt.training_state else ["model"]
+        group = state.group
+        self._companions: Mapping[str, bytes] = {}
+        if group.rank == 0:
+            policy = state.policy
+            self._companions = {**companions(policy.module, context.model_folder), **policy.beside()}
+        self._saved_at = time.monotonic()
+        waiting = AllWaiting(context, ckpt)
+        self.metrics = waiting.metrics
+
+        def committed(step: int) -> None:
+            context.run.forget_batches(step)
+            apply_retention(self.store, ckpt, waiting.spare)
+
+        self._times = SaveTimes(context.run, self.store, ckpt, state.config.max_steps)
+        self._saver = Saver(
+            self.store,
+            SavingRank(group.rank, group.world_size, group.gather_objects(secrets.token_hex(8))[0]),
+            roles={part: self.attempt.id for part in self._others},
+            how=SaveOptions(
+                part_timeout=ckpt.part_timeout,
+                read_back=ckpt.verify == "save",
+                room=self._staging_memory,
+                packed=PACKED if ckpt.compress else (),
+                constant=self._constant(),
+                carried=state.policy.carried() if group.rank == 0 else {},
+                parent=Path(context.attempt.resume_from) if context.attempt.resume_from else None,
+            ),
+            before_commit=context.run.metrics.make_durable,
+            after_commit=committed,
+        )
+        self.before_update = self._saver.before_update
+
+    def due(self, step: int, *, last: bool) -> bool:
+        """Whether to save after `step`; `last` if it must be saved in any case."""
+        interval = self._ckpt.interval
+        return last or (interval is not None and step % interval == 0)
+
+    def overdue(self) -> bool:
+        """Whether the last save was too long ago, by this rank's clock."""
+        minutes = self._ckpt.interval_minutes
+        return minutes is not None and time.monotonic() - self._saved_at >= 60 * minutes
+
+    def others_saved(self, step: int) -> bool:
+        """Whether the parts of the other roles for checkpoint `step` are there; the same on all ranks."""
+        here = all(self.store.has_part(step, part, self.attempt.id) for part in self._others)
+        return not self.state.group.any_of(not here)[0]
+
+    def in_time(self, step: int) -> bool:
+        """Whether a run that is asked to stop has the time to save `step`; the same on all ranks."""
+        group = self.state.group
+        late = group.rank == 0 and not self._times.allow(step, saving=self._saver.saving)
+        return not group.any_of(late)[0]
+
+    def prepare(self) -> None:
+        """Allocate what saving needs ahead of the first save; once the optimiser has its state."""
+        if self._ckpt.interval or self._ckpt.interval_minutes:
+            self._saver.prepare(self._tensors())
+
+    def save(self, metrics: Mapping[str, float]) -> None:
+        """Save the current step, whose metrics these are; unless `save_async`, wait for the commit."""
+        state = self.state
+        step = state.progress.step
+        files = {f"model/{name}": content for name, content in self._companions.items()}
+        tensors = self._tensors()
+        if self._ckpt.training_state:
+            record = TrainerRecord(
+                progress=asdict(state.progress),
+                seed=state.config.seed,
+                rows=state.scorer.rows.name,
+                optimizer=type(state.policy.optimizer).__name__,
+                scheduler=state.config.scheduler.model_dump(),
+                recipe=dict(self.recipe),
+                spikes=state.spikes.saved(),
+                position=state.position,
+                validation=state.validation or None,
+                rewinds=to_json(state.rewinds) or None,
+            )
+            files[TRAINER_STATE] = record.to_json()
+            for model in state.models.values():
+                if model is not state.policy:
+                    where = model.weights_stem.rpartition("/")[0]
+                    files |= {f"{where}/{name}": content for name, content in model.beside().items()}
+        self._saver.save(step, tensors, files, self._about(metrics, tensors))
+        self.parent = Origin(run_id=self.attempt.run_id, step=step)
+        if not self._ckpt.save_async:
+            self._saver.finish()
+        self._saved_at = time.monotonic()
+
+    def wait(self) -> None:
+        """Wait for the save in progress; see `Saver.finish`."""
+        self._saver.finish()
+
+    def check(self) -> list[Saved]:
+        """The saves completed since the last call; see `Saver.check`."""
+        saved = self._saver.check()
+        if self.state.group.rank == 0:
+            self._times.note(saved)
+        return saved
+
+    def finish(self) -> list[Saved]:
+        """Wait for the last save, and end; the saves completed since the last `check`."""
+        self._saver.finish()
+        saved = self.check()
+        self._saver.close()
+        return saved
+
+    def abandon(self) -> None:
+        """End, and give up a save that is under way."""
+        self._saver.abandon()
+
+    def _staging_memory(self, wanted: int) -> int:
+        """How many bytes of host memory this rank's copy of its state may have, of the `wanted`.
+
+        The ranks of a host share what is available there; all ranks call this together.
+        """
+        if self._ckpt.staging_memory:
+            return bytes_of(self._ckpt.staging_memory)
+        host = socket.gethostname()
+        ranks = self.state.group.gather_objects((host, wanted, available_memory()))
+        room = host_share(wanted, [(needed, available) for name, needed, available in ranks if name == host])
+        if room < wanted:
+            logger.warning(
+                "the state to save takes %.1f GB of this rank, and %s has room for %.1f GB: it is saved in "
+                "pieces, for which training waits; more host memory, or more hosts, avoid that",
+                wanted / 1e9,
+                host,
+                room / 1e9,
+            )
+        return room
+
+    def _constant(self) -> dict[str, Collection[str]]:
+        """The tensors that are the same in all steps and need not be written each time, by stem."""
+        if not self._ckpt.incremental:
+            return {}
+        models = self.state.models.values() if self._ckpt.training_state else [self.state.policy]
+        constant = {model.weights_stem: names for model in models if (names := model.constant())}
+        if not constant:
+            logger.warning("ckpt.incremental saves nothing here: all weights are trained; see --freeze")
+        return constant
+
+    def _tensors(self) -> Tensors:
+        return self.state.tensors(weights_only=not self._ckpt.training_state)
+
+    def _about(self, metrics: Mapping[str, float], tensors: Tensors) -> dict[str, Any]:
+        recipe = json.dumps({key: self.recipe[key] for key in sorted(self.recipe.keys() - {"changes"})})
+        versions = {package: importlib.metadata.version(package) for package in PACKAGES}
+        return {
+            "run_id": self.attempt.run_id,
+            "attempt": self.attempt.number,
+            "branch": self.attempt.branch,
+            "parts": self._parts,
+            "parent": self.parent,
+            "world_size": self.state.group.world_size,
+            "dtypes": {
+                stem: "+".join(sorted({DTYPE_NAMES[tensor.dtype] for tensor in named.values()}))
+                for stem, named in tensors.items()
+            },
+            "metrics": metrics,
+            "versions": versions | {"python": platform.python_version()},
+            "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
+        }
