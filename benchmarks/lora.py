@@ -108,7 +108,9 @@ def measure(
         for source in FORMATS["peft"].read(version).tensors[MODEL].values():
             read_tensor(source)
         report["merge_s"] = round(time.perf_counter() - started, 3)
-        copies = AdapterCopies(str(base), torch.float32, config.lora.rank if config.lora else 0, folder)
+        copies = AdapterCopies(
+            str(base), torch.float32, config.lora.rank if config.lora else 0, folder / "copies"
+        )
         copies.add(str(version))  # which reads the base once
         started = time.perf_counter()
         copies.add(str(version))

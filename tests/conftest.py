@@ -15,7 +15,7 @@ UNIT = Path(__file__).parent / "unit"
 TOGETHER = {
     "remote": ["test_remote"],
     "restart": ["test_restart", "test_chaos"],
-    "rl": ["test_rl", "test_tools_run", "test_disagreement", "test_api_runs"],
+    "rl": ["test_rl", "test_served_adapters", "test_tools_run", "test_disagreement", "test_api_runs"],
     "inference": ["test_inference", "test_pool", "test_sleep"],
 }
 """Files of which one of pytest's processes runs all tests, since they share a server; those that take longest

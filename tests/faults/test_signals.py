@@ -82,8 +82,7 @@ CASES = [
     Case(HUP, "key", "terminal"),
     Case(INT, "key", "uv run in a terminal"),
     Case(HUP, "all", run="sft on 2 ranks"),
-    Case(TERM, "all", run="rl"),
-    *(
+    *(  # tests/integration/test_rl.py has one of rl
         pytest.param(replace(case, goes_on=True), marks=SOAK)
         for case in [
             Case(INT, "launcher", "timeout"),
@@ -95,6 +94,7 @@ CASES = [
             Case(TERM, "all", "nohup"),
             Case(TERM, "all but the script", "batch script"),
             Case(INT, "key", "terminal", "rl"),
+            Case(TERM, "all", run="rl"),
             Case(HUP, "all", run="rl", then=TERM),
             Case(TERM, "all but the script", "batch script", "rl"),
             Case(TERM, "group", "uv run", "rl"),
@@ -228,14 +228,12 @@ def test_a_stop_before_the_first_step(shell: Shell, tmp_path: Path, role: str):
     arguments = (*SFT, "--ckpt", "--max-steps", 3, "--output-dir", run)
     with shell.start(*arguments) as command:
         command.wait_until(lambda: role_runs(run, role))
-        began = time.monotonic()
         command.process.send_signal(TERM)
         finished = command.finish()
-        assert time.monotonic() - began < 15
         command.assert_nothing_survives()
     assert finished.code == 75, finished.output
     assert "stopped before step 1: nothing is lost. The same command starts again" in finished.output
-    assert not steps(run)
+    assert (steps(run), rows(run)) == ([], []), "it stopped at once"
     if role == "trainer_rank0":
         assert "done: step 3" in shell.succeed(*arguments)
 
@@ -246,13 +244,12 @@ def test_a_stop_while_the_server_loads(shell: Shell, tmp_path: Path):
     arguments = command_of(Case(TERM, "launcher", run="rl"), run, tmp_path)
     with shell.start(*arguments, "--max-steps", 3, "--ckpt") as command:
         command.wait_until((run / "logs" / "vllm.log").exists)
-        began = time.monotonic()
         command.process.send_signal(HUP)
         finished = command.finish()
-        assert time.monotonic() - began < 15
         command.assert_nothing_survives()
     assert finished.code == 75, finished.output
     assert "stopped before step 1: nothing is lost" in finished.output
+    assert "startup complete" not in (run / "logs" / "vllm.log").read_text(), "it waited for the server"
 
 
 def writers(command: Command) -> list[int]:

@@ -525,7 +525,9 @@ def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
     )
     with shell.start(*arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 5)
-        command.family()
+        roles = read(run / "roles.json")
+        assert states(roles) == dict.fromkeys((*ROLES, "trainer_rank1"), "running")
+        assert {role["pid"] for role in roles["roles"].values()} <= {pid for pid, _ in command.family()}
         command.process.kill()
         command.process.wait()
         command.assert_nothing_survives()
@@ -588,18 +590,23 @@ def test_policies_in_bfloat16_are_the_same_to_servers_after_a_resume(
 
 
 def test_a_run_with_a_server_of_its_own_leaves_no_process_behind(shell: Shell, tmp_path: Path):
-    """`rl @ rl.toml` needs nothing else; one Ctrl-C saves both parts of the step that was done last."""
+    """`rl @ rl.toml` needs nothing else; SIGTERM to all processes saves both parts of the step done last."""
     port, run = free_port(), tmp_path / "run"
     arguments = ("--max-steps", 100_000, "--ckpt", "--output-dir", run, "--inference.port", port)
     with shell.start("rl", "@", f"{CONFIGS}/rl.toml", *arguments) as command:
         command.wait_until(lambda: len(rows(run)) >= 2)
-        command.process.send_signal(signal.SIGINT)
+        for pid in (command.process.pid, *(pid for pid, _ in command.family())):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGTERM)
         finished = command.finish()
         assert finished.code == 75, finished.output
         assert "vllm" in (run / "logs" / "vllm.log").read_text()
         command.assert_nothing_survives()
     (step,) = steps(run)
+    assert f"stopped at step {step}, saved in" in finished.output
+    assert "started again" not in finished.output.partition("stopping at the next step boundary")[2]
     whole_rows(run, step)
+    assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
     assert read(step_folder(run, step) / "manifest.json")["parts"] == ["trainer", "orchestrator"]
     expected = dict.fromkeys(("inference", *ROLES), "stopped")
     assert states(read(run / "roles.json")) == expected

@@ -339,19 +339,6 @@ def test_weights_alone_after_each_step(shell: Shell, sft: tuple, straight: Path,
     assert f"--model.name {step_folder(run, 22)}" in refused.output
 
 
-def test_no_process_outlives_a_killed_launcher(shell: Shell, sft: tuple, tmp_path: Path):
-    """SIGKILL of the command in the middle of training on two ranks."""
-    run = tmp_path / "run"
-    with shell.start(*sft, "--workers", 2, "--max-steps", 100_000, "--output-dir", run) as command:
-        command.wait_until(lambda: rows(run))
-        trainer = read(run / "roles.json")["roles"]["trainer"]
-        assert trainer["state"] == "running"
-        assert trainer["pid"] in {pid for pid, _ in command.family()}
-        command.process.kill()
-        command.process.wait()
-        command.assert_nothing_survives()
-
-
 def test_a_killed_run_goes_on_in_each_of_its_data_sets(shell: Shell, data: Path, tmp_path: Path):
     """One of them a stream: SIGKILL of the whole run, and on bit for bit from the newest step."""
     one, two, mix = tmp_path / "one.jsonl", tmp_path / "two.jsonl", tmp_path / "mix.toml"

@@ -1,0 +1,40 @@
+"""Adapters that a real server computes beside its model, with a killed run."""
+
+import signal
+from pathlib import Path
+
+import pytest
+from runs import CONFIGS, Shell, free_port, rows, step_folder, untimed, whole_rows
+from safetensors.torch import load_file
+
+from cairn.run.directory import RunDirectory
+
+pytestmark = pytest.mark.timeout(900)
+
+
+def test_a_server_computes_adapters_beside_the_base(shell: Shell, trained: Path, tmp_path: Path):
+    """Each policy is the trainer's; a killed run and its server, started again, go on to the bit."""
+    port, run = free_port(), tmp_path / "run"
+    arguments = (
+        *("rl", "@", f"{CONFIGS}/rl.toml", "--model.name", step_folder(trained, 200), "--output-dir", run),
+        *("--ckpt.interval", 2, "--inference.port", port, "--inference.dtype", "float32"),
+        *("--trainer.lora.serve", "unmerged", "--trainer.lora.rank", 4, "--trainer.optimizer.lr", 3e-3),
+    )
+    with shell.start(*arguments, "--max-steps", 1000) as command:
+        command.wait_until(lambda: len(rows(run)) >= 3)
+        command.process.send_signal(signal.SIGKILL)
+        command.finish()
+        command.assert_nothing_survives()
+    before = rows(run)
+    shell.succeed(*arguments, "--max-steps", len(before) + 2, "--ckpt.resume", "auto")
+    found = whole_rows(run, len(before) + 2)
+    assert untimed(found[: len(before)]) == untimed(before)
+    assert all(row["mismatch/logprob_max"] < 1e-4 for row in found)
+    assert {row["servers/quarantined"] for row in found} == {0}
+    assert "no violation" in shell.succeed("ckpt", "audit", run)
+
+    version = RunDirectory(run).versions.folder(len(found))
+    assert {path.name for path in version.glob("*.safetensors")} == {"adapter_model.safetensors"}
+    adapter = load_file(version / "adapter_model.safetensors")
+    assert any(tensor.abs().max() > 1e-3 for name, tensor in adapter.items() if ".lora_B." in name)
+    assert "Loaded new LoRA adapter" in (run / "logs" / "vllm.log").read_text()
