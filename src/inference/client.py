@@ -17,6 +17,7 @@ from urllib.parse import urlsplit
 import httpx
 from httpx_aiohttp import HttpxAiohttpClient
 
+from cairn.inference.answers import check_answered_by, generation_spans, naming, read_generation
 from cairn.inference.backoff import Backoff
 from cairn.policy.errors import (
     ServerAsleep,
@@ -25,7 +26,7 @@ from cairn.policy.errors import (
     WeightsGone,
     WeightsRefused,
 )
-from cairn.policy.generation import Generation, SamplingParams, ServedAdapter, VersionSpan
+from cairn.policy.generation import Generation, SamplingParams, ServedAdapter
 from cairn.run.errors import CairnError
 
 TOKEN_VARIABLE = "CAIRN_INFERENCE_TOKEN"
@@ -269,13 +270,13 @@ class InferenceClient:
         }
         # While the server works, only the text of the request is held.
         request = {"token_ids": [*prompt_ids], "sampling_params": sampling, "cache_salt": cache_salt}
-        answer = await self._request("POST", "/inference/v1/generate", _json(request | _named(adapter)))
+        answer = await self._request("POST", "/inference/v1/generate", _json(request | naming(adapter)))
         with self._expecting(f"{params.n} choices", answer):
-            _check_answered_by(adapter, answer)
+            check_answered_by(adapter, answer)
             choices = sorted(answer["choices"], key=lambda choice: choice["index"])
             if len(choices) != params.n:
                 raise ValueError(f"{len(choices)} choices")
-            return [_generation(choice, adapter) for choice in choices]
+            return [read_generation(choice, adapter) for choice in choices]
 
     async def score(
         self, token_ids: list[int], version: str, *, adapter: ServedAdapter | None = None
@@ -288,15 +289,15 @@ class InferenceClient:
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
-        answer = await self._request("POST", "/inference/v1/generate", _json(body | _named(adapter)))
+        answer = await self._request("POST", "/inference/v1/generate", _json(body | naming(adapter)))
         with self._expecting("prompt logprobs", answer):
             found = answer["prompt_logprobs"][1:]
             logprobs = [
                 float(at[str(token)]["logprob"]) for token, at in zip(token_ids[1:], found, strict=True)
             ]
-            _check_answered_by(adapter, answer)
+            check_answered_by(adapter, answer)
             (choice,) = answer["choices"]
-            spans = _generation_spans(choice, adapter)
+            spans = generation_spans(choice, adapter)
         if any(span.version != version for span in spans):
             raise ServerUnavailable(f"{self.url} scored with weights {spans}, not {version!r}")
         return logprobs
@@ -384,45 +385,3 @@ class InferenceClient:
 
 def _json(value: dict[str, Any]) -> bytes:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False).encode()
-
-
-def _named(adapter: ServedAdapter | None) -> dict[str, str]:
-    """What a request has to say to be answered from an adapter."""
-    return {} if adapter is None else {"model": adapter.name}
-
-
-def _check_answered_by(adapter: ServedAdapter | None, answer: dict[str, Any]) -> None:
-    """Raise ValueError unless an answer comes from the adapter that its request has named."""
-    if adapter is not None and answer["model"] != adapter.name:
-        raise ValueError(f"an answer from {answer['model']} instead of {adapter.name}")
-
-
-def _generation_spans(choice: dict[str, Any], adapter: ServedAdapter | None) -> list[VersionSpan]:
-    """Which policies the tokens of a choice come from.
-
-    Of an adapter's, vLLM tells the version of the weights beside it.
-    """
-    if adapter is not None:
-        return [VersionSpan(adapter.version, 0, len(choice["token_ids"]))] if choice["token_ids"] else []
-    return [VersionSpan(**span) for span in choice["weight_versions"] or []]
-
-
-def _generation(choice: dict[str, Any], adapter: ServedAdapter | None) -> Generation:
-    """A choice of the server's answer.
-
-    Raises:
-        ValueError, KeyError, TypeError: it is not whole: a token lacks its logprob or its version.
-    """
-    token_ids = choice["token_ids"]
-    logprobs = [token["logprob"] for token in (choice["logprobs"] or {}).get("content") or []]
-    spans = _generation_spans(choice, adapter)
-    if len(logprobs) != len(token_ids):
-        raise ValueError(f"{len(logprobs)} logprobs of {len(token_ids)} tokens")
-    covered = 0
-    for span in spans:
-        if span.start != covered:
-            raise ValueError(f"no weight version of token {covered}")
-        covered = span.end
-    if covered != len(token_ids):
-        raise ValueError(f"weight versions of {covered} tokens out of {len(token_ids)}")
-    return Generation(token_ids, logprobs, spans, choice["finish_reason"])
