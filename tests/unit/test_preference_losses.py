@@ -16,7 +16,7 @@ from cairn.config.pair_loss import AnyPairLossConfig
 from cairn.run.batches import Sample
 from cairn.trainer.losses import REFERENCE, SIDE, LossInputs, LossSums, make_loss
 from cairn.trainer.losses.examples import POINT
-from cairn.trainer.packing import BatchCounts, fill_rows
+from cairn.trainer.packing import BatchCounts, MicroBatch, fill_rows
 
 
 def loss_of(section: dict[str, Any]):
@@ -36,6 +36,24 @@ def made(seed: int) -> tuple[list[torch.Tensor], list[float]]:
     return [one.requires_grad_() for one in logprobs], references
 
 
+def through_rows(
+    loss: Any, micro: MicroBatch, rows: Any, logprobs: list[torch.Tensor]
+) -> tuple[LossSums, list[torch.Tensor]]:
+    """The loss of samples that lie in `rows`, and the gradient of each answer's tokens."""
+    values, places = torch.zeros(micro.input_ids.shape), {}
+    for r, row in enumerate(rows):
+        start = 0
+        for i in row:
+            prompt, n = LENGTHS[i]
+            places[i] = (r, slice(start + prompt - 1, start + prompt + n - 1))
+            values[r, start + prompt : start + prompt + n] = logprobs[i].detach().float()
+            start += prompt + n
+    given = values[:, 1:].clone().requires_grad_()
+    sums = loss(LossInputs.of(given, micro))
+    sums.loss.backward()
+    return sums, [given.grad[places[i]] for i in range(len(LENGTHS))]
+
+
 def of_cairn(
     loss: Any,
     logprobs: list[torch.Tensor],
@@ -52,19 +70,9 @@ def of_cairn(
         filled = {k: np.full(prompt + n, v, np.float32) for k, v in columns.items()}
         samples.append(Sample(sample.token_ids, sample.loss_mask & bool(side), filled))
     micro = fill_rows([[samples[i] for i in row] for row in rows], 0, [SIDE, REFERENCE], together=2)
-    values, places = torch.zeros(micro.input_ids.shape), {}
-    for r, row in enumerate(rows):
-        start = 0
-        for i in row:
-            prompt, n = LENGTHS[i]
-            places[i] = (r, slice(start + prompt - 1, start + prompt + n - 1))
-            values[r, start + prompt : start + prompt + n] = logprobs[i].detach().float()
-            start += prompt + n
-    given = values[:, 1:].clone().requires_grad_()
-    sums = loss(LossInputs.of(given, micro))
-    sums.loss.backward()
+    sums, gradients = through_rows(loss, micro, rows, logprobs)
     counts = BatchCounts(samples=6, tokens=42, learned=24, cut=0, unlearned=2 * len(left_out), records=3)
-    return sums, loss.normaliser(counts), [given.grad[places[i]] for i in range(len(LENGTHS))]
+    return sums, loss.normaliser(counts), gradients
 
 
 def log_sigmoid(x: torch.Tensor) -> torch.Tensor:
@@ -170,18 +178,8 @@ def of_cairn_one_by_one(
         samples.append(Sample(sample.token_ids, sample.loss_mask & bool(SIDES[i]), filled))
     micro = fill_rows([[samples[i] for i in row] for row in rows], 0, [SIDE, REFERENCE])
     micro.columns[POINT] = torch.full(micro.input_ids.shape, point)
-    values, places = torch.zeros(micro.input_ids.shape), {}
-    for r, row in enumerate(rows):
-        start = 0
-        for i in row:
-            prompt, n = LENGTHS[i]
-            places[i] = (r, slice(start + prompt - 1, start + prompt + n - 1))
-            values[r, start + prompt : start + prompt + n] = logprobs[i].detach().float()
-            start += prompt + n
-    given = values[:, 1:].clone().requires_grad_()
-    sums = loss(LossInputs.of(given, micro))
-    sums.loss.backward()
-    return sums, [given.grad[places[i]] for i in range(len(LENGTHS))]
+    sums, gradients = through_rows(loss, micro, rows, logprobs)
+    return sums, gradients
 
 
 KTO_SETTINGS = {"beta": 0.3, "desirable_weight": 1.5, "undesirable_weight": 0.5}
