@@ -126,7 +126,7 @@ class Servers:
     log: Path | None = None
     """Where each request's seed is written, from whichever process."""
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Seed and context of each request."""
+    """Seed and context of each request that was answered; whatever ends a process cuts off those in flight."""
     keep: bool = True
 
     async def serve(self, folder: str, version: str, **_: object) -> None:
@@ -142,12 +142,12 @@ class Servers:
         self, prompt_ids: Sequence[int], params: SamplingParams, *, affinity: int, versions: Collection[str]
     ) -> list[Generation]:
         assert params.n == 1
-        if self.keep:
-            self.asked.append((params.seed or 0, list(prompt_ids)))
         if self.log:
             with open(self.log, "a") as file:
                 file.write(f"{params.seed}\n")
         await asyncio.sleep(self.pause())
+        if self.keep:
+            self.asked.append((params.seed or 0, list(prompt_ids)))
         # Whether an answer goes on depends on all of it, so that pieces add up to what one request had given.
         draw = (params.seed or 0) + sum(prompt_ids)
         length = 1 + draw % self.longest
