@@ -74,7 +74,7 @@ class InferenceConfig(CommandConfig):
     max_lora_rank: int | None = Field(default=None, ge=1, le=MAX_RANK)
     """Take only adapters, up to this rank, and compute them unmerged; rl sets it by lora.serve."""
     max_loras: int = Field(default=4, ge=1)
-    """Policies that one batch may hold answers of (with max_lora_rank); answers of further ones wait."""
+    """Policies that one batch may hold answers of (with max_lora_rank); rl raises it if it needs more."""
     vllm_args: list[str] = []
     """Further arguments for vLLM's server, passed on unchanged."""
 

@@ -103,10 +103,16 @@ class RLConfig(SharedConfig, SupervisionConfig):
     def _own_servers_compute_adapters(self) -> Self:
         """Set what the servers need that the run starts, in whatever way it does."""
         if self.trainer.lora and self.trainer.lora.serve == "unmerged":
-            rank = self.inference.max_lora_rank or self.trainer.lora.rank
-            inference = self.inference.model_copy(update={"max_lora_rank": rank})
+            rank, loras = self.inference.max_lora_rank or self.trainer.lora.rank, self.inference.max_loras
+            values = {"max_lora_rank": rank, "max_loras": max(loras, self.versions_in_flight)}
+            inference = self.inference.model_copy(update=values)
             object.__setattr__(self, "inference", inference)
         return self
+
+    @property
+    def versions_in_flight(self) -> int:
+        """Policies of which a server may have answers in progress: those in use, and the one being loaded."""
+        return self.orchestrator.max_off_policy_steps + 2
 
     def settled(self, *, gpu: bool, gpu_servers: bool) -> Self:
         roles = {role: getattr(self, role).settled(gpu=gpu, gpu_servers=gpu_servers) for role in ROLES}

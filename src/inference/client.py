@@ -76,6 +76,10 @@ class ServerStatus:
     """The name that a request has to give to be answered from `weight_version`; None: it needs none."""
     max_lora_rank: int | None = None
     """Largest rank of the adapters that it computes beside its model; None: it merges them."""
+    max_loras: int | None = None
+    """Of how many adapters one batch may hold requests; None: it merges them, or is of an earlier version."""
+    base: dict[str, str] | None = None
+    """Samples of the model that it computes them beside (`inference.base_model`); None: likewise."""
 
     @property
     def served_adapter(self) -> ServedAdapter | None:

@@ -3,9 +3,7 @@
 Everything that can be wrong is checked before anything is started or written.
 """
 
-import asyncio
 import dataclasses
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
@@ -16,14 +14,13 @@ from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
-from cairn.config.trainer import TrainerConfig
 from cairn.inference.build import installed_build, serves_on_gpus
-from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.launch.attempt import begin
 from cairn.launch.beside_policy import with_models_beside
 from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
+from cairn.launch.given_servers import check_bases, gpus_of_servers, with_servers
 from cairn.launch.machine.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.machine.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.machine.settling import settle
@@ -49,19 +46,16 @@ from cairn.orchestrator.environments import (
 from cairn.orchestrator.following import AttemptOver
 from cairn.orchestrator.identity import orchestrator_recipe
 from cairn.orchestrator.parsers import check_parsers
-from cairn.policy.errors import ServerUnavailable
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.file_system import remarks
-from cairn.run.machine import Machine, this_machine
+from cairn.run.machine import this_machine
 from cairn.run.output import start_logging
-from cairn.run.waiting import run_async, wait_for
+from cairn.run.waiting import wait_for
 from cairn.trainer.tracking import check_login
 
 CONVERTED = "converted"
 """Name of the folder in the run directory for a model whose weights came in another program's format."""
-ANSWER_SECONDS = 30.0
-"""Seconds that a server has to answer a status request before a run starts."""
 
 
 def start(command: str, config: RunConfig) -> int:
@@ -110,7 +104,7 @@ def start(command: str, config: RunConfig) -> int:
     machine, vllm = this_machine(), installed_build() if serves else "gpu"
     taken: dict[str, str] = {}
     if machine.has_gpus and "inference" in kind.roles:
-        taken = _gpus_of_servers(cast(RLConfig, config), machine)
+        taken = gpus_of_servers(cast(RLConfig, config), machine)
     config, placing = placed(kind, config, machine, vllm, taken)
     check_torch(placing, torch_without_cuda())
     cluster = cluster_of(kind.trainer(config).ray) if placing.in_cluster else None
@@ -123,7 +117,7 @@ def start(command: str, config: RunConfig) -> int:
         print("the server computes on the CPU, for which the installed build of vLLM is made", flush=True)
     roles = list(kind.roles)
     if "inference" in roles:
-        config, roles = _with_servers(cast(RLConfig, config), roles)
+        config, roles = with_servers(cast(RLConfig, config), roles)
 
     def fitted(config: RunConfig, model: str) -> RunConfig:
         if cluster is None:
@@ -132,6 +126,8 @@ def start(command: str, config: RunConfig) -> int:
             server: InferenceConfig = kind.of("inference", config)
             serving = dataclasses.replace(machine, gpus=placing.server)
             refuse_what_can_not_be_served(model, server, serving, kind.flags("inference"))
+        elif "inference" in kind.roles:
+            check_bases(cast(RLConfig, config), model)
         if placing.colocate and placing.trainer:
             config, shares = share_memory(cast(RLConfig, config), model, placing.of_ranks(machine))
             if shares.warning:
@@ -139,58 +135,6 @@ def start(command: str, config: RunConfig) -> int:
         return config
 
     return _see_through(kind, config, chosen, recipe, roles, orchestrator, fitted)
-
-
-def _with_servers(config: RLConfig, roles: list[str]) -> tuple[RLConfig, list[str]]:
-    """The configuration with the servers' addresses and the trainer's towards them, and the roles to start.
-
-    Raises:
-        ServerUnavailable: no server answers at a given address.
-        UsageError: it does not take what the trainer publishes.
-    """
-    urls = config.orchestrator.inference_url
-    if not urls:
-        own = [f"http://{config.inference.host}:{config.inference.port}"]
-        orchestrator = config.orchestrator.model_copy(update={"inference_url": own})
-        return config.model_copy(update={"orchestrator": orchestrator}), roles
-    for url in urls:
-        status = run_async(_check_server(url, _patience(config)))
-        if problem := _problem_with(status, config.trainer):
-            raise UsageError(f"--orchestrator.inference-url {url}: {problem}")
-    return config.towards_servers(), [role for role in roles if role != "inference"]
-
-
-def _problem_with(status: ServerStatus, trainer: TrainerConfig) -> str | None:
-    """Why a server does not take what the trainer publishes; None if it does."""
-    rank = status.max_lora_rank
-    if trainer.lora is None or trainer.lora.serve != "unmerged":
-        if rank is None:
-            return None
-        return (
-            "it was started with --max-lora-rank, and takes nothing but adapters: start it without, or give "
-            '--trainer.lora.serve "unmerged"'
-        )
-    if rank is None or rank < trainer.lora.rank:
-        takes = "merges adapters" if rank is None else f"computes adapters up to rank {rank}"
-        return f'it {takes}, and lora.serve = "unmerged" needs --max-lora-rank {trainer.lora.rank} there'
-    return None
-
-
-def _gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:
-    """The GPUs, by UUID, that the servers at given addresses use, each with its server's address.
-
-    Raises:
-        ServerUnavailable: no server answers at a given address.
-    """
-    patience = _patience(settle(config, machine, gpu_servers=True)[0])
-    urls = config.orchestrator.inference_url
-    return {gpu: url for url in urls for gpu in run_async(_check_server(url, patience)).gpus or ()}
-
-
-def _patience(config: RLConfig) -> float:
-    """Seconds that a given server may take to answer: when a run resumes, it may still be starting."""
-    resumes = config.ckpt is not None and config.ckpt.resumes
-    return (config.orchestrator.server_timeout or 0.0) if resumes else 0.0
 
 
 def _see_through(
@@ -324,28 +268,3 @@ def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
         return orchestrator_recipe(config, *check_environments(config))
     except (BadEnvironment, EnvironmentFailed) as error:
         raise UsageError(str(error)) from None
-
-
-async def _check_server(url: str, patience: float) -> ServerStatus:
-    """Check that the server answers; when a run resumes, its server may still be starting.
-
-    Raises:
-        ServerUnavailable: it did not answer within `patience` seconds.
-    """
-    end = time.monotonic() + patience
-    waiting = False
-    async with InferenceClient(url, timeout=ANSWER_SECONDS, retry_for=0) as client:
-        while True:
-            try:
-                return await client.status()
-            except ServerUnavailable as error:
-                if time.monotonic() > end:
-                    raise
-                if not waiting:
-                    print(
-                        f"waiting for the inference server, at most {patience:g} s "
-                        f"(--orchestrator.server-timeout): {error}",
-                        flush=True,
-                    )
-                waiting = True
-            await asyncio.sleep(0.5)

@@ -269,6 +269,9 @@ def test_servers_of_a_run_compute_adapters_if_they_are_to():
     assert RLConfig(trainer=unmerged).inference.max_lora_rank == 24
     assert RLConfig(trainer=unmerged, inference={"max_lora_rank": 64}).inference.max_lora_rank == 64
     assert RLConfig(trainer={"lora": {"serve": "adapter"}}).inference.max_lora_rank is None
+    for steps, found in ((1, 4), (8, 10)):  # so that no answer waits for those of older policies
+        config = RLConfig(trainer=unmerged, orchestrator={"max_off_policy_steps": steps})
+        assert config.inference.max_loras == found
     with pytest.raises(ValueError, match=r"max_lora_rank = 8 is less than trainer.lora.rank = 24"):
         RLConfig(trainer=unmerged, inference={"max_lora_rank": 8})
     for trainer in ({}, {"lora": {"serve": "adapter"}}):

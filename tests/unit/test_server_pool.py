@@ -13,17 +13,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from runs import DEADLINE
+from safetensors.torch import save_file
 
 from cairn.config.lora import LoraConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.inference.base_model import samples_of
 from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.pool.settings import PoolSettings
-from cairn.launch.commands import _gpus_of_servers, _with_servers
+from cairn.launch.given_servers import check_bases, gpus_of_servers, with_servers
 from cairn.orchestrator.disagreement import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams, VersionSpan
@@ -828,11 +831,11 @@ async def test_given_servers_tell_which_gpus_they_use():
     for server in (told, silent):
         await server.start()
     config = RLConfig(orchestrator=OrchestratorConfig(inference_url=[silent.url, told.url]))
-    found = await asyncio.to_thread(_gpus_of_servers, config, Machine())
+    found = await asyncio.to_thread(gpus_of_servers, config, Machine())
     assert found == {"GPU-a": told.url, "GPU-b": told.url}
     await told.die()
     with pytest.raises(ServerUnavailable):
-        await asyncio.to_thread(_gpus_of_servers, config, Machine())
+        await asyncio.to_thread(gpus_of_servers, config, Machine())
     await silent.die()
 
 
@@ -848,7 +851,7 @@ async def test_given_servers_must_take_what_the_trainer_publishes():
     async def start(**lora: Any) -> None:
         trainer = TrainerConfig(lora=LoraConfig(**lora) if lora else None)
         config = RLConfig(trainer=trainer, orchestrator=OrchestratorConfig(inference_url=[server.url]))
-        await asyncio.to_thread(_with_servers, config, ["trainer", "inference"])
+        await asyncio.to_thread(with_servers, config, ["trainer", "inference"])
 
     await start()
     await start(serve="adapter")
@@ -861,6 +864,40 @@ async def test_given_servers_must_take_what_the_trainer_publishes():
     for lora in ({}, {"serve": "adapter"}):
         with pytest.raises(UsageError, match="takes nothing but adapters: start it without"):
             await start(**lora)
+    server.more_status = {"max_lora_rank": 16, "max_loras": 2}
+    with pytest.raises(UsageError, match="max_off_policy_steps = 1: start it with --max-loras 3"):
+        await start(serve="unmerged", rank=16)
+    server.more_status["max_loras"] = 3
+    await start(serve="unmerged", rank=16)
+    await server.die()
+
+
+@in_loop
+async def test_given_servers_must_hold_the_base_of_adapters(tmp_path: Path):
+    """A copy of it, anywhere; a model of the same shapes and other values is refused, and both are named."""
+    for name, value in (("base", 1.0), ("copy", 1.0), ("tuned", 2.0)):
+        (tmp_path / name).mkdir()
+        weights = {"a": torch.zeros(2000, 2000), "b": torch.full((2000, 100), value)}
+        save_file(weights, tmp_path / name / "model.safetensors")
+    server = FakeServer()
+    await server.start()
+    base = str(tmp_path / "base")
+
+    async def start(serve: str, holds: str | None) -> None:
+        server.more_status = {"model": f"/there/{holds}", "base": holds and samples_of(tmp_path / holds)}
+        trainer = TrainerConfig(lora=LoraConfig.model_validate({"serve": serve}))
+        config = RLConfig(trainer=trainer, orchestrator=OrchestratorConfig(inference_url=[server.url]))
+        await asyncio.to_thread(check_bases, config, base)
+
+    await start("unmerged", "base")
+    await start("unmerged", "copy")
+    await start("unmerged", None)  # of an earlier version, which does not say
+    await start("adapter", "tuned")
+    with pytest.raises(UsageError, match=rf"with /there/tuned, .* model is {base}: they differ in model"):
+        await start("unmerged", "tuned")
+    (tmp_path / "copy" / "model.safetensors").unlink()
+    with pytest.raises(UsageError, match="they differ in model.safetensors"):
+        await start("unmerged", "copy")
     await server.die()
 
 

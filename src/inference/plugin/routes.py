@@ -10,6 +10,7 @@ import time
 import uuid
 from argparse import Namespace
 from collections.abc import Generator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 import vllm
@@ -20,6 +21,7 @@ from vllm.engine.protocol import EngineClient
 from vllm.entrypoints.rl.online.api_router import router as rl_router
 
 from cairn.inference.adapter_folder import adapter_folder
+from cairn.inference.base_model import samples_of
 from cairn.inference.client import ASLEEP, EPOCH_VARIABLE, TOKEN_VARIABLE
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.guard import Guard, failure
@@ -75,6 +77,8 @@ class CairnRoutes:
         # vLLM's arguments hold only what was given; this is also what vLLM has chosen by itself.
         self._max_num_seqs = self._engine.vllm_config.scheduler_config.max_num_seqs
         self._gpus = gpus_of(self._engine.vllm_config)
+        # Weights that are replaced may be any; those that adapters are computed beside must be their base.
+        self._base = samples_of(Path(args.model)) if self._engine.vllm_config.lora_config else None
         self._updates = self._ways_of(args.model, state)
 
     def _ways_of(self, model: str, state: State) -> Updates:
@@ -118,6 +122,8 @@ class CairnRoutes:
             "weight_version": version,
             "adapter": self._updates.adapter,
             "max_lora_rank": lora and lora.max_lora_rank,
+            "max_loras": lora and lora.max_loras,
+            "base": self._base,
             "epoch": self._epoch,
             "model": self._model,
             "paused": paused,
