@@ -126,7 +126,7 @@ class Servers:
     log: Path | None = None
     """Where each request's seed is written, from whichever process."""
     asked: list[tuple[int, list[int]]] = field(default_factory=list)
-    """Seed and context of each request that was answered; whatever ends a process cuts off those in flight."""
+    """Seed and context of each request that was answered; a process that ends cuts off those in flight."""
     keep: bool = True
 
     async def serve(self, folder: str, version: str, **_: object) -> None:
