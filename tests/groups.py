@@ -1,0 +1,51 @@
+"""Which tests share one of pytest's processes, and in which order groups of them begin; a pytest plugin.
+
+The scheduler is a subclass of one of pytest-xdist's, since `--dist loadgroup` of 3.8 writes to a field that
+pytest 9.2 no longer reads: without a word it spreads the tests of each file over all processes, each of which
+then makes the fixtures of all modules (https://github.com/pytest-dev/pytest-xdist/issues/1386).
+"""
+
+from pathlib import PurePath
+from typing import Any
+
+import pytest
+
+TOGETHER = {
+    "remote": ["test_remote"],
+    "restart": ["test_restart", "test_chaos"],
+    "rl": ["test_rl", "test_served_adapters", "test_tools_run", "test_disagreement", "test_api_runs"],
+    "inference": ["test_inference", "test_pool", "test_sleep"],
+    "signals": ["test_signals"],
+    "sft": ["test_sft"],
+    "benchmarks": ["test_benchmarks"],
+}
+"""Files of which one of pytest's processes runs all tests, since they share a server; those that take longest
+come first. A server takes as much processor time to start as a short run."""
+GROUPS = {file: group for group, files in TOGETHER.items() for file in files}
+ORDER = list(TOGETHER)
+
+
+def group_of(file: str) -> str:
+    """The group of a test file, given by its path: as in `TOGETHER`, else the file by itself."""
+    return GROUPS.get(PurePath(file).stem, file)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Those of `TOGETHER` come first, in its order."""
+    place = {group: number for number, group in enumerate(ORDER)}
+    items.sort(key=lambda item: place.get(group_of(item.path.name), len(ORDER)))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadgroup`, hand out whole groups."""
+    if config.getoption("dist") != "loadgroup":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByGroup(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return group_of(nodeid.partition("::")[0])
+
+    return ByGroup(config, log)
