@@ -1,6 +1,7 @@
 """What a program asks, on its own event loop: recorded calls are answered there, the others by its run."""
 
 import asyncio
+import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -58,13 +59,8 @@ class ProgramModel:
 
     def pause(self) -> Callable[[], None]:
         """As in `Model`."""
-        waiting = self._run.waiting()
-        self._loop.call_soon_threadsafe(waiting.__enter__)
-
-        def go_on() -> None:
-            self._loop.call_soon_threadsafe(waiting.__exit__, None, None, None)
-
-        return go_on
+        self._loop.call_soon_threadsafe(self._run.stand_still)
+        return functools.partial(self._loop.call_soon_threadsafe, self._run.move_on)
 
     async def snapshot(self) -> Snapshot | None:
         """As in `Model`."""

@@ -1,13 +1,13 @@
 """One rollout that is a program: what it asks, what it is answered, and how it ends."""
 
 import asyncio
-import contextlib
 import hashlib
 import json
 import logging
 import threading
 from array import array
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, NoReturn
 
 from cairn.orchestrator.answers import AnswerParser
@@ -136,16 +136,19 @@ class Run:
         if not self._ended and not self._deadline.expired():
             self._deadline.reschedule(time)
 
-    @contextlib.contextmanager
-    def waiting(self) -> Iterator[None]:
+    def waiting(self) -> AbstractContextManager[None]:
         """The program waits for the model, which has a deadline of its own, or for a free thread."""
+        return _Waiting(self)
+
+    def stand_still(self) -> None:
+        """The program's time stands still until `move_on` was called as often."""
         self._paused += 1
         self._end_at(None)
-        try:
-            yield
-        finally:
-            self._paused -= 1
-            self.go_on()
+
+    def move_on(self) -> None:
+        """The opposite of `stand_still`."""
+        self._paused -= 1
+        self.go_on()
 
     # Calls
 
@@ -344,6 +347,23 @@ class Run:
             return None
         _, after, content = found
         return Snapshot(after, json.loads(content) if isinstance(content, str) else content)
+
+
+class _Waiting(AbstractContextManager[None]):
+    """A run's time stands still in it.
+
+    No generator: one that is left behind would call `move_on` when it is collected, and then there may be no
+    event loop any more.
+    """
+
+    def __init__(self, run: Run):
+        self._run = run
+
+    def __enter__(self) -> None:
+        self._run.stand_still()
+
+    def __exit__(self, *raised: object) -> None:
+        self._run.move_on()
 
 
 def request_digest(context: Context, max_tokens: int | None, stops: Sequence[int]) -> str:

@@ -509,6 +509,37 @@ def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
     assert "destroyed" not in caplog.text
 
 
+@pytest.mark.filterwarnings("error")
+def test_nothing_is_left_of_a_world_that_waits_for_a_thread_when_the_loop_ends(tmp_path: Path):
+    """Its time stands still, and nobody lets it go on: that is no error when it is collected."""
+    begun, go_on = threading.Event(), threading.Event()
+
+    class Slow(Walk):
+        def step(self, world: Any, answer: str) -> tuple[Any, Any, bool]:
+            begun.set()
+            assert go_on.wait(60)
+            return super().step(world, answer)
+
+    one = runner(tmp_path, Slow(), Servers(), WorldPrograms, reward_threads=1)
+
+    async def test() -> None:
+        work = asyncio.ensure_future(one.complete(Prompts(one.ledger).issue(0)))
+        assert await asyncio.to_thread(begun.wait, 60)
+        jobs = one.environment.calls._jobs  # pyright: ignore[reportPrivateUsage]
+        async with asyncio.timeout(60):
+            while not jobs.qsize():
+                await asyncio.sleep(0.01)
+        work.cancel()
+        await asyncio.wait({work})
+
+    asyncio.run(test())
+    one.environment.close()
+    go_on.set()
+    one.ledger.close()
+    del one
+    gc.collect()
+
+
 def test_a_world_that_does_not_close_costs_no_rollout(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     class Stuck(Given):
         def close(self, world: Any) -> None:
