@@ -156,5 +156,9 @@ def _values(row: Row) -> str:
     names = {"reward/mean": "reward", "loss": "loss", "lr": "lr"}
     values = {label: number(row, key) for key, label in names.items()}
     shown = [f"{label} {value:.4g}" for label, value in values.items() if value is not None]
-    seconds = number(row, "time/step")
-    return "  ".join([*shown, *([] if seconds is None else [f"{seconds:.2f} s/step"])])
+    if (seconds := number(row, "time/step")) is not None:
+        shown.append(f"{seconds:.2f} s/step")
+    for what in ("failed", "retried"):
+        if count := number(row, f"rollouts/{what}"):
+            shown.append(f"{what} {count:.0f}")
+    return "  ".join(shown)

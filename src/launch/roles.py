@@ -109,16 +109,19 @@ def run_orchestrator(
         from cairn.inference.pool.server_pool import ServerPool
         from cairn.inference.pool.settings import PoolSettings
         from cairn.inference.prompt_scores import scores_of
-        from cairn.orchestrator.loop import Orchestrator
+        from cairn.orchestrator.loop import SERVING, Orchestrator
 
         importlib.import_module(TOKENIZERS)  # now, and not when the event loop runs
 
+    orchestrator: Orchestrator | None = None
+
     async def show_progress() -> None:
         while True:
-            heartbeat.doing("serving requests, rewards and batches")
+            heartbeat.doing(SERVING if orchestrator is None else orchestrator.doing)
             await asyncio.sleep(heartbeat.INTERVAL)
 
     async def serve() -> int:
+        nonlocal orchestrator
         progress = asyncio.create_task(show_progress())  # stops if the event loop is blocked
         try:
             async with ServerPool(
@@ -135,7 +138,8 @@ def run_orchestrator(
                 if run.versions.trainers_turn(attempt) is None:  # else a server may wait for its end
                     await servers.wait_ready(config.server_timeout)
                 async with scores_of(config.teachers, config.request_timeout) as scores:
-                    return await Orchestrator(config, attempt, servers, scores).run()
+                    orchestrator = Orchestrator(config, attempt, servers, scores)
+                    return await orchestrator.run()
         finally:
             progress.cancel()
 

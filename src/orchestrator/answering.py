@@ -8,13 +8,17 @@ from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import AskedElsewhere, AskedEnvironment, Programs, SingleTurn
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.programs import ProgramRunner
+from cairn.orchestrator.retrying import Retrying
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sampling import Sampler
 from cairn.orchestrator.servers import GeneratingServers
 
 
 class Answering(Protocol):
-    """Completes the answers to the run's prompts."""
+    """Completes the answers to prompts."""
+
+    retrying: Retrying
+    """What tries an environment's calls again."""
 
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
         """Have the answers of the group that are missing or partial generated and rewarded.
@@ -30,6 +34,8 @@ class ByEnvironment:
 
     def __init__(self, answering: Sequence[Answering]):
         self._answering = answering
+        self.retrying = [one.retrying for one in answering]
+        """Of each environment."""
 
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
         """As in `Answering`."""

@@ -8,7 +8,7 @@ from collections import Counter
 
 from cairn.config.teachers import TEACHER_LOGPROBS
 from cairn.orchestrator.advantages import batch_samples, differ, teaches
-from cairn.orchestrator.answering import Answering
+from cairn.orchestrator.answering import ByEnvironment
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed
 from cairn.orchestrator.kept_rollouts import rows_of
@@ -39,7 +39,7 @@ class BatchMaker:
     def __init__(
         self,
         state: OrchestratorState,
-        answering: Answering,
+        answering: ByEnvironment,
         sharing: Sharing,
         chat: ChatFormat,
         teachers: ServedTeachers,
@@ -53,8 +53,11 @@ class BatchMaker:
         temperature = state.config.sampling.temperature
         dropped = state.ledger.sample_at(temperature, state.shipped.newest.step + 1)
         self._dropped = Counter(group.environment for group in dropped)
-        """Prompts of each environment that were dropped since the last batch; the next three likewise."""
+        """Prompts of each environment that were dropped since the last batch; `_failed`, `_redrawn` and
+        `_resting` likewise."""
         self._failed = Counter[int]()
+        self._retried = Counter[int]()
+        """How often an environment's calls were tried again, between the last two batches."""
         self._redrawn = Counter[int]()
         for reason in (NO_SPREAD, ALL_MASKED):
             self._redrawn += state.ledger.given_up(reason, state.shipped.newest.step + 1)
@@ -201,6 +204,7 @@ class BatchMaker:
         """Have servers score the batch of `step`, write its file, then record the batch in the ledger."""
         state = self.state
         by_group = self._samples([group.learned for group in groups])
+        self._retried = Counter({i: one.take() for i, one in enumerate(self.answering.retrying)})
         await self.teachers.score(list(itertools.chain.from_iterable(by_group)))
         batch = self._batch(step, groups, by_group)
         fault_point("orchestrator.before_ship")
@@ -281,11 +285,13 @@ class BatchMaker:
         return found
 
     def _counts(self) -> dict[str, Counter[int]]:
-        """What became of prompts that are in no batch since the last one, by environment."""
+        """What became of prompts that are in no batch since the last one, and what was tried again, by
+        environment."""
         return {
             "groups/failed": self._failed,
             "groups/dropped": self._dropped,
             "groups/redrawn": self._redrawn,
+            "rollouts/retried": self._retried,
         }
 
     def _of_pools(self, step: int) -> dict[str, float]:

@@ -18,12 +18,16 @@ from cairn.orchestrator.evaluation import Evaluations
 from cairn.orchestrator.following import TrainerFollower
 from cairn.orchestrator.ledger import LedgerFailed
 from cairn.orchestrator.resume import first_policy, take_up
+from cairn.orchestrator.retrying import tried_again
 from cairn.orchestrator.servers import PolicyServers, TokenScores
 from cairn.orchestrator.sharing import make_sharing
 from cairn.orchestrator.sources import make_sources
 from cairn.orchestrator.teachers import ServedTeachers
 from cairn.run.attempt import Attempt
 from cairn.run.recipe import template_arguments
+
+SERVING = "serving requests, rewards and batches"
+"""What an orchestrator does."""
 
 
 class Orchestrator:
@@ -54,7 +58,7 @@ class Orchestrator:
         self.state = take_up(config, attempt, sources, servers)
         chat = ChatFormat(policy, template_arguments(self.state.recipe))
         ledger, versions = self.state.ledger, self.state.policy.versions
-        answering = ByEnvironment(
+        self._answering = ByEnvironment(
             [
                 make_answering(source.config, source.environment, chat, servers, ledger, versions)
                 for source in sources
@@ -63,8 +67,14 @@ class Orchestrator:
         self.evaluations = Evaluations(self.state, chat)
         sharing = make_sharing(self.state, self.evaluations.due)
         teachers = ServedTeachers(config, chat, scores or {})
-        self.batches = BatchMaker(self.state, answering, sharing, chat, teachers)
+        self.batches = BatchMaker(self.state, self._answering, sharing, chat, teachers)
         self.follower = TrainerFollower(self.state, policy, sharing, self.evaluations)
+
+    @property
+    def doing(self) -> str:
+        """What it is doing, for its sign of life: also what is tried again, and why."""
+        failing = tried_again(self._answering.retrying)
+        return SERVING if failing is None else f"{SERVING}; {failing}"
 
     async def run(self) -> int:
         """Ship batches until the trainer announces the last policy. Returns the last step.

@@ -11,6 +11,7 @@ from cairn.orchestrator.kept_rollouts import KEY, SCHEMA, KeptRollouts
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
+from cairn.run.view import RunView
 from cairn.tools.ckpt_output import print_json, print_table, say
 
 Row = dict[str, Any]
@@ -86,9 +87,11 @@ def _kept(path: Path) -> KeptRollouts:
         )
     if not run.ledger.exists():
         raise UsageError(f"{path}: has no rollouts; only RL runs have them")
+    beat = RunView(path).beat("orchestrator")
+    doing = "" if beat is None else f". The orchestrator's last sign of life: {beat.doing}"
     raise UsageError(
         f"{path}: no rollouts are kept yet: they are written when the batch of a step is complete "
-        "(unless --orchestrator.keep-rollouts-gb is 0)"
+        f"(unless --orchestrator.keep-rollouts-gb is 0){doing}"
     )
 
 

@@ -62,6 +62,9 @@ def test_80_columns_show_the_time_left_and_the_reward_before_the_loss(run: RunDi
     assert re.search(r"\d:\d\d:\d\d [\d:-]+ left", text)
     assert "reward 0.7231  loss -0.01234  lr 0.0004  0.42 s/step" in text
     assert max(map(len, text.splitlines())) <= 80
+    run.metrics.append({"step": 11, **ROW, "rollouts/failed": 0, "rollouts/retried": 12})
+    display.update()
+    assert "0.42 s/step  retried 12" in shown(display)
 
 
 def test_while_a_run_starts_each_role_says_what_it_is_doing(

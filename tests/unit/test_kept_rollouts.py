@@ -21,7 +21,7 @@ from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.files import DamagedFile
+from cairn.run.files import DamagedFile, write_json
 
 CHAT = ChatFormat(REPOSITORY / CONFIGS / "model")
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
@@ -199,6 +199,10 @@ def test_wrong_usage_is_named(run: RunDirectory, shown: Callable[..., str], tmp_
     assert "only RL runs have them" in shown(code=2)
     Ledger(run.ledger, LedgerRun("run", "branch_1", FORMAT, 0, 100, 1, 2, 1), None, 0).close()
     assert "no rollouts are kept yet" in shown(code=2)
+    beat = {"pid": 1, "beats": 1, "marks": 1, "doing": "trying again", "waiting": False, "since": 0.0}
+    run.heartbeats.mkdir(exist_ok=True)
+    write_json(run.heartbeat("orchestrator"), beat)
+    assert "The orchestrator's last sign of life: trying again" in shown(code=2)
 
 
 def test_the_api_has_shipped_and_waiting_ones_once(run: RunDirectory):

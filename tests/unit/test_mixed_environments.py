@@ -29,6 +29,7 @@ from cairn.orchestrator.environments import BadEnvironment, EnvironmentFailed, R
 from cairn.orchestrator.identity import orchestrator_recipe, same_environment
 from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import read_ledger
+from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import RLBatch
 from cairn.run.recipe import short_identity
 
@@ -180,21 +181,53 @@ def test_failures_and_redrawn_prompts_are_counted_by_environment(
 ):
     moody = MixedEnvironmentConfig(name=f"{__name__}:Moody", label="moody", args={"problems": 10, "fails": 3})
     even = MixedEnvironmentConfig(name=f"{__name__}:Even", label="even", args={"problems": 10})
-    settings = {"reward_retries": 0, "redraw": 4}
+    settings = {"reward_retries": 1, "reward_retry_seconds": 0, "redraw": 4}
     config = mixed(in_folder(configuration, tmp_path, 12, 0), moody, even, **settings)
     batches = run_through(config, tmp_path / "run", 3)
     totals = Counter[str]()
     for batch in batches:
-        for name in ("groups/failed", "groups/redrawn", "groups/dropped"):
+        for name in ("groups/failed", "groups/redrawn", "groups/dropped", "rollouts/retried"):
             each = [batch.metrics[f"env/{label}/{name}"] for label in ("moody", "even")]
             assert sum(each) == batch.metrics[name]
             totals.update({f"{label}/{name}": n for label, n in zip(("moody", "even"), each, strict=True)})
     assert totals["moody/groups/failed"] > 0 == totals["even/groups/failed"]
+    assert totals["moody/rollouts/retried"] >= 2 * totals["moody/groups/failed"]
+    assert totals["even/rollouts/retried"] == 0
     assert totals["even/groups/redrawn"] > 0
     run = config.model_copy(update={"output_dir": str(tmp_path / "run")}).run_directory()
     for row in read_ledger(run.ledger).failed:
         assert (row["environment"] == 1) or row["problem"] < 3 or "same reward" in row["reason"]
     assert_audit_clean(run, ATTEMPT, batches)
+
+
+def test_what_stops_a_run_from_going_on_is_said_meanwhile(configuration: OrchestratorConfig, tmp_path: Path):
+    """The first step waits for rewards that are asked for again and again."""
+    moody = MixedEnvironmentConfig(name=f"{__name__}:Moody", label="moody", samples_per_prompt=2)
+    config = mixed(in_folder(configuration, tmp_path, 2, 0), moody, reward_retry_seconds=60.0)
+    trainer, servers = (
+        Trainer(begin(config, ATTEMPT), ATTEMPT, 2, random.Random(1)),
+        Servers(random.Random(1)),
+    )
+    orchestrator = Orchestrator(config, ATTEMPT, servers)
+    assert orchestrator.doing == "serving requests, rewards and batches"
+
+    async def until_it_waits() -> str:
+        tasks = [asyncio.create_task(one) for one in (trainer.train(), orchestrator.run())]
+        async with asyncio.timeout(60):
+            while f"{2 * PROMPTS} of" not in orchestrator.doing:
+                await asyncio.sleep(0.01)
+        said = orchestrator.doing
+        for task in tasks:
+            task.cancel()
+        await asyncio.wait(tasks)
+        return said
+
+    said = asyncio.run(until_it_waits())
+    assert said.startswith(
+        "serving requests, rewards and batches; rollouts that have failed are tried again: 6 of environment "
+        "'moody'; the latest reason: environment 'moody': reward of problem "
+    )
+    assert "RuntimeError: the judge is out" in said
 
 
 # Configuration and recipe

@@ -536,7 +536,6 @@ def test_nothing_is_left_of_a_world_that_waits_for_a_thread_when_the_loop_ends(t
     one.environment.close()
     go_on.set()
     one.ledger.close()
-    del one
     gc.collect()
 
 

@@ -1,0 +1,77 @@
+"""What is tried again, and what is said of it meanwhile."""
+
+import asyncio
+
+from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.orchestrator.environments import EnvironmentFailed
+from cairn.orchestrator.retrying import Retrying, tried_again
+
+
+def make(name: str, retries: int = 1) -> Retrying:
+    config = OrchestratorConfig(
+        environment=EnvironmentConfig(name=name), reward_retries=retries, reward_retry_seconds=0
+    )
+    return Retrying(config)
+
+
+def test_what_is_tried_again_is_counted_and_said_until_it_is_over():
+    words, tools = make("words", 3), make("tools")
+
+    async def run() -> None:
+        go_on, tries = asyncio.Event(), 0
+
+        async def judge() -> None:
+            nonlocal tries
+            tries += 1
+            if tries < 3:
+                raise EnvironmentFailed(f"the judge is out {tries}")
+            await go_on.wait()
+
+        async def broken() -> None:
+            raise EnvironmentFailed("a line\n" + "x" * 1000)
+
+        assert tried_again([words, tools]) is None
+        both = [asyncio.create_task(words.failure(judge)), asyncio.create_task(words.failure(go_on.wait))]
+        while tries < 3:
+            await asyncio.sleep(0)
+        assert (words.now, words.take(), words.take()) == (1, 2, 0)
+        assert tried_again([words, tools]) == (
+            "rollouts that have failed are tried again: 1 of environment 'words'; "
+            "the latest reason: the judge is out 2"
+        )
+        tools.now, tools.reason, tools.failed_at = 2, "a line\nand more", words.failed_at + 1
+        assert str(tried_again([words, tools])).endswith(
+            "1 of environment 'words' and 2 of environment 'tools'; the latest reason: a line..."
+        )
+        tools.now = 0
+        go_on.set()
+        assert await asyncio.gather(*both) == [None, None]
+        assert tried_again([words, tools]) is None
+        assert await tools.failure(broken) == "a line\n" + "x" * 1000
+        assert (tools.now, tools.take()) == (0, 1)
+
+    asyncio.run(run())
+
+
+def test_who_is_called_off_is_not_tried_again_any_more():
+    words = make("words")
+
+    async def run() -> None:
+        calls = 0
+
+        async def hangs() -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 1:
+                raise EnvironmentFailed("once")
+            await asyncio.Event().wait()
+
+        task = asyncio.create_task(words.failure(hangs))
+        while calls < 2:
+            await asyncio.sleep(0)
+        assert words.now == 1
+        task.cancel()
+        await asyncio.wait({task})
+        assert words.now == 0
+
+    asyncio.run(run())
