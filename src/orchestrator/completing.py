@@ -7,6 +7,7 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import AskedEnvironment
 from cairn.orchestrator.ledger import Ledger
+from cairn.orchestrator.pacing import Pacing
 from cairn.orchestrator.retrying import Retrying
 from cairn.orchestrator.servers import GeneratingServers
 from cairn.run.errors import CairnError
@@ -43,3 +44,4 @@ class Completer(Generic[Asked]):
         self.ledger = ledger
         self.versions = versions
         self.retrying = Retrying(config)
+        self.pacing = Pacing()

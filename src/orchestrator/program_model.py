@@ -1,7 +1,6 @@
 """What a program asks, on its own event loop: recorded calls are answered there, the others by its run."""
 
 import asyncio
-import functools
 import inspect
 import json
 from collections.abc import Callable, Mapping, Sequence
@@ -60,7 +59,11 @@ class ProgramModel:
     def pause(self) -> Callable[[], None]:
         """As in `Model`."""
         self._loop.call_soon_threadsafe(self._run.stand_still)
-        return functools.partial(self._loop.call_soon_threadsafe, self._run.move_on)
+
+        def go_on() -> None:
+            self._loop.call_soon_threadsafe(self._run.move_on)
+
+        return go_on
 
     async def snapshot(self) -> Snapshot | None:
         """As in `Model`."""

@@ -240,6 +240,8 @@ class Run:
         task.add_done_callback(self._generating.discard)
         if tools and self.runner.config.tool_parser is None:
             self._give_up(no_tool_parser(self.runner.environment.name))
+        with self.waiting():
+            await self.runner.pacing.turn()
         context = self._conversation.next(messages, tools)
         longest = self._longest(context, max_tokens)
         stops = (*self.runner.chat.stop_token_ids, *stop_token_ids)

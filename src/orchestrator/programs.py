@@ -59,6 +59,7 @@ class ProgramRunner(Completer[Programs]):
             return
 
         async def attempt() -> None:
+            await self.pacing.turn()  # as it reads what is recorded
             run = Run(self, self.parser, group, sample)
             await run.to_its_end(ProgramModel(run))
 
