@@ -21,12 +21,15 @@ class BadExtension(UsageError):
     """A configured class can't be found or made; the message names the setting, its value and the remedy."""
 
 
-def load(name: str, built_in: Mapping[str, Callable[..., T]], setting: str) -> Callable[..., T]:
-    """The class that the configuration calls `name`: a key of `built_in`, or `module:Class`.
+def load(
+    name: str, built_in: Mapping[str, Callable[..., T]], setting: str, what: str = "Class"
+) -> Callable[..., T]:
+    """The class or function that the configuration calls `name`: a key of `built_in`, or `module:Class`.
 
     Args:
         setting: the dotted name of the setting that holds `name`, as messages show it, such as
             orchestrator.environment.name.
+        what: what stands behind the colon, in messages: Class, or function.
 
     Raises:
         BadExtension: there is none of that name, or it can't be imported.
@@ -36,7 +39,8 @@ def load(name: str, built_in: Mapping[str, Callable[..., T]], setting: str) -> C
     about = f"{setting} = {name!r}"
     module, colon, attribute = name.partition(":")
     if not (colon and module and attribute):
-        raise BadExtension(f"{about}: not one of {', '.join(built_in)}, nor module:Class")
+        known = f"not one of {', '.join(built_in)}, nor" if built_in else "not"
+        raise BadExtension(f"{about}: {known} module:{what}")
     try:
         found: Callable[..., T] = getattr(importlib.import_module(module), attribute)
     except ModuleNotFoundError as error:
@@ -49,7 +53,7 @@ def load(name: str, built_in: Mapping[str, Callable[..., T]], setting: str) -> C
         what = str(error) if isinstance(error, ImportError | AttributeError) else repr(error)
         raise BadExtension(f"{about}: {what}") from error
     if not callable(found):
-        raise BadExtension(f"{about}: it is no class, but of type {type(found).__name__}")
+        raise BadExtension(f"{about}: it is no {what.lower()}, but of type {type(found).__name__}")
     return found
 
 

@@ -391,8 +391,28 @@ def test_the_time_in_which_an_agent_waits_for_the_model_does_not_count(task: Pat
     asyncio.run(agent())
 
 
-def test_an_agent_that_never_asks_has_failed(task: Path):
-    assert "never asked the model" in (work(task, script="print(1)").failure or "")
+REFUSED = f"""
+import urllib.error
+try:
+    exec({ASK!r}.replace('"messages"', '"temperature": 9, "messages"'))
+except urllib.error.HTTPError as error:
+    sys.exit(error.read().decode())
+"""
+
+
+@pytest.mark.parametrize(
+    ("script", "how", "why"),
+    [
+        ("print(1)", "ended with exit code 0", "; its last output: 1"),
+        ("import no_such_package", "ended with exit code 1", "No module named 'no_such_package'"),
+        (REFUSED, "ended with exit code 1", "temperature"),
+    ],
+)
+def test_an_agent_that_is_never_answered_has_failed(task: Path, script: str, how: str, why: str):
+    """Whatever its exit code counts for; the message says what it has printed, such as why it was refused."""
+    failure = work(task, script=script).failure or ""
+    assert f"the agent {how} and was never answered by the model" in failure
+    assert why in failure
 
 
 def test_what_an_agent_prints_is_kept_in_part(task: Path):
@@ -428,8 +448,9 @@ def test_an_agent_knows_of_no_secrets(task: Path, monkeypatch: pytest.MonkeyPatc
             {"command": ["no-such-agent"]},
             "begins with 'no-such-agent', and there is no such program on the PATH",
         ),
+        ({"command": ["./my_agent.py"]}, "my_agent.py', which is not executable: chmod +x /"),
         ({"data": "nowhere.jsonl"}, "nowhere.jsonl: there is no such file"),
-        ({"reward": "best"}, "reward = 'best': not one of exit_code, file, nor module:Class"),
+        ({"reward": "best"}, "reward = 'best': not one of exit_code, file, nor module:function"),
         (
             {"reward": "my_agent_rewards:needy"},
             "my_agent_rewards:needy' needs secret; there are problem, mess",
@@ -439,7 +460,10 @@ def test_an_agent_knows_of_no_secrets(task: Path, monkeypatch: pytest.MonkeyPatc
         ({"ignore": ["messages"]}, "'messages' can't be ignored"),
     ],
 )
-def test_wrong_settings_are_refused_before_anything_starts(task: Path, args: dict, message: str):
+def test_wrong_settings_are_refused_before_anything_starts(
+    task: Path, args: dict, message: str, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(task)
     with pytest.raises(BadEnvironment) as raised:
         check_environment(configuration(task, **args))
     assert message in str(raised.value)

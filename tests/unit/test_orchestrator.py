@@ -107,6 +107,7 @@ def test_a_built_in_environment_or_one_of_your_own():
             {"name": "reverse"},
             r"environment\.name = 'reverse': not one of calculator, reverse_text, .*nor module:Class",
         ),
+        ({"name": "builtins:object"}, r"It has none of the methods that .* a kind: reward \(a single turn"),
         ({"name": "no_such_module:Own"}, r"environment\.name .*no_such_module"),
         ({"name": f"{__name__}:Other"}, r"environment\.name .*Other"),
         ({"args": {"size": 4}}, r"environment\.args = \{'size': 4\}: .*size"),

@@ -107,11 +107,13 @@ class Agent:
         if time_limit is not None and not time_limit > 0:
             raise ValueError(f"time_limit = {time_limit}: it must be more than 0 seconds")
         self.agent_command = [
-            str(Path(part).absolute()) if Path(part).is_file() else part for part in command
+            # unlike Path.is_file, isfile takes a script of any length: it is no file
+            str(Path(part).absolute()) if os.path.isfile(part) else part
+            for part in command
         ]
         source = Source(data, split)
         self._records = load_records(source)
-        self.reward: Callable[..., Any] = load(reward, BUILT_IN, SETTING)
+        self.reward: Callable[..., Any] = load(reward, BUILT_IN, SETTING, "function")
         self.reward_names = _names_wanted(reward, self.reward)
         self.exit_codes = exit_codes if exit_codes is not None else None if reward == "exit_code" else [0]
         self.time_limit = time_limit
@@ -175,6 +177,8 @@ class AgentPrograms(Programs):
         program, path = self.environment.agent_command[0], self.environment.variables.get("PATH")
         if program in PLACEHOLDERS or shutil.which(program, path=path):
             return None
+        if Path(program).is_file():
+            return f"args.command begins with {program!r}, which is not executable: chmod +x {program}"
         return f"args.command begins with {program!r}, and there is no such program on the PATH"
 
     async def shown(self, problem: int) -> Any:
@@ -226,6 +230,11 @@ class AgentPrograms(Programs):
         if ended.code < 0 or (codes is not None and ended.code not in codes):
             expected = "" if codes is None or ended.code < 0 else f", and exit_codes are {list(codes)}"
             raise EnvironmentFailed(f"the agent {ended.how}{expected}{ended.last_words}")
+        if not messages:
+            raise EnvironmentFailed(
+                f"the agent {ended.how} and was never answered by the model, so nothing can be learned from "
+                f"it; it finds the server's URL in OPENAI_BASE_URL{ended.last_words}"
+            )
         if environment.reward is file:
             _recorded(await asyncio.to_thread(file, folder))  # without it, the agent has not done its work
         told = {"exit_code": ended.code, "output": ended.output, "messages": messages}

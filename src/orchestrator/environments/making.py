@@ -86,7 +86,13 @@ def make_environment(config: EnvironmentConfig) -> Environment:
         environment = make(cls, config.args, "orchestrator.environment.args")
     except BadExtension as error:
         raise BadEnvironment(str(error)) from error
-    if wrong := kind_of(environment).wrong_with(environment):
+    wrong = kind_of(environment).wrong_with(environment)
+    if wrong and not any(getattr(environment, name, None) is not None for name in KINDS):
+        wrong += (
+            ". It has none of the methods that make an environment one of a kind: reward (a single turn, or "
+            "with tools), step (a world) or rollout (a program)"
+        )
+    if wrong:
         raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {wrong}")
     return environment
 

@@ -119,7 +119,7 @@ def _make(given: str | Mapping[str, Any], offered: Sequence[str]) -> RewardFunct
         raise ValueError(f"a reward is a name, or a table with function, weight and args, and not {given!r}")
     if isinstance(weight, bool) or to_reward(weight) is None:
         raise ValueError(f"the weight of reward {path!r} is {weight!r}; it must be a finite number")
-    call: Callable[..., Any] = load(path, BUILT_IN, SETTING)
+    call: Callable[..., Any] = load(path, BUILT_IN, SETTING, "function")
     if args:
         call = functools.partial(call, **args)
     try:
