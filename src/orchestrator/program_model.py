@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from cairn.orchestrator.environments import Reply, Snapshot
+from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.program import LARGEST_SNAPSHOT, on_loop
 from cairn.orchestrator.program_run import Run
 from cairn.orchestrator.rollouts import Call
@@ -29,6 +30,11 @@ class ProgramModel:
         stop_token_ids: Sequence[int] = (),
     ) -> Reply:
         """As in `Model`."""
+        if isinstance(messages, str | Mapping):
+            raise TypeError(
+                'messages must be a list of messages such as [{"role": "user", "content": "..."}], and is '
+                f"{shortened(messages)}"
+            )
         number = self._run.begin()
         work = self._run.generate(number, list(messages), tools, max_tokens, tuple(stop_token_ids))
         return await on_loop(self._loop, work)

@@ -403,6 +403,21 @@ def test_a_program_that_fails_once_is_as_if_it_had_not(tmp_path: Path):
     assert group.failure is None
 
 
+@pytest.mark.parametrize("asked", ["hello", {"role": "user", "content": "hello"}])
+def test_what_is_no_conversation_is_named(tmp_path: Path, asked: Any):
+    environment = Failing(1.0)
+
+    async def rollout(problem: int, model: Any) -> float:
+        await model.generate(asked)
+        return 1.0
+
+    environment.rollout = rollout
+    group = complete(runner(tmp_path, environment, Servers(), reward_retries=0))
+    failed = str(group.rollouts[0].failed)
+    assert "raised TypeError: messages must be a list of messages such as" in failed
+    assert failed.endswith(f"and is {asked!r}")
+
+
 def test_a_tool_that_raises_is_the_programs_to_handle(tmp_path: Path):
     """What is raised is not recorded."""
 
