@@ -251,6 +251,7 @@ class Run:
             self._diverge_at(number)
             appended = array("i", context.appended.astype("i").tobytes())
             turn = Turn(number, request, context.branch, context.kept, appended)
+        sampled = turn.finish_reason is None
         with self.waiting():
             try:
                 while turn.finish_reason is None:
@@ -259,7 +260,9 @@ class Run:
                 raise
             except BaseException as error:
                 self._give_up(error)
-        self._count_answered()
+            self._count_answered()
+            if sampled:
+                await self.runner.pacing.turn()
         message = self._conversation.sampled(context, turn.token_ids)
         text = self.runner.chat.text(turn.token_ids)
         prompt_tokens = len(context.token_ids)
