@@ -79,8 +79,15 @@ class Run:
                 self._over.result()
             found = program.result()
         except TimeoutError:
+            blocked = ""
+            if await environment.calls.blocked():
+                blocked = (
+                    "; the event loop that all its rollouts share is blocked: something there takes long "
+                    "without await, such as time.sleep or a synchronous client. Give such calls to model.once"
+                )
             raise EnvironmentFailed(
                 f"{whose} has not gone on within {timeout:g} s (--orchestrator.reward-timeout allows more)"
+                f"{blocked}"
             ) from None
         except Raised as raised:
             logger.error("%s raised", whose, exc_info=raised.error)

@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import json
 import math
+import threading
 import time
 from collections import Counter
 from functools import partial
@@ -16,6 +17,7 @@ from errands import Errands, Servers
 from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
+from cairn.orchestrator import program_run
 from cairn.orchestrator.advantages import to_samples
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.completing import PromptRefused
@@ -401,6 +403,29 @@ def test_a_program_that_fails_once_is_as_if_it_had_not(tmp_path: Path):
     group = complete(runner(tmp_path, Failing(raises, times=1), Servers()))
     assert group.rewards == [1.0, 1.0]
     assert group.failure is None
+
+
+def test_a_program_that_blocks_all_others_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(program_run, "LAST_SECONDS", 0.1)
+    environment, free, blocks = Failing(1.0), threading.Event(), True
+
+    async def rollout(problem: int, model: Any) -> float:
+        await model.generate([{"role": "user", "content": "a"}])
+        if blocks:
+            free.wait(60)
+        await asyncio.Event().wait()
+        return 1.0
+
+    environment.rollout = rollout
+    settings = {"reward_retries": 0, "reward_timeout": 0.2}
+    try:
+        group = complete(runner(tmp_path / "blocked", environment, Servers(), **settings))
+    finally:
+        free.set()
+    assert "event loop that all its rollouts share is blocked" in str(group.rollouts[0].failed)
+    blocks = False
+    group = complete(runner(tmp_path / "waits", environment, Servers(), **settings))
+    assert str(group.rollouts[0].failed).endswith("(--orchestrator.reward-timeout allows more)")
 
 
 @pytest.mark.parametrize("asked", ["hello", {"role": "user", "content": "hello"}])

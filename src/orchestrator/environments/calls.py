@@ -144,6 +144,15 @@ class Calls:
             future = asyncio.run_coroutine_threadsafe(outcome(), self._loop)
         return await asyncio.wrap_future(future)
 
+    async def blocked(self, seconds: float = 1.0) -> bool:
+        """Whether the environment's own event loop stands still for so long."""
+        with self._starting:
+            if self._loop is None or self._closed:
+                return False
+            passed = asyncio.run_coroutine_threadsafe(asyncio.sleep(0), self._loop)
+        _, waiting = await asyncio.wait({asyncio.wrap_future(passed)}, timeout=seconds)
+        return bool(waiting)
+
     def afterwards(self, work: Coroutine[Any, Any, None]) -> None:
         """Have a coroutine run that nobody waits for; called on the own event loop, whose end cancels it."""
         task = asyncio.get_running_loop().create_task(work)
