@@ -102,6 +102,7 @@ class Run:
         reward = in_parts(found)
         if isinstance(reward, str):
             raise EnvironmentFailed(f"{whose} must return a finite reward, but {reward}: {shortened(found)}")
+        await self.runner.pacing.turn()  # all of its turns are read again
         self._forget_from(0)  # it has made fewer calls than before
         self._finished(*reward)
 

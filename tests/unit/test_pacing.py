@@ -57,7 +57,7 @@ def test_whoever_waits_may_be_called_off():
     asyncio.run(run())
 
 
-def test_each_start_request_and_answer_of_a_program_is_paced(tmp_path: Path):
+def test_start_requests_answers_and_end_of_a_program_are_paced(tmp_path: Path):
     one, turns = runner(tmp_path, Errands(4), Servers()), 0
 
     class Counting(Pacing):
@@ -68,4 +68,4 @@ def test_each_start_request_and_answer_of_a_program_is_paced(tmp_path: Path):
 
     one.pacing = Counting()
     group = complete(one)
-    assert turns == sum(1 + 2 * len(rollout.turns) for rollout in group.rollouts)
+    assert turns == sum(2 + 2 * len(rollout.turns) for rollout in group.rollouts)
