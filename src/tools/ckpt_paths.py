@@ -7,6 +7,11 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 
+STORE_HELP = (
+    "an output folder, its checkpoints folder, or a step_N folder, or the URL of one in an object store"
+)
+"""What `--help` says of a path that holds steps."""
+
 
 def store_in(path: Path) -> CheckpointStore:
     """The store of a run directory or a checkpoints folder."""
