@@ -24,6 +24,7 @@ from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.direct import DirectFile, direct_file
 from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan
+from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.reader import as_bytes, as_memory
 from cairn.checkpoint.tensors import dtype_of
 from cairn.run.files import forget_cached, naming, write_atomic
@@ -194,6 +195,19 @@ def in_order(
         for future in under_way:
             future.cancel()
         wait(under_way)
+
+
+def value_of(source: Source) -> float | int:
+    """The value of a tensor of one value.
+
+    Raises:
+        Damaged: it has more, or is invalid.
+    """
+    if source.spec.shape not in ((), (1,)):
+        raise Damaged(f"{source.spec.name} has shape {list(source.spec.shape)} instead of one value")
+    value = torch.empty(1, dtype=dtype_of(source))
+    source.fill(0, value)
+    return value.item()
 
 
 def pieces_of(source: Source) -> Iterator[torch.Tensor]:

@@ -54,17 +54,18 @@ def lines(say: Callable[[str], None], first: float = FIRST_LINE, every: float = 
         began = time.monotonic()
         due = began + first
         done = 0
+        ended = False
         several = threading.Lock()
 
         def advance(count: int) -> None:
-            nonlocal due, done
+            nonlocal due, done, ended
             with several:
                 done += count
                 now = time.monotonic()
                 ends = done >= total and now >= began + first
-                if now < due and not ends:
+                if ended or (now < due and not ends):
                     return
-                due = now + every
+                due, ended = now + every, ends
                 say(f"{printable(stage)}: {in_words(done, total, now - began)}")
 
         return advance

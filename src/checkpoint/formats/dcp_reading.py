@@ -7,10 +7,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, NoReturn
 
-import torch
 from transformers import AutoConfig
 
-from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.checkpoint.formats.architectures import sizes_of
 from cairn.checkpoint.formats.content import Content, Source, listed
@@ -24,7 +22,7 @@ from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
-from cairn.checkpoint.streaming import pieces_of
+from cairn.checkpoint.streaming import pieces_of, value_of
 
 MODEL_FOLDERS = ("hf_meta", "")
 """Where a folder may hold config.json and the tokenizer; the first is Telescope's."""
@@ -64,7 +62,7 @@ class _Reading:
         state = dict(self._state())
         groups = dict(self._groups())
         steps = {
-            whole_steps(_number(entry), self.source)
+            whole_steps(value_of(entry), self.source)
             for name, entry in state.items()
             if name.endswith(".step")
         }
@@ -247,7 +245,7 @@ class _Reading:
     def _value(self, key: str) -> Any:
         """A number or other plain value."""
         if key in self.index.tensors:
-            return _number(DcpSource.of(key, self.index.tensors[key]))
+            return value_of(DcpSource.of(key, self.index.tensors[key]))
         return read_value(self.index.values[key])
 
 
@@ -286,19 +284,6 @@ def _program(source: Path, keys: Iterable[str]) -> Program:
         f"{source}: looks like a checkpoint of {name}, but these keys have no counterpart in Cairn: "
         f"{listed(strange[name])}"
     )
-
-
-def _number(source: Source) -> float | int:
-    """The value of a tensor of one value.
-
-    Raises:
-        Damaged: it has more.
-    """
-    if source.spec.shape not in ((), (1,)):
-        raise Damaged(f"{source.spec.name} has shape {list(source.spec.shape)} instead of one value")
-    value = torch.empty(1, dtype=DTYPES[source.spec.dtype])
-    source.fill(0, value)
-    return value.item()
 
 
 def _has_values(source: Source) -> bool:

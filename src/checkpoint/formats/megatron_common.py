@@ -8,15 +8,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.adamw import whole_steps
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex
 from cairn.checkpoint.formats.safe_pickle import Record
 from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_stream
 from cairn.checkpoint.formats.torch_stream import Stream, TensorInFile
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.streaming import value_of
 
 FILE = "common.pt"
 """The file of megatron-core before 0.19."""
@@ -144,8 +142,5 @@ def _steps(value: object, where: str) -> int:
         Damaged: it is something else, or can't be read.
     """
     if isinstance(value, TensorInFile) and tuple(value.shape) in ((), (1,)):
-        source = SavedTensor.of("the optimiser's step", value)
-        found = torch.empty(1, dtype=DTYPES[source.spec.dtype])
-        source.fill(0, found)
-        value = found.item()
+        value = value_of(SavedTensor.of("the optimiser's step", value))
     return whole_steps(value, where)

@@ -10,7 +10,6 @@ from typing import Any
 
 import torch
 
-from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.dtensors import ALLOWED, is_tensor, joined, read_ranks
@@ -19,6 +18,7 @@ from cairn.checkpoint.formats.safe_pickle import Record, Refused, ignored
 from cairn.checkpoint.formats.torch_stream import Stream, read_object
 from cairn.checkpoint.formats.verl_places import ranks_in
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.streaming import value_of
 from cairn.run.files import read_json
 
 MERGER = (
@@ -145,7 +145,7 @@ class ModelFolder:
                     self._refuse_shape(name, source, weight)
                 state[name] = source
         settings = [{key: group[key] for key in SETTINGS if key in group} for group in groups]
-        steps = [whole_steps(_number(one), where) for name, one in state.items() if name.endswith(".step")]
+        steps = [whole_steps(value_of(one), where) for name, one in state.items() if name.endswith(".step")]
         return OptimizerState(state, settings_of(settings, where), max(steps, default=None))
 
     def extra(self) -> Mapping[str, Any]:
@@ -284,16 +284,3 @@ def _part(name: str, parts: Sequence[Any], where: Path) -> Source:
     if name.endswith(".step") and all(type(part) in (int, float) and part == parts[0] for part in parts):
         return held(name, torch.tensor(float(parts[0])), where)
     raise Damaged(f"{where}: {name} is no tensor")
-
-
-def _number(source: Source) -> float:
-    """The value of a tensor of one value.
-
-    Raises:
-        Damaged: it has more.
-    """
-    if source.spec.shape not in ((), (1,)):
-        raise Damaged(f"{source.spec.name} has shape {list(source.spec.shape)} instead of one value")
-    value = torch.empty(1, dtype=DTYPES[source.spec.dtype])
-    source.fill(0, value)
-    return float(value.item())
