@@ -11,7 +11,14 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from cairn.trainer.scoring.head import IN_PLACE, Head, compile_rows, gradients_in_chunks, same_results
+from cairn.trainer.scoring.head import (
+    IN_PLACE,
+    Head,
+    compile_rows,
+    gradients_in_chunks,
+    same_results,
+    scored_in_chunks,
+)
 
 LEAST_LOGIT = -1e30
 """What a logit of minus infinity counts as: 0 times infinity is no number."""
@@ -104,14 +111,12 @@ class _InChunks(torch.autograd.Function):
         head: Head,
         passes: Passes,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        kept = None
-        found: list[tuple[torch.Tensor, ...]] = []
-        for piece, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
-            logits = head.logits(piece, weight, bias)
-            if passes is not PLAIN and len(hidden) <= rows:
-                kept = logits
-            found.append(passes.score(logits, wanted, temperature))
-        normalisers, logprobs, entropies = (torch.cat(parts) for parts in zip(*found, strict=True))
+        (normalisers, logprobs, entropies), kept = scored_in_chunks(
+            *(head, hidden, weight, bias, tokens, temperature),
+            rows=rows,
+            score=passes.score,
+            keep=passes is not PLAIN,
+        )
         ctx.save_for_backward(hidden, weight, bias, tokens, normalisers, entropies, kept)
         ctx.temperature, ctx.rows, ctx.head, ctx.passes = temperature, rows, head, passes
         return logprobs, entropies

@@ -229,18 +229,15 @@ class _InChunks(torch.autograd.Function):
         rows: int,
         head: Head,
     ) -> torch.Tensor:
-        normalisers, logprobs = [], []
-        kept = None
-        for piece, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
-            logits = head.logits(piece, weight, bias)
-            if head.passes is not IN_PLACE and len(hidden) <= rows:
-                kept = logits
-            of_piece = head.passes.score(logits, wanted, temperature)
-            normalisers.append(of_piece[0])
-            logprobs.append(of_piece[1])
-        ctx.save_for_backward(hidden, weight, bias, tokens, torch.cat(normalisers), kept)
+        (normalisers, logprobs), kept = scored_in_chunks(
+            *(head, hidden, weight, bias, tokens, temperature),
+            rows=rows,
+            score=head.passes.score,
+            keep=head.passes is not IN_PLACE,
+        )
+        ctx.save_for_backward(hidden, weight, bias, tokens, normalisers, kept)
         ctx.temperature, ctx.rows, ctx.head = temperature, rows, head
-        return torch.cat(logprobs)
+        return logprobs
 
     @staticmethod
     @once_differentiable
@@ -259,6 +256,37 @@ class _InChunks(torch.autograd.Function):
             head, hidden, weight, bias, columns, rows=ctx.rows, kept=kept, differentiate=differentiate
         )
         return of_hidden, of_weight, of_bias, None, None, None, None
+
+
+def scored_in_chunks(
+    head: Head,
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tokens: torch.Tensor,
+    temperature: float,
+    *,
+    rows: int,
+    score: Callable[..., tuple[torch.Tensor, ...]],
+    keep: bool,
+) -> tuple[list[torch.Tensor], torch.Tensor | None]:
+    """The results of `score`, with no more than `rows` rows of logits at a time.
+
+    Args:
+        score: from a chunk's logits, its wanted tokens and the temperature, values of each row.
+        keep: whether to keep the logits where one chunk is all.
+
+    Returns:
+        The values of all rows, [L] each; the logits, if they were kept.
+    """
+    kept = None
+    found: list[tuple[torch.Tensor, ...]] = []
+    for piece, wanted in zip(hidden.split(rows), tokens.split(rows), strict=True):
+        logits = head.logits(piece, weight, bias)
+        if keep and len(hidden) <= rows:
+            kept = logits
+        found.append(score(logits, wanted, temperature))
+    return [torch.cat(parts) for parts in zip(*found, strict=True)], kept
 
 
 def gradients_in_chunks(
