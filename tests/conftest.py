@@ -1,11 +1,11 @@
-"""What all tests share: see runs.py and groups.py."""
+"""What all tests share: see runs.py, groups.py and clocks.py."""
 
 from pathlib import Path
 
 import pytest
 from hypothesis import HealthCheck, settings
 
-pytest_plugins = ["runs", "groups"]
+pytest_plugins = ["runs", "groups", "clocks"]
 
 # How long a test takes says more about the machine than about us.
 settings.register_profile("unhurried", deadline=None, suppress_health_check=[HealthCheck.too_slow])

@@ -281,7 +281,7 @@ def priority_of(pid: int) -> set[tuple[int, int, int]]:
 
 def environment_of(pid: int) -> list[bytes]:
     """What process `pid` was started with, as `NAME=value`; the kernel shows it a moment after its execve."""
-    end = time.monotonic() + 10
+    end = time.monotonic() + DEADLINE
     while not (environment := Path(f"/proc/{pid}/environ").read_bytes()) and time.monotonic() < end:
         time.sleep(0.01)
     return environment.split(b"\0")

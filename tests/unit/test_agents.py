@@ -16,7 +16,7 @@ from typing import Any
 
 import pytest
 from errands import Servers
-from runs import REPOSITORY
+from runs import DEADLINE, REPOSITORY
 from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
@@ -149,7 +149,7 @@ def finish(one: ProgramRunner) -> AnswerGroup:
     finally:
         for thread in threading.enumerate():
             if thread.name == "environment loop":
-                thread.join(60)
+                thread.join(DEADLINE)
 
 
 def work(task: Path, servers: Servers | None = None, **args: Any) -> AnswerGroup:
@@ -157,7 +157,7 @@ def work(task: Path, servers: Servers | None = None, **args: Any) -> AnswerGroup
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
+    deadline = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
@@ -296,7 +296,7 @@ def test_no_process_of_an_agent_is_left(victim: str, tmp_path: Path):
         assert not any(map(is_gone, pids))
         os.kill(orchestrator.pid if victim == "orchestrator" else pids[0], signal.SIGKILL)
         wait_until(lambda: all(map(is_gone, pids)))
-        assert orchestrator.wait(60) == (-signal.SIGKILL if victim == "orchestrator" else 0)
+        assert orchestrator.wait(DEADLINE) == (-signal.SIGKILL if victim == "orchestrator" else 0)
         assert orchestrator.stdout is not None
         wanted = "" if victim == "orchestrator" else "Ended(code=-9, output='')\n"
         assert orchestrator.stdout.read().decode() == wanted

@@ -59,15 +59,13 @@ def run(tmp_path: Path) -> RunDirectory:
 
 
 def test_importing_cairn_takes_no_time():
-    """Nothing heavy is imported before it is used: a tenth of a second is what a shell prompt may take."""
+    """Of other packages none is imported before it is used."""
     code = (
-        "import sys, time; before = set(sys.modules); began = time.process_time(); import cairn; "
-        "print(time.process_time() - began, *sorted({n.split('.')[0] for n in set(sys.modules) - before}))"
+        "import sys; before = set(sys.modules); import cairn; "
+        "print(*{n.split('.')[0] for n in set(sys.modules) - before} - sys.stdlib_module_names)"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    seconds, *modules = done.stdout.split()
-    assert float(seconds) < 0.1
-    assert not {"torch", "ray", "vllm", "transformers", "pandas", "numpy", "pydantic"} & set(modules)
+    assert done.stdout == "cairn\n"
 
 
 def test_every_public_name_is_there_and_described():

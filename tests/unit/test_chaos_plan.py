@@ -8,9 +8,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from types import SimpleNamespace
 
 import httpx
 import pytest
+from runs import DEADLINE
 from stores import make_step
 
 from cairn.checkpoint.remote.sent import Sent
@@ -106,13 +108,13 @@ def test_torn_lines_come_after_the_whole_ones(tmp_path: Path):
 @pytest.mark.parametrize(("target", "reached"), [("launcher", 1), ("group", 2), ("everyone", 3)])
 def test_a_stop_reaches_whom_it_should(run: "ChaosRun", signal: str, target: str, reached: int):
     """To the launcher alone, to its process group, or to all processes of the run."""
-    sleep = "import subprocess, time; p = subprocess.Popen(['sleep', '60']{}); p.wait(); time.sleep(60)"
+    sleep = "import subprocess, time; p = subprocess.Popen(['sleep', '600']{}); p.wait(); time.sleep(600)"
     own = sleep.format(", start_new_session=True")
-    group = f"import subprocess; subprocess.Popen(['sleep', '60']); exec({own!r})"
+    group = f"import subprocess; subprocess.Popen(['sleep', '600']); exec({own!r})"
     run.start_command(["python", "-c", group])
     try:
-        end = time.monotonic() + 20
-        while len(run.family.named("sleep 60")) < 2 and time.monotonic() < end:
+        end = time.monotonic() + DEADLINE
+        while len(run.family.named("sleep 600")) < 2 and time.monotonic() < end:
             time.sleep(0.02)
         assert len(run.family.processes()) == 3
         assert Disasters(run).strike(Disaster("stop", target, signal=signal))
@@ -242,7 +244,7 @@ def proxy() -> Iterator[Proxy]:
 
 def post(proxy: Proxy, content: object, path: str = GENERATE) -> httpx.Response:
     """Send JSON through the proxy."""
-    return httpx.post(proxy.url + path, json=content, trust_env=False, timeout=10)
+    return httpx.post(proxy.url + path, json=content, trust_env=False, timeout=DEADLINE)
 
 
 def test_the_proxy_passes_on_and_counts(proxy: Proxy):
@@ -254,7 +256,7 @@ def test_the_proxy_passes_on_and_counts(proxy: Proxy):
     assert sorted(proxy.finished.values()) == [1, 2]
 
 
-def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy):
+def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy, monkeypatch: pytest.MonkeyPatch):
     """Errors, cut answers, delays, silence; none counts as a complete generation."""
     proxy.mood = "errors"
     assert {post(proxy, {"seed": i}).status_code for i in range(20)} == {500, 503}
@@ -262,11 +264,12 @@ def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy):
     with pytest.raises(httpx.TransportError):
         post(proxy, {"seed": 1})
     proxy.mood = "silent"
-    threading.Timer(0.3, lambda: setattr(proxy, "mood", None)).start()
-    started = time.monotonic()
+    moods = iter(["silent", "silent", None])
+    passing = SimpleNamespace(sleep=lambda _: setattr(proxy, "mood", next(moods)))
+    monkeypatch.setattr("cairn.tools.chaos.proxy.time", passing)
     with pytest.raises(httpx.TransportError):
         post(proxy, {"seed": 1})
-    assert time.monotonic() - started >= 0.2
+    assert list(moods) == [], "it waited"
     assert not proxy.finished
     assert post(proxy, {"seed": 1}).status_code == 200
 
@@ -277,10 +280,10 @@ def test_the_proxy_misbehaves_as_long_as_it_is_told_to(proxy: Proxy):
 def test_a_family_is_whoever_it_started(tmp_path: Path):
     """Including a grandchild in another session whose parent has ended, and no other process."""
     family, other = Family({}), Family({})
-    script = "import subprocess, sys; subprocess.Popen(['sleep', '60'], start_new_session=True)"
+    script = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     family.start(tmp_path / "log", ["python", "-c", script]).wait()
     (process,) = family.processes()
-    assert process.command == "sleep 60"
+    assert process.command == "sleep 600"
     assert other.processes() == []
     other.kill()
     assert family.processes() == [process]

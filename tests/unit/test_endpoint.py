@@ -15,6 +15,7 @@ import openai
 import pytest
 from errands import Servers
 from openai.types.responses import ResponseCompletedEvent, ResponseIncompleteEvent
+from runs import DEADLINE
 from test_programs import Power, complete, digest, runner
 
 from cairn.orchestrator.chat import NoPrompt
@@ -78,7 +79,7 @@ async def served(
 
 def run(test: Coroutine[Any, Any, None]) -> None:
     async def in_time() -> None:
-        async with asyncio.timeout(100):
+        async with asyncio.timeout(DEADLINE):
             await test
 
     asyncio.run(in_time())
@@ -507,7 +508,7 @@ def test_200_sessions_at_once():
                 assert session.requests == 2
 
         async with openai.AsyncOpenAI(
-            base_url=endpoint.url, api_key="none", timeout=90, max_retries=0
+            base_url=endpoint.url, api_key="none", timeout=DEADLINE, max_retries=0
         ) as client:
             await asyncio.gather(*(agent(client, seed) for seed in range(200)))
         await endpoint.close()

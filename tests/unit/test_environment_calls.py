@@ -6,7 +6,6 @@ import re
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Coroutine
 from decimal import Decimal
 from fractions import Fraction
@@ -17,6 +16,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from clocks import LoopClock
+from runs import DEADLINE
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.orchestrator.environments import (
@@ -178,14 +179,19 @@ def test_a_method_that_raises(how: Callable, error: BaseException, caplog: pytes
 def test_a_slow_reward_holds_up_nothing_else(threads: int):
     """Not the event loop, where the heartbeat is shown. As many are at work at once as there are threads."""
     at_work: set[int] = set()
+    counting, turned = threading.Lock(), threading.Event()
+    together = threading.Barrier(threads, timeout=DEADLINE)
     most = 0
 
     def reward(problem: int, answer: str) -> float:
         nonlocal most
-        at_work.add(problem)
-        most = max(most, len(at_work))
-        time.sleep(0.1)
-        at_work.discard(problem)
+        with counting:
+            at_work.add(problem)
+            most = max(most, len(at_work))
+        together.wait()  # for as many as there are threads
+        assert turned.wait(DEADLINE)
+        with counting:
+            at_work.discard(problem)
         return problem
 
     async def job(calls: SingleTurn) -> tuple[list[float], int]:
@@ -194,12 +200,14 @@ def test_a_slow_reward_holds_up_nothing_else(threads: int):
         while not rewards.done():
             await asyncio.sleep(0.002)
             turns += 1
+            if turns == 6:
+                turned.set()
         return await rewards, turns
 
     rewards, turns = ask(Given(reward), job, reward_threads=threads)
     assert rewards == [0, 1, 2, 3, 4, 5]
     assert most == threads
-    assert turns > 5  # at most 1 if it stood still
+    assert turns > 5
 
 
 def test_coroutines_run_together_on_one_loop_that_is_not_the_orchestrators():
@@ -231,13 +239,12 @@ def test_no_threads_means_the_callers():
 @pytest.mark.parametrize("method", ["reward", "messages"])
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_deadline_names_the_problem(method: str, asynchronous: bool):
-    """It begins with the call, not while others are at work."""
     done = threading.Event()
 
     async def never(*_: object) -> float:
         await asyncio.sleep(60)
 
-    environment = Given(never, never) if asynchronous else Given(*[lambda *_: done.wait(20)] * 2)
+    environment = Given(never, never) if asynchronous else Given(*[lambda *_: done.wait(DEADLINE)] * 2)
     arguments = (1, "x") if method == "reward" else (1,)
     what = r"reward of problem 1" if method == "reward" else r"messages\(1\)"
     try:
@@ -246,11 +253,15 @@ def test_a_deadline_names_the_problem(method: str, asynchronous: bool):
     finally:
         done.set()
 
+
+def test_a_deadline_begins_with_the_call(loop_clock: LoopClock):
+    """Not while others are at work."""
+
     async def waits_its_turn(calls: SingleTurn) -> list[float]:
         return await asyncio.gather(*(total(calls, 1, "") for _ in range(40)))
 
-    slow = Given(lambda *_: time.sleep(0.05) or 1.0)
-    assert ask(slow, waits_its_turn, reward_timeout=1.9, reward_threads=1) == [1.0] * 40
+    slow = Given(lambda *_: loop_clock.add(1.0) or 1.0)
+    assert ask(slow, waits_its_turn, reward_timeout=30, reward_threads=1) == [1.0] * 40
 
 
 HANGS = """
@@ -271,7 +282,7 @@ except EnvironmentFailed:
 
 def test_a_process_ends_though_a_reward_hangs():
     """A role that reports its error has to end, or its launcher never hears of it."""
-    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=60)
+    ended = subprocess.run([sys.executable, "-c", HANGS], capture_output=True, text=True, timeout=DEADLINE)
     assert (ended.returncode, ended.stdout) == (0, "over\n"), ended.stderr
 
 

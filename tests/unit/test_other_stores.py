@@ -2,7 +2,6 @@
 
 import base64
 import random
-import time
 from collections.abc import Iterator
 
 import pytest
@@ -111,9 +110,8 @@ def test_the_probe(remote: RemoteStore, scheme: str, monkeypatch: pytest.MonkeyP
         return  # the stand-in lets everybody in
     key = base64.b64encode(b"a wrong secret").decode()
     monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_KEY", key)
-    began = time.monotonic()
     with pytest.raises(RemoteError, match="access was denied; check the credentials") as error:
-        probe(Objects("az://box/run", retry_seconds=60), "me")
+        probe(Objects("az://box/run", retry_seconds=600), "me")  # longer than a test may take
     assert key not in str(error.value)
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_KEY")
     with pytest.raises(CairnError, match="the environment has no credentials"):
@@ -121,4 +119,3 @@ def test_the_probe(remote: RemoteStore, scheme: str, monkeypatch: pytest.MonkeyP
     monkeypatch.delenv("AZURE_STORAGE_ACCOUNT_NAME")
     with pytest.raises(CairnError, match="AZURE_STORAGE_ACCOUNT_NAME"):
         Objects("az://box/run")
-    assert time.monotonic() - began < 50

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 import pytest
+from clocks import LoopClock
 from errands import Errands, Servers
-from runs import CONFIGS, REPOSITORY
+from runs import CONFIGS, DEADLINE, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator import program_run
@@ -289,8 +290,9 @@ async def raises() -> None:
     raise ZeroDivisionError("division by zero")
 
 
-async def hangs() -> None:
-    await asyncio.sleep(60)
+async def hangs(clock: LoopClock) -> None:
+    clock.add(3)
+    await asyncio.Event().wait()
 
 
 async def leaves() -> None:
@@ -309,9 +311,12 @@ ENDS = {
 
 
 @pytest.mark.parametrize("end", ENDS)
-def test_a_program_that_fails_is_tried_again_from_the_ledger_and_then_has_failed(tmp_path: Path, end: str):
+def test_a_program_that_fails_is_tried_again_from_the_ledger_and_then_has_failed(
+    tmp_path: Path, end: str, loop_clock: LoopClock
+):
     """It is never taken for 0, nothing is sampled or called again for it, and the reason is kept."""
     value, message = ENDS[end]
+    value = partial(hangs, loop_clock) if value is hangs else value
     environment, servers = Failing(value), Servers(longest=2)
     group = complete(runner(tmp_path, environment, servers, reward_timeout=2))
     assert (group.whole, group.usable, set(environment.starts.values())) == (True, False, {2})
@@ -369,7 +374,7 @@ def test_an_answer_that_comes_after_a_rollouts_end_is_nothing_of_its(tmp_path: P
     async def run() -> AnswerGroup:
         group = await one.complete(Prompts(one.ledger).issue(0))
         free.set()
-        async with asyncio.timeout(60):
+        async with asyncio.timeout(DEADLINE):
             while not all(task.done() for task in environment.left):
                 await asyncio.sleep(0.01)
         one.environment.close()
@@ -384,13 +389,13 @@ def test_an_answer_that_comes_after_a_rollouts_end_is_nothing_of_its(tmp_path: P
         one.ledger.close()
 
 
-def test_a_wait_for_a_free_thread_is_not_the_programs_time(tmp_path: Path):
+def test_a_wait_for_a_free_thread_is_not_the_programs_time(tmp_path: Path, loop_clock: LoopClock):
     """The tools on one thread take longer than a program has; each of them alone does not."""
     environment = Failing(1.0)
 
     async def rollout(problem: int, model: Any) -> float:
         await model.generate([{"role": "user", "content": "a"}])
-        await model.once("slow", lambda: time.sleep(0.3))
+        await model.once("slow", lambda: loop_clock.add(0.3))
         return 1.0
 
     environment.rollout = rollout

@@ -287,7 +287,7 @@ def test_nothing_is_announced_by_a_trainer_that_has_ended(
     """As when a rank died, and the others begin anew in the same processes."""
     publisher.publish(1, save=False, last=False)
     closing = in_thread(publisher.close)
-    time.sleep(0.1)
+    assert publisher._given_up.wait(DEADLINE)
     device.gate.set()
     closing.join(DEADLINE)
     assert not closing.is_alive()

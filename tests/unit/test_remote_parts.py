@@ -12,6 +12,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
 import pytest
+from runs import DEADLINE
 from stores import BadNetwork, Upload, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64, join_crcs
@@ -84,7 +85,7 @@ def kill_in_the_middle(remote: RemoteStore, step: tuple[Path, Manifest], network
     """Have another process upload it, and kill it when some parts have arrived."""
     command = [sys.executable, "-c", UPLOAD, str(step[0]), str(remote)]
     faults = {**os.environ, "CAIRN_FAULT": "remote.sent_part:kill@2"}
-    assert subprocess.run(command, env=faults, timeout=60, check=False).returncode == -signal.SIGKILL
+    assert subprocess.run(command, env=faults, timeout=DEADLINE, check=False).returncode == -signal.SIGKILL
     wait_for(lambda: not network.working or None, seconds=60, whom="the proxy", setting="none")
 
 

@@ -167,7 +167,7 @@ async def servers(
     for server in started:
         await server.start()
     urls = [server.url for server in started]
-    settings = PoolSettings(**{"retry_for": 20, "look_every": 0.02, **options})
+    settings = PoolSettings(**{"retry_for": DEADLINE, "look_every": 0.02, **options})
     async with ServerPool(urls, settings, servers_file=servers_file, token="t") as pool:
         await until(
             lambda: (
@@ -396,7 +396,8 @@ def test_a_client_names_the_server_that_misbehaves(name: str):
         fake = FakeServer()
         await fake.start()
         fake.fault = fault
-        async with InferenceClient(fake.url, "t", timeout=0.3, retry_for=0) as client:
+        seconds = 0.3 if fault is silence else DEADLINE
+        async with InferenceClient(fake.url, "t", timeout=seconds, retry_for=0) as client:
             with pytest.raises(ServerUnavailable, match=message) as caught:
                 await client.generate([1], SamplingParams(max_tokens=4, seed=1))
         assert fake.url in str(caught.value)

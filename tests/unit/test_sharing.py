@@ -4,10 +4,9 @@ import asyncio
 import contextlib
 import os
 import random
-import threading
-import time
 from dataclasses import dataclass, replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -152,7 +151,7 @@ async def test_a_new_pool_lets_a_server_sleep_until_it_has_something_to_serve():
         fake.asleep = True
         await pool.close()
         async with type(pool)([fake.url], token="t") as second:
-            await second.wait_ready(10)
+            await second.wait_ready(DEADLINE)
             await asyncio.sleep(0.1)
             assert fake.asleep
             await second.serve("/w", "v2")
@@ -448,21 +447,27 @@ def test_a_trainer_that_takes_steps_again_waits_for_the_next_batch(tmp_path: Pat
 # The other roles
 
 
-def test_a_server_starts_when_the_trainer_has_published_what_it_was_to_make(tmp_path: Path):
+def test_a_server_starts_when_the_trainer_has_published_what_it_was_to_make(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
     """One that died while a step is trained would find too little memory."""
     run = RunDirectory(tmp_path)
     run.begin(ATTEMPT)
     assert servers_turn(run)
     run.versions.hand_over(ATTEMPT, until=1)
-    later = threading.Timer(0.2, lambda: run.versions.announce(ATTEMPT, 1, save=False, last=False))
-    later.start()
-    began = time.monotonic()
+    waits = iter(
+        [
+            lambda: None,
+            lambda: run.versions.announce(ATTEMPT, 1, save=False, last=False),
+            lambda: os.kill(os.getpid(), END_SERVER),
+        ]
+    )
+    monkeypatch.setattr("cairn.launch.roles.time", SimpleNamespace(sleep=lambda _: next(waits)()))
     assert servers_turn(run)
-    assert time.monotonic() - began > 0.1
 
     run.versions.hand_over(ATTEMPT, until=None)
-    threading.Timer(0.2, lambda: os.kill(os.getpid(), END_SERVER)).start()
     assert not servers_turn(run), "the launcher ends the run"
+    assert next(waits, None) is None
 
 
 def test_a_trainer_waits_for_its_turn_although_the_batch_is_there(

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from runs import DEADLINE
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.kinds import KINDS
@@ -39,7 +40,7 @@ BEHAVIOURS = {
     'if "--head" in sys.argv:\n'
     "    port = next(int(a.partition('=')[2]) for a in sys.argv if a.startswith('--port='))\n"
     "    listening = socket.create_server(('127.0.0.1', port))\n"
-    "    time.sleep(60)",
+    "    time.sleep(600)",
     "ip": 'print("1: lo    inet 127.0.0.1/8 scope host lo")',
     "python": "calls = os.path.join(os.path.dirname(sys.argv[0]), '../../ray.jsonl')\n"
     "while len(open(calls).readlines()) < min(2, int(sys.argv[-1])): time.sleep(0.02)",
@@ -53,12 +54,12 @@ def stop(*_):
     sys.exit(75)
 signal.signal(signal.SIGTERM, stop)
 with open("{folder}/started", "w"): pass
-time.sleep(60)
+time.sleep(600)
 """
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
-    end = time.monotonic() + 60
+    end = time.monotonic() + DEADLINE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.02)
@@ -101,7 +102,7 @@ class Job:
 
     def finish(self, process: subprocess.Popen, **calls: int) -> str:
         """Its output, once the script has ended and commands were called so often; the rest is killed."""
-        process.wait(60)
+        process.wait(DEADLINE)
         wait_until(lambda: all(len(self.calls(name)) >= count for name, count in calls.items()))
         self.kill()
         return process.communicate()[0]
@@ -329,7 +330,7 @@ def test_sft_runs_on_all_nodes(job: Job):
 def test_the_job_ends_its_ray(job: Job):
     """Not only Slurm does, which kills what is left of a job."""
     process = job.start("sft", *NODES, "--slurm.gpus-per-node", "4")
-    process.wait(60)
+    process.wait(DEADLINE)
     wait_until(lambda: not job.still_run())
     assert job.calls("ray")
 

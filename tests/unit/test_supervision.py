@@ -6,12 +6,12 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import pytest
-from runs import environment_of
+from runs import DEADLINE, environment_of
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch.endings import conclude_early
@@ -78,6 +78,12 @@ class Child:
             [sys.executable, "-c", LIVES, str(path)], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
         )
         assert self.process.stdout.readline() == "ready\n"
+        self.until(lambda beat: beat.doing == "step 7")
+
+    def until(self, condition: Callable[[Beat], bool]) -> None:
+        """Wait until its file says so."""
+        while not ((beat := read_note(self.path, Beat)) and condition(beat)):
+            time.sleep(0.05)
 
     def tell(self, line: str) -> None:
         self.process.stdin.write(line + "\n")
@@ -96,7 +102,7 @@ def child(tmp_path: Path) -> Iterator[Child]:
     child.process.wait()
 
 
-def look(watch: Watch, seconds: float) -> str | None:
+def look(watch: Watch, seconds: float = DEADLINE) -> str | None:
     """The first problem that is seen within so many seconds."""
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -109,22 +115,25 @@ def look(watch: Watch, seconds: float) -> str | None:
 def test_a_stopped_process_is_told_from_a_slow_one(child: Child):
     """One that works on the same thing gives signs of life; one that is stopped does not."""
     watch = child.watch(silence=2 * INTERVAL, standstill=600)
-    assert look(watch, 3 * INTERVAL) is None
+    for _ in range(4):
+        beats = read_note(child.path, Beat).beats
+        child.until(lambda beat, last=beats: beat.beats != last)
+        watch._looked -= INTERVAL  # as much passes at least, whenever the next look is
+        assert watch.problem() is None
     child.process.send_signal(signal.SIGSTOP)
-    problem = look(watch, 30)
+    problem = look(watch)
     assert problem == "no sign of life for 2 s (last: step 7); --heartbeat-timeout allows more"
 
 
 def test_a_process_that_does_not_come_on_hangs(child: Child):
     """Unless it waits for somebody, which has a deadline of its own; another thread's wait is none of its."""
-    assert look(child.watch(silence=600, standstill=1), 30) == (
+    assert look(child.watch(silence=600, standstill=1)) == (
         "no progress for 1 s (step 7); --hang-timeout allows more"
     )
     child.tell("wait aside")
-    assert "(step 7)" in look(child.watch(silence=600, standstill=1), 30)
+    assert "(step 7)" in look(child.watch(silence=600, standstill=1))
     child.tell("wait")
-    while not ((beat := read_note(child.path, Beat)) and beat.waiting):
-        time.sleep(0.05)
+    child.until(lambda beat: beat.waiting)
     assert look(child.watch(silence=600, standstill=1), 2.5) is None
 
 
@@ -141,28 +150,25 @@ def test_a_server_that_takes_weights_is_given_more_time(child: Child):
         return Watch(child.path, child.process.pid, silence=600, standstill=1, setting="--limit", lengthy=8)
 
     says()
-    assert look(watch(), 30) == "no progress for 1 s (serving); --limit allows more"
+    child.until(lambda beat: beat.doing == "serving")
+    assert look(watch()) == "no progress for 1 s (serving); --limit allows more"
     taking(0.1)
-    while not ((beat := read_note(child.path, Beat)) and beat.lengthy):
-        time.sleep(0.05)
+    child.until(lambda beat: beat.lengthy)
     watching = watch()
     assert look(watching, 2) is None
     taking(2.1)
-    assert look(watching, 30) == (
-        "no progress for 8 s (taking the weights run:7); --hang-timeout allows more"
-    )
+    assert look(watching) == ("no progress for 8 s (taking the weights run:7); --hang-timeout allows more")
     for begins in ((0.1, "run:8"), (0.05, "run:8")):
         marks = read_note(child.path, Beat).marks
         taking(*begins)
-        while read_note(child.path, Beat).marks == marks:
-            time.sleep(0.05)
+        child.until(lambda beat, last=marks: beat.marks != last)
 
 
 def test_a_process_that_never_gives_a_sign(tmp_path: Path, child: Child):
     """What another process has left in the file is not taken for its own."""
     watch = Watch(child.path, os.getpid(), silence=0.5, standstill=600)
-    assert "no sign of life for 0.5 s (last: starting)" in look(watch, 30)
-    assert "no sign of life" in look(Watch(tmp_path / "none.json", 1, silence=0.2, standstill=600), 30)
+    assert "no sign of life for 0.5 s (last: starting)" in look(watch)
+    assert "no sign of life" in look(Watch(tmp_path / "none.json", 1, silence=0.2, standstill=600))
 
 
 def test_a_watcher_that_was_held_up_does_not_blame_the_watched(child: Child):

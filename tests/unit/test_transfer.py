@@ -108,8 +108,11 @@ def test_weights_do_not_change_while_somebody_reads_them(
     assert not torch.equal(policy["embed"], before["embed"])
 
 
-@pytest.mark.timeout(15)  # less than a rank waits for a server that it has said yes to
-def test_if_one_rank_has_gone_on_nobody_sends(policy: dict[str, torch.Tensor], sender: WeightSender):
+def test_if_one_rank_has_gone_on_nobody_sends(
+    policy: dict[str, torch.Tensor], sender: WeightSender, monkeypatch: pytest.MonkeyPatch
+):
+    """Nor does any wait for the one whom it has said yes to, which would end this test."""
+    monkeypatch.setattr("cairn.policy.sender.ANSWER", timedelta(hours=1))
     other = WeightSender(policy, rank=0, host="127.0.0.1")
     sender.offer(1)
     other.offer(2)
@@ -274,7 +277,7 @@ LARGE = 40 << 20
 """Values that no buffer of the system takes whole, so that their sender has to wait for their reader."""
 
 
-@pytest.mark.parametrize(("end", "patience"), [(signal.SIGSTOP, 3), (signal.SIGKILL, 120)])
+@pytest.mark.parametrize(("end", "patience"), [(signal.SIGSTOP, 3), (signal.SIGKILL, 600)])
 def test_a_server_that_stops_or_dies_in_a_transfer_holds_training_up_for_a_bounded_time(
     server_in_transfer: Callable[[WeightSender], "subprocess.Popen[str]"], end: signal.Signals, patience: int
 ):
@@ -286,7 +289,7 @@ def test_a_server_that_stops_or_dies_in_a_transfer_holds_training_up_for_a_bound
     process.send_signal(end)
     started = time.monotonic()
     sender.withdraw()
-    assert time.monotonic() - started < 60
+    assert time.monotonic() - started < DEADLINE
     values["a"] += 1
     sender.offer(2)
     (got,) = WeightReceiver().receive(sender.source(2, [sender.here]), [["a", "b"]])

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from runs import DEADLINE
 from safetensors.torch import load_file, save_file
 from vllm.entrypoints.openai.models.protocol import BaseModelPath
 from vllm.entrypoints.openai.models.serving import OpenAIServingModels
@@ -267,7 +268,7 @@ def test_a_version_is_dropped_when_no_request_can_need_it(model: Path, tmp_path:
         gone = [path for path in engine.paths.values() if path not in {n.lora_path for n in named.values()}]
         later = requests.begin()
         requests.end(in_flight)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE):
             while updates._dropping:
                 await asyncio.sleep(0.01)
         assert set(engine.paths.values()) == {request.lora_path for request in named.values()}
@@ -391,7 +392,7 @@ def test_requests_that_may_generate_are_counted_until_they_end():
         assert not waiting.done()
         gate.set()
         await asyncio.gather(*tasks, return_exceptions=True)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(DEADLINE):
             await waiting
 
     asyncio.run(main())

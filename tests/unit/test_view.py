@@ -113,7 +113,7 @@ def test_the_state_of_a_run(run: RunDirectory):
     """By its launcher's lock while that lives, then by how the trainer ended."""
     code = (
         "import sys, time; from cairn.run.directory import RunDirectory; "
-        f"run = RunDirectory({str(run.path)!r}); print(run.lock(), flush=True); time.sleep(60)"
+        f"run = RunDirectory({str(run.path)!r}); print(run.lock(), flush=True); time.sleep(600)"
     )
     view = RunView(run.path)
     run.set_role("trainer", "running")

@@ -6,7 +6,6 @@ import itertools
 import math
 import random
 import threading
-import time
 import warnings
 from collections import Counter
 from functools import partial
@@ -14,8 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import LoopClock
 from errands import Servers
-from runs import REPOSITORY
+from runs import DEADLINE, REPOSITORY
 from test_programs import CHAT, RUN, VERSION, Interrupted, Power, complete, digest
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
@@ -377,6 +377,9 @@ def test_weights_that_change_have_no_sum(tmp_path: Path):
 class Slow:
     """A world whose step takes a while, on a thread."""
 
+    def __init__(self, clock: LoopClock):
+        self.clock = clock
+
     def __len__(self) -> int:
         return 3
 
@@ -384,14 +387,14 @@ class Slow:
         return seed, "go"
 
     def step(self, world: int, answer: str) -> tuple[None, float, bool]:
-        time.sleep(0.15)
+        self.clock.add(0.15)
         return None, 1.0, True
 
 
-def test_a_world_that_waits_for_a_thread_has_time(tmp_path: Path):
+def test_a_world_that_waits_for_a_thread_has_time(tmp_path: Path, loop_clock: LoopClock):
     """Together the steps take longer than one may."""
     settings = {"samples_per_prompt": 16, "reward_threads": 1, "reward_timeout": 2.0, "reward_retries": 0}
-    group = complete(runner(tmp_path, Slow(), Servers(), kind=WorldPrograms, **settings))
+    group = complete(runner(tmp_path, Slow(loop_clock), Servers(), kind=WorldPrograms, **settings))
     assert group.rewards == [1.0] * 16
 
 
@@ -430,7 +433,7 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(
     class Hanging(Walk):
         def step(self, world: Any, answer: str) -> Any:
             if len(self.worlds) == 1:
-                free.wait(60)
+                free.wait(DEADLINE)
                 running.append(bool(world["closed"]))
             return super().step(world, answer)
 
@@ -440,7 +443,8 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(
 
     closed = threading.Event()
     environment = Hanging(2)
-    one = runner(tmp_path, environment, Servers(), reward_threads=2, reward_timeout=2)
+    times = {"reward_timeout": 2, "reward_retries": 20}  # the next world's steps may take too long as well
+    one = runner(tmp_path, environment, Servers(), reward_threads=2, **times)
 
     async def both() -> Any:
         found = await one.complete(Prompts(one.ledger).issue(0))
@@ -448,7 +452,7 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(
         assert first["closed"] == 0
         closed.clear()
         free.set()
-        assert await asyncio.to_thread(closed.wait, 60)
+        assert await asyncio.to_thread(closed.wait, DEADLINE)
         assert first["closed"] == 1
         one.environment.close()
         return found
@@ -469,9 +473,10 @@ def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
     class Slow(Walk):
         def step(self, world: Any, answer: str) -> tuple[Any, Any, bool]:
             begun.set()
-            assert go_on.wait(60)
+            assert go_on.wait(DEADLINE)
             return super().step(world, answer)
 
+    before = threading.enumerate()
     environment = Slow()
     one = runner(tmp_path, environment, Servers())
     calls = one.environment.calls
@@ -482,20 +487,20 @@ def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
         except asyncio.CancelledError:
             go_on.set()
             calls.submit(ended.set)  # on the thread of the step, after it
-            assert ended.wait(60)
+            assert ended.wait(DEADLINE)
             raise
 
     async def test() -> None:
         other = asyncio.ensure_future(calls.on_own_loop(last))
         work = asyncio.ensure_future(one.complete(Prompts(one.ledger).issue(0)))
-        assert await asyncio.to_thread(begun.wait, 60)
+        assert await asyncio.to_thread(begun.wait, DEADLINE)
         work.cancel()
         await asyncio.wait({work})
-        loop, threads = calls._loop, threading.enumerate()  # pyright: ignore[reportPrivateUsage]
+        loop, threads = calls._loop, set(threading.enumerate()) - set(before)  # pyright: ignore[reportPrivateUsage]
         assert loop is not None
         one.environment.close()
-        (own,) = (thread for thread in threads if thread.name == "environment loop" and thread.is_alive())
-        await asyncio.to_thread(own.join, 60)
+        (own,) = (thread for thread in threads if thread.name == "environment loop")
+        await asyncio.to_thread(own.join, DEADLINE)
         assert loop.is_closed()
         assert asyncio.all_tasks(loop) == set()
         other.cancel()
