@@ -202,7 +202,7 @@ def test_agents_work_below_the_folder_for_results_whatever_run_the_file_is_of(
     arguments = ["@", tmp_path / "orch.toml", "--model.name", MODEL, "--model.init-seed", 0, "--samples", 1]
     arguments += ["--env.name", "agent", "--env.args", json.dumps(args), "--reward-retries", 0]
     assert run_eval(server, tmp_path / "out", *arguments) == 1
-    assert "never asked the model" in rows(tmp_path / "out")[0]["error"]
+    assert "was never answered by the model" in rows(tmp_path / "out")[0]["error"]
     assert "the agent ended with exit code 0" in (tmp_path / "out" / "logs" / "agents.log").read_text()
     assert theirs.is_dir()
     assert [one.name for one in (tmp_path / "run").iterdir()] == ["agents"]
