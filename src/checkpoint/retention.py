@@ -20,6 +20,8 @@ logger = logging.getLogger(__name__)
 PINS = "pins.json"
 WAITING = "waiting for an export or upload"
 """Why a step is kept that no rule keeps."""
+OF_SPIKES = "a spike would go back to it"
+"""Likewise (`spike.on_spike`)."""
 PENDING = "waiting for its evaluation"
 """Why a step is kept that may turn out to be one of the best."""
 MOST_PENDING = 4
@@ -190,7 +192,7 @@ def prune(
     rules: CkptConfig,
     pinned: set[int],
     *,
-    spare: Spare = spare_none,
+    spares: Mapping[str, Spare] | None = None,
     abandoned: bool = False,
     dry_run: bool = False,
 ) -> dict[str, Any]:
@@ -202,13 +204,13 @@ def prune(
 
     Args:
         pinned: the steps that count as pinned.
+        spares: what else keeps steps, by the reason that the report gives.
     """
     good, damaged = store.newest_good()
     kept = reasons_to_keep(read_steps(store, ratings_in(store.root)), rules, pinned)
     for step in [step_of(good)] if good else kept:
         kept[step] = kept.get(step) or ["newest good" if good else "none is good"]
-    for step in spare([step for step, reasons in kept.items() if not reasons]):
-        kept[step] = [WAITING]
+    add_spared(kept, spares or {})
     newest = store.latest() or 0
     groups = {
         "deleted": [store.folder(step) for step, reasons in kept.items() if not reasons],
@@ -230,6 +232,14 @@ def prune(
         "failed": failed,
         "dry_run": dry_run,
     }
+
+
+def add_spared(kept: dict[int, list[str]], spares: Mapping[str, Spare]) -> None:
+    """Give a reason to the steps that no rule keeps and that somebody still needs."""
+    unkept = [step for step, reasons in kept.items() if not reasons]
+    for reason, spare in spares.items():
+        for step in spare(unkept):
+            kept[step].append(reason)
 
 
 def _branches(store: CheckpointStore) -> list[Path]:

@@ -26,6 +26,7 @@ TRAINER: Settings = {
     "optimizer": None,
     "scheduler": None,
     "spike": None,
+    "ckpt.interval": None,
     "precision": None,
     "attention": None,
     "activation_checkpointing": None,
@@ -135,7 +136,8 @@ class Change:
 def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
     """The settings of a dumped configuration that belong to the recipe, by dotted name.
 
-    A schedule's end is where it ends, whether that is `scheduler.steps` or the run's `max_steps`.
+    A schedule's end is where it ends, whether that is `scheduler.steps` or the run's `max_steps`. The
+    interval of checkpoints belongs to it where a spike goes back to one of them.
     """
     flat: dict[str, Any] = {}
 
@@ -154,6 +156,8 @@ def settings_of(config: Mapping[str, Any], allowed: Settings) -> dict[str, Any]:
             flat[f"{schedule}.steps"] = config.get("max_steps")
             if flat[f"{schedule}.steps"] is None:
                 del flat[f"{schedule}.steps"]
+    if flat.get("spike.on_spike") != "rewind":
+        flat.pop("ckpt.interval", None)
     return {name: value for name, value in flat.items() if is_setting(name, allowed)}
 
 

@@ -4,7 +4,7 @@ It is written before the weights change, so a trainer that dies afterwards and r
 again, also where arithmetic that varies would not show it the spike a second time.
 """
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -32,6 +32,11 @@ def rewind_target(step: int, interval: int) -> int:
     Saves for other reasons do not count: a run that was stopped has more of them than one that was not.
     """
     return (step - 1) // interval * interval
+
+
+def spared_for_rewinds(unkept: Collection[int], newest: int, interval: int) -> set[int]:
+    """The step that a spike in the one after `newest` would go back to, if it is in `unkept`."""
+    return {rewind_target(newest + 1, interval)} & set(unkept)
 
 
 @dataclass(frozen=True)

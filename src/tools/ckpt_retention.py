@@ -12,18 +12,20 @@ from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, l
 from cairn.checkpoint.ratings import Ratings, ratings_in
 from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.retention import (
+    OF_SPIKES,
     WAITING,
     Spare,
+    add_spared,
     pins,
     prune,
     read_steps,
     reasons_to_keep,
     set_pin,
-    spare_none,
 )
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.jsonlines import as_object
 from cairn.tools import ckpt_remote
 from cairn.tools.ckpt_output import print_json, print_list, print_prune, say
 from cairn.tools.ckpt_paths import STORE_HELP, attempt_id, run_config, store_in
@@ -48,8 +50,7 @@ def list_steps(arguments: argparse.Namespace) -> int:
         rules, pinned = _rules_and_pins(path, store)
         ratings = _ratings(store, rules)
         kept = reasons_to_keep(read_steps(store, ratings), rules, pinned)
-        for step in _waiting(path, store, rules)([step for step, reasons in kept.items() if not reasons]):
-            kept[step] = [WAITING]
+        add_spared(kept, _spares(path, store, rules))
         rows = [_row(store.folder(step), reasons, ratings) for step, reasons in kept.items()]
         rows += [{"folder": str(folder), "state": "partial"} for folder in store.debris()]
         rows += [
@@ -190,7 +191,7 @@ def _pruned(arguments: argparse.Namespace) -> dict[str, Any]:
             store,
             rules,
             pinned,
-            spare=_waiting(arguments.path, store, rules),
+            spares=_spares(arguments.path, store, rules),
             abandoned=arguments.abandoned,
             dry_run=arguments.dry_run,
         )
@@ -211,18 +212,28 @@ def _rules(path: Path) -> CkptConfig:
         ) from None
 
 
-def _waiting(path: Path, store: CheckpointStore, rules: CkptConfig) -> Spare:
-    """Which steps that no rule keeps wait to be exported or uploaded by the run around the checkpoints."""
-    if rules.export is None and rules.remote is None:
-        return spare_none
-    last, spares = run_config(path).get("max_steps", 0), list[Spare]()
+def _spares(path: Path, store: CheckpointStore, rules: CkptConfig) -> dict[str, Spare]:
+    """Which steps that no rule keeps the run around the checkpoints still needs, by the reason.
+
+    They wait to be exported or uploaded, or are what a spike in the next step goes back to.
+    """
+    if rules.export is None and rules.remote is None and not rules.interval:
+        return {}
+    config = run_config(path)
+    last, spares = config.get("max_steps", 0), list[Spare]()
     if rules.export is not None and rules.export.folder is not None:
         made = run_exports(rules.export, last=last, attempt=attempt_id(path))
         spares.append(lambda unkept: made.hold(store, unkept).kept)
     if rules.remote is not None:
         uploads = RunUploads(store, rules, last)
         spares.append(lambda unkept: uploads.hold(unkept).kept)
-    return lambda unkept: {step for spare in spares for step in spare(unkept)}
+    found: dict[str, Spare] = {WAITING: lambda unkept: {step for spare in spares for step in spare(unkept)}}
+    spike = as_object(as_object(config.get("trainer") or config).get("spike"))
+    if spike.get("on_spike") == "rewind" and rules.interval:
+        from cairn.run.rewinds import spared_for_rewinds  # imports more than --help has time for
+
+        found[OF_SPIKES] = lambda unkept: spared_for_rewinds(unkept, store.latest() or 0, rules.interval or 0)
+    return found
 
 
 def _ratings(store: CheckpointStore, rules: CkptConfig) -> Ratings:

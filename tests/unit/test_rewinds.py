@@ -18,7 +18,9 @@ from tiny import write_example
 
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.launch import main
 from cairn.launch.attempt import _same_recipe, newest_start
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
@@ -91,6 +93,7 @@ def run(settings: dict[str, Any], folder: Path, group: RankGroup, **ckpt: Any) -
     directory = config.run_directory()
     attempt = newest_start(ATTEMPT, CheckpointStore(directory.checkpoints), pass_over=False)
     folder.mkdir(exist_ok=True)
+    directory.config.write_text(config.model_dump_json())
     directory.begin(attempt)
     directory.metrics.keep_through(attempt.start_step)
     train(config, attempt, group)
@@ -163,12 +166,27 @@ def test_retention_leaves_the_step_to_go_back_to(
     spiking: set[int],
     one_rank: RankGroup,  # noqa: F811
     tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ):
     """Beside a newer one, which a run has that was stopped there; and going back does not depend on that."""
     spiking |= {5}
     straight = run({**example, "max_steps": 6}, tmp_path / "straight", one_rank, keep_last=1)
+
+    def ckpt(*arguments: object) -> str:
+        monkeypatch.setattr("sys.argv", ["ckpt", *map(str, arguments)])
+        assert main.ckpt() == 0
+        return capsys.readouterr().out
+
     folder = run({**example, "max_steps": 4}, tmp_path / "stopped", one_rank, keep_last=1)
     assert steps(folder) == [3, 4]
+    file = folder / "config.json"
+    of_sft = file.read_text()
+    for content in (RLConfig(trainer={"spike": GUARD}, ckpt={"interval": 3}).model_dump_json(), of_sft):
+        file.write_text(content)
+        kept = json.loads(ckpt("prune", folder, "--keep-last", 1, "--json"))["kept"]
+        assert kept == {"3": ["a spike would go back to it"], "4": ["newest", "last"]}
+    assert "a spike would go back to it" in ckpt("list", folder)
     run({**example, "max_steps": 6}, folder, one_rank, keep_last=1)
     assert steps(folder) == [6]
     assert_same_bits(tensors(step_folder(folder, 6)), tensors(step_folder(straight, 6)))

@@ -11,7 +11,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.export import ExportConfig
 from cairn.run.history import PREFIX
-from cairn.run.rewinds import rewind_target
+from cairn.run.rewinds import spared_for_rewinds
 from cairn.trainer.task import Context
 
 logger = logging.getLogger(__name__)
@@ -61,7 +61,7 @@ class RewindsWaiting:
 
     def spare(self, unkept: Collection[int]) -> Collection[int]:
         """That step; see `retention.Spare`."""
-        return {rewind_target((self._store.latest() or 0) + 1, self._interval)} & set(unkept)
+        return spared_for_rewinds(unkept, self._store.latest() or 0, self._interval)
 
     def metrics(self) -> Mapping[str, float]:
         """None."""
