@@ -210,7 +210,7 @@ def test_an_upload_that_is_not_what_was_noted(
         remote.objects.abort(next(found for _, found in remote.unfinished()))
     elif change == "replaced":
         body = b"x" * CHUNK_BYTES
-        s3 = remote.objects._in_parts()._s3
+        s3 = remote.objects._s3
         headers = {multipart.CRC_HEADER: multipart._text(crc64(body))}
         query = {"partNumber": number, "uploadId": str(noted.upload)}
         s3.request("PUT", f"step_4/{FILE}", query, headers=headers, body=body)

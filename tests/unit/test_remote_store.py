@@ -1,9 +1,11 @@
 """Steps in an object store, against a real S3 server on loopback, and in a folder."""
 
 import contextlib
+import http.server
 import json
 import os
 import random
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -325,6 +327,48 @@ def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: 
         if damage is not None:
             remote.objects.put("catalog.json", damage)
         assert remote.summaries() == rows
+
+
+@pytest.mark.parametrize("unsigned", [False, True])
+def test_ranges_of_objects(remote: RemoteStore, unsigned: bool, monkeypatch: pytest.MonkeyPatch):
+    """As they arrive; where no signature is wanted, obstore asks."""
+    if unsigned:
+        monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
+    content = LARGE[: 3 * objects.PIECE_BYTES]
+    remote.objects.put("a b/c+d", content)
+
+    def arrived(first: int, count: int) -> bytes:
+        return b"".join(map(bytes, remote.objects.pieces("a b/c+d", first, count)))
+
+    assert arrived(0, len(content)) == content
+    assert arrived(7, objects.PIECE_BYTES + 1) == content[7 : objects.PIECE_BYTES + 8]
+    if not remote.objects.url.startswith("file:"):
+        assert arrived(5, 10 * len(content)) == content[5:], "ends where the object does"
+    with pytest.raises(RemoteError, match="nothing"):
+        list(remote.objects.pieces("nothing", 0, 1))
+
+
+def test_a_store_that_ignores_ranges(monkeypatch: pytest.MonkeyPatch):
+    """Its bytes are those of another place, so they are not taken."""
+
+    class Whole(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response(200)
+            self.send_header("Content-Length", "4")
+            self.end_headers()
+            self.wfile.write(b"abcd")
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Whole) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        monkeypatch.setenv("AWS_ENDPOINT_URL", f"http://127.0.0.1:{server.server_port}")
+        monkeypatch.setenv("AWS_ACCESS_KEY_ID", "user")
+        monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "secret")
+        with pytest.raises(RemoteError, match="s3://bucket/run/a: the object store ignores"):
+            list(Objects("s3://bucket/run", retry_seconds=1).pieces("a", 2, 2))
+        server.shutdown()
 
 
 @pytest.mark.parametrize("mood", ["storm", "drops", "damage", "slow"])

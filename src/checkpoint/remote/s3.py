@@ -11,7 +11,7 @@ import ssl
 import threading
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -31,7 +31,7 @@ CONNECTIONS = 32
 CONNECT_SECONDS = 20
 """Longest time until a connection is there, and until a block of a body is sent."""
 ANSWER_SECONDS = 120
-"""Longest time between two pieces of an answer."""
+"""Longest time until an answer begins, and between two receptions of its bytes."""
 FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 """Seconds before a failed request is made again: first, and at most."""
 TRANSIENT = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted"}
@@ -141,6 +141,35 @@ class S3:
             time.sleep(wait)
             pause = min(2 * pause, LONGEST_PAUSE)
 
+    def stream(self, name: str, first: int, end: int, *, piece: int, seconds: float) -> Iterator[memoryview]:
+        """The bytes from `first` until `end` of an object in turn, while they arrive, by one request.
+
+        They end earlier only if the object does.
+
+        Args:
+            piece: bytes that come at a time.
+            seconds: the longest time until all have arrived.
+
+        Raises:
+            Refused: S3 refuses the request.
+            Unsure: it failed, or takes too long; what has come is right as far as the connection can tell.
+        """
+        where, last = f"{self.url}/{name}", time.monotonic() + seconds
+        place = self._found()
+        with _connecting(where):
+            answer = place.send(
+                "GET", self._path(place, name), {"Range": f"bytes={first}-{end - 1}"}, b"", whole=False
+            )
+            with answer:  # closes a connection whose answer was not read to its end
+                if answer.status >= 300:
+                    raise _error(where, answer.status, answer.read())
+                if answer.status != 206:
+                    raise Refused(f"{where}: the object store ignores that a part was asked for", "NoRange")
+                while data := answer.read(piece):
+                    yield memoryview(data)
+                    if time.monotonic() > last:
+                        raise Unsure(f"{where}: {end - first} bytes took longer than {seconds:.0f} s")
+
     def _once(
         self,
         where: str,
@@ -152,40 +181,18 @@ class S3:
         size: int,
     ) -> Answer:
         place = self._found()
-        path = f"{place.bucket}/{quote(self.key(name), safe='/')}" if name is not None else f"{place.bucket}/"
-        path = f"{path}?{urlencode(sorted(query.items()), quote_via=quote, safe='')}"
+        path = f"{self._path(place, name)}?{urlencode(sorted(query.items()), quote_via=quote, safe='')}"
         headers["Content-Length"] = str(len(body) if isinstance(body, bytes) else size)
-        try:
-            headers = place.sign(method, path, headers)
-            answer = _pool(place.address).urlopen(
-                method,
-                place.address + path,
-                headers=headers,
-                body=body if isinstance(body, bytes) else _watched(body),
-                retries=False,
-                redirect=False,
-                timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=ANSWER_SECONDS),
-            )
-        except (urllib3.exceptions.HTTPError, OSError) as error:
-            raise Unsure(f"{where}: {str(error)[:600]}") from None
-        content, code, said = answer.data, "", ""
+        sent = body if isinstance(body, bytes) else _watched(body)
+        with _connecting(where):
+            answer = place.send(method, path, headers, sent)
+            content = answer.data
         if answer.status < 300 and b"<Error>" not in content[:200]:  # an error can follow a hasty 200
             return Answer({name.lower(): value for name, value in answer.headers.items()}, content)
-        with contextlib.suppress(ElementTree.ParseError):
-            tree = Tree(ElementTree.fromstring(content))
-            code, said = tree.text("Code"), tree.text("Message")
-        text = f"{where}: {' '.join(word for word in (str(answer.status), code, said) if word)}"
-        if (
-            code in TRANSIENT
-            or answer.status in (408, 429)
-            or (answer.status >= 500 and answer.status != 501)
-        ):
-            raise Unsure(text)
-        if answer.status in (401, 403):
-            raise Refused(
-                f"{where}: access was denied; check the credentials ({answer.status} {code} {said})", code
-            )
-        raise Refused(text, code)
+        raise _error(where, answer.status, content)
+
+    def _path(self, place: "_Place", name: str | None) -> str:
+        return f"{place.bucket}/{quote(self.key(name), safe='/')}" if name is not None else f"{place.bucket}/"
 
     def _found(self) -> "_Place":
         """Where the bucket is."""
@@ -233,7 +240,29 @@ class _Place:
             region=region, credential_provider=self._auth.AwsCredentialsProvider.new_default_chain()
         )
 
-    def sign(self, method: str, path: str, headers: Mapping[str, str]) -> dict[str, str]:
+    def send(
+        self,
+        method: str,
+        path: str,
+        headers: Mapping[str, str],
+        body: bytes | Iterator[memoryview],
+        *,
+        whole: bool = True,
+    ) -> urllib3.BaseHTTPResponse:
+        """Sign and send a request; with `whole`, its answer has been read."""
+        return _pool(self.address).urlopen(
+            method,
+            self.address + path,
+            headers=self._signed(method, path, headers),
+            body=body,
+            retries=False,
+            redirect=False,
+            timeout=urllib3.Timeout(connect=CONNECT_SECONDS, read=ANSWER_SECONDS),
+            preload_content=whole,
+            decode_content=False,
+        )
+
+    def _signed(self, method: str, path: str, headers: Mapping[str, str]) -> dict[str, str]:
         """The headers, and those that sign them and the path; the body is not signed."""
         named = self._http.HttpHeaders([("Host", urlsplit(self.address).netloc), *headers.items()])
         request = self._http.HttpRequest(method, path, named)
@@ -242,6 +271,29 @@ class _Place:
         except Exception as error:  # awscrt's own errors are of one class, whatever has failed
             raise Unsure(f"{self.address}: no credentials to sign with: {str(error)[:600]}") from None
         return dict(request.headers)
+
+
+@contextlib.contextmanager
+def _connecting(where: str) -> Generator[None]:
+    """Say errors of the connection by the object's URL."""
+    try:
+        yield
+    except (urllib3.exceptions.HTTPError, OSError) as error:
+        raise Unsure(f"{where}: {str(error)[:600]}") from None
+
+
+def _error(where: str, status: int, content: bytes) -> RemoteError:
+    """The error that an answer is."""
+    code, said = "", ""
+    with contextlib.suppress(ElementTree.ParseError):
+        tree = Tree(ElementTree.fromstring(content))
+        code, said = tree.text("Code"), tree.text("Message")
+    text = f"{where}: {' '.join(word for word in (str(status), code, said) if word)}"
+    if code in TRANSIENT or status in (408, 429) or (status >= 500 and status != 501):
+        return Unsure(text)
+    if status in (401, 403):
+        return Refused(f"{where}: access was denied; check the credentials ({status} {code} {said})", code)
+    return Refused(text, code)
 
 
 @cache
