@@ -180,26 +180,22 @@ def _see_through(
                 return run_roles(run, attempt, roles, config)
             except StartDamaged as damaged:
                 at_start = damaged.folder == chosen.folder
+                named = at_start and chosen.named
                 if at_start and chosen.away:
                     print(f"reading step {chosen.step} in the object store failed: {damaged}", flush=True)
-                elif at_start and chosen.named:
-                    raise damaged_start(damaged) from None
                 elif at_start:
-                    print(
-                        f"the checkpoint of step {chosen.step} is damaged: resuming from an earlier one",
-                        flush=True,
-                    )
+                    print(f"the checkpoint of step {chosen.step} is damaged: {damaged}", flush=True)
                 else:
                     print(f"the trainer died, and its newest checkpoint is damaged: {damaged}", flush=True)
                 if run.stop_requested():
                     print("stopped; --ckpt.resume auto resumes from the newest good one", flush=True)
                     return EXIT_STOPPED
                 try:
-                    still = None if replaced(config, damaged.folder) else damaged
-                    if still and at_start and chosen.named:
-                        raise damaged_start(damaged)
-                    if not (at_start and chosen.named):
+                    if not named:
                         config = config.sharing(ckpt=(config.ckpt or CkptConfig()).resuming_by_itself())
+                    still = None if replaced(config, damaged.folder) else damaged
+                    if still and named:
+                        raise damaged_start(damaged)
                     chosen = choose_start(config, needs=kind.parts, damaged=still)
                     config = kind.with_sources(config, asked)
                     recipe = plan_recipe(kind, config, chosen, orchestrator)

@@ -20,6 +20,7 @@ from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
+from cairn.launch.start import verified_before_loading
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
@@ -76,8 +77,8 @@ def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Pat
 def replaced(config: RunConfig, damaged: Path) -> bool:
     """Replace a step that turned out to be damaged when ranks read it by the remote one, read in full.
 
-    If that is damaged, too, the newest good one before it is brought here. False if it is not the same step
-    that is now in the local store.
+    If there is none, or it is damaged, too, the newest good one before it is brought here, unless the user
+    has named the step. False if it is not the same step that is now in the local store.
 
     Raises:
         UsageError: the object store refuses or fails.
@@ -174,7 +175,7 @@ class _Nearest:
         if self.ckpt.resume_step is None:
             candidates = sorted({*local, *remote}.difference(without), reverse=True)
         for step in candidates:
-            if step is None or self._is_good(step):
+            if step is None or self._is_good(step, is_newest=step == newest):
                 return None
             if step not in remote:
                 continue
@@ -208,14 +209,13 @@ class _Nearest:
         if damaged.parent not in (self.store.root, self.store.away):
             return False
         step = step_of(damaged)
-        if step not in self.remote.steps():
-            return False
-        try:
-            self._fetch(self.remote.manifest(step))
-            return True
-        except CheckpointError as error:
-            print(f"passing over a remote checkpoint: {error}", flush=True)
-        if self.ckpt.resume_step is not None:
+        if step in self.remote.steps():
+            try:
+                self._fetch(self.remote.manifest(step))
+                return True
+            except CheckpointError as error:
+                print(f"passing over a remote checkpoint: {error}", flush=True)
+        if self.ckpt.resume not in ("auto", "latest"):
             return False
         later = [number for number in {*self.store.steps(), *self.remote.steps()} if number >= step]
         self._bring_newest(without=later)
@@ -229,8 +229,7 @@ class _Nearest:
         """
         if self.needs is None or manifest.contents or self.ckpt.export:
             return False
-        before_loading = "orchestrator" in self.needs and not self.config.self_check
-        return not before_loading and manifest.step < self.config.max_steps
+        return not verified_before_loading(self.config, self.needs, manifest.step)
 
     def _stream(self, manifest: Manifest) -> Path:
         """Bring all of a step that is not left to the ranks; returns its folder."""
@@ -244,13 +243,15 @@ class _Nearest:
         self._fetch_rows()
         return folder
 
-    def _is_good(self, step: int) -> bool:
-        """Whether the local step is whole, as far as that is checked before ranks load it."""
+    def _is_good(self, step: int, *, is_newest: bool) -> bool:
+        """Whether the local step is whole, as far as `choose_start` checks it before ranks load it."""
         folder = self.store.folder(step)
         if not self.store.exists(step):
             return False
         try:
-            check_files(folder, self.store.manifest(step), content=self.ckpt.verify != "off", tensors=False)
+            manifest, content = self.store.manifest(step), self.ckpt.verify != "off"
+            tensors = verified_before_loading(self.config, self.needs or (), step, is_newest=is_newest)
+            check_files(folder, manifest, content=content, tensors=tensors)
         except CheckpointError:
             return False
         return True

@@ -133,6 +133,18 @@ def ended_early(config: RunConfig, start: Start) -> str | None:
     )
 
 
+def verified_before_loading(
+    config: RunConfig, needs: Sequence[str], step: int, *, is_newest: bool = True
+) -> bool:
+    """Whether damage of a step's tensors must be known before ranks load them; `choose_start` says why.
+
+    Args:
+        is_newest: whether the run has no later step.
+    """
+    answers_count = "orchestrator" in needs and not config.self_check
+    return not is_newest or step >= config.max_steps or answers_count
+
+
 def damaged_start(damaged: StartDamaged) -> UsageError:
     """The error for a named step that can't be loaded."""
     return UsageError(f"can't resume: {damaged}; --ckpt.resume latest takes the newest good step")
@@ -167,11 +179,10 @@ class _Choice:
         self.config = config
         self.ckpt = ckpt
         self.store = store
+        self.needs = needs
         self.damaged = damaged
         self.away = away
         self.steps = [*store.steps(), *([step_of(away)] if away else [])]
-        self.counts_before_loading = "orchestrator" in needs and not config.self_check
-        """Whether answers are used before the trainer has loaded the weights that they come from."""
 
     def make(self) -> Start:
         """Choose; see `choose_start`."""
@@ -235,14 +246,9 @@ class _Choice:
         manifest = load_manifest(folder)
         if folder == self.away:  # what is here was compared when it came; sizes in the object store, too
             return manifest
-        others_later = self.steps and folder != self._folder(self.steps[-1])
-        nobody_loads = manifest.step >= self.config.max_steps
-        check_files(
-            folder,
-            manifest,
-            content=self.ckpt.verify != "off",
-            tensors=bool(others_later or nobody_loads or self.counts_before_loading),
-        )
+        is_newest = not self.steps or folder == self._folder(self.steps[-1])
+        tensors = verified_before_loading(self.config, self.needs, manifest.step, is_newest=is_newest)
+        check_files(folder, manifest, content=self.ckpt.verify != "off", tensors=tensors)
         return manifest
 
 

@@ -1,6 +1,7 @@
 """Damage that only those find who load a checkpoint: the run goes on from the one before, or says why not."""
 
 import os
+import shutil
 from pathlib import Path
 
 import pytest
@@ -18,6 +19,8 @@ from runs import (
     untimed,
     whole_rows,
 )
+
+from cairn.checkpoint.steps import verify
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -39,6 +42,14 @@ def stopped(straight: Path, tmp_path: Path) -> Path:
     return as_of(8, straight, tmp_path / "run")
 
 
+def assert_as_undisturbed(run: Path, straight: Path) -> None:
+    """All rows and steps are those of the undisturbed run, bit for bit."""
+    assert steps(run) == [4, 8, 12]
+    assert untimed(whole_rows(run, 12)) == untimed(whole_rows(straight, 12))
+    for step in steps(run):
+        assert_same_bits(tensors(step_folder(run, step)), tensors(step_folder(straight, step)))
+
+
 def test_the_rank_that_loads_it_finds_it(shell: Shell, straight: Path, stopped: Path):
     """One bit of the optimiser's state; what comes out is what would have come out from the step before."""
     file = step_folder(stopped, 8) / "trainer" / "optimizer.safetensors"
@@ -46,13 +57,10 @@ def test_the_rank_that_loads_it_finds_it(shell: Shell, straight: Path, stopped: 
     output = shell.succeed(
         *SFT, *EVERY, "--max-steps", 12, "--output-dir", stopped, "--ckpt.resume", "latest"
     )
-    assert "the checkpoint of step 8 is damaged: resuming from an earlier one" in output
+    assert f"the checkpoint of step 8 is damaged: {file}: changed between bytes 0 and" in output
     assert f"passing over a damaged checkpoint: {file}: changed between bytes 0 and" in output
     assert f"the newest good checkpoint is {step_folder(stopped, 4)}" in output
-    assert steps(stopped) == [4, 8, 12]
-    assert untimed(whole_rows(stopped, 12)) == untimed(whole_rows(straight, 12))
-    for step in steps(stopped):
-        assert_same_bits(tensors(step_folder(stopped, step)), tensors(step_folder(straight, step)))
+    assert_as_undisturbed(stopped, straight)
     attempt = read(stopped / "roles.json")["number"]
     assert (stopped / "checkpoints" / "abandoned" / f"before_attempt_{attempt}" / "step_8").is_dir()
     assert '"ok": true' in shell.succeed("ckpt", "audit", stopped, "--json")
@@ -71,6 +79,37 @@ def test_all_ranks_go_back_together(shell: Shell, stopped: Path, place: str):
     assert steps(stopped) == [4, 8, 12]
     whole_rows(stopped, 12)
     assert '"ok": true' in shell.succeed("ckpt", "audit", stopped, "--json")
+
+
+def test_the_object_store_has_the_step_before(shell: Shell, straight: Path, stopped: Path, tmp_path: Path):
+    """The local disk has only the damaged one, which no store has: the run goes on from the remote one."""
+    url = f"file://{tmp_path / 'remote'}"
+    shell.succeed("ckpt", "copy", step_folder(stopped, 4), url)
+    shutil.rmtree(step_folder(stopped, 4))
+    file = step_folder(stopped, 8) / "trainer" / "optimizer.safetensors"
+    flip(file, file.stat().st_size - 5)
+    end = ("--ckpt.remote", url, "--max-steps", 12, "--output-dir", stopped)
+    output = shell.succeed(*SFT, *EVERY, *end, "--ckpt.resume", "auto")
+    assert f"passing over a damaged checkpoint: {file}: changed between bytes 0 and" in output
+    assert f"downloading step 4 from {url}" in output
+    assert f"{url} has step 12" in output
+    assert_as_undisturbed(stopped, straight)
+    for step in (4, 8, 12):
+        verify(tmp_path / "remote" / f"step_{step}")
+
+
+def test_a_step_that_was_asked_for_is_replaced_by_itself(
+    shell: Shell, straight: Path, stopped: Path, tmp_path: Path
+):
+    """By the remote step of that number, if there is one."""
+    url = f"file://{tmp_path / 'remote'}"
+    shell.succeed("ckpt", "copy", step_folder(stopped, 8), url)
+    file = step_folder(stopped, 8) / "trainer" / "optimizer.safetensors"
+    flip(file, file.stat().st_size - 5)
+    end = ("--ckpt.remote", url, "--max-steps", 12, "--output-dir", stopped)
+    output = shell.succeed(*SFT, *EVERY, *end, "--ckpt.resume-step", 8)
+    assert f"downloading step 8 from {url}" in output
+    assert_as_undisturbed(stopped, straight)
 
 
 def test_a_step_that_was_asked_for_is_an_error(shell: Shell, stopped: Path):

@@ -12,7 +12,7 @@ from safetensors.torch import save
 from stores import make_step
 
 from cairn.checkpoint.away import away_in_step
-from cairn.checkpoint.manifest import load_manifest
+from cairn.checkpoint.manifest import Manifest, load_manifest
 from cairn.checkpoint.remote import Objects, RemoteStore
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.retention import PINS
@@ -21,7 +21,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin
-from cairn.launch.remote import replaced, with_remote
+from cairn.launch.remote import leave_branch, replaced, with_remote
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.run.errors import UsageError
 
@@ -34,6 +34,18 @@ def evaluation(step: int) -> str:
     """A line of evals.jsonl."""
     about = {"run_id": "run", "branch": "branch_1", "step": step, "name": "a"}
     return json.dumps({**about, "reward": 0.5}) + "\n"
+
+
+def step_in(root: Path, step: int) -> tuple[Path, Manifest]:
+    """A step with the parts that a run of RL needs."""
+    values = {"large": torch.full((500, 100), float(step))}
+    files = {
+        "model/model.safetensors": save(values),
+        OPTIMIZER: save(values),
+        "trainer/state.json": b'{"seed": 0, "progress": {"step": 1}}',
+        "orchestrator/state.json": b"{}",
+    }
+    return make_step(root, step, files, parts=["trainer", "orchestrator"])
 
 
 class Tiers:
@@ -49,15 +61,13 @@ class Tiers:
         self.remote.objects.put(f"run/{PINS}", b"[4]")
         self.remote.objects.put("run/evals.jsonl", "".join(map(evaluation, (0, 4, 12))).encode())
         for step in (4, 8):
-            values = {"large": torch.full((500, 100), float(step))}
-            files = {
-                "model/model.safetensors": save(values),
-                OPTIMIZER: save(values),
-                "trainer/state.json": b'{"seed": 0, "progress": {"step": 1}}',
-                "orchestrator/state.json": b"{}",
-            }
-            made, manifest = make_step(folder / "made", step, files, parts=["trainer", "orchestrator"])
+            made, manifest = step_in(folder / "made", step)
             self.remote.put(made, manifest, Sent(folder / "note", manifest))
+
+    def add_local(self, step: int) -> None:
+        """Make a step that is not remote, and that is damaged where only those look who read tensors."""
+        step_in(self.store.root, step)
+        flip(self.store.folder(step) / OPTIMIZER, 150_000)
 
     def config(self, *, resume: str | None = "auto", **changed: Any) -> SFTConfig:
         ckpt = {"remote": self.url, "resume": resume}
@@ -150,6 +160,74 @@ def test_what_ranks_could_not_read_is_downloaded(tiers: Tiers):
     start = choose_start(config, needs=SFT, damaged=StartDamaged(away, "changed"))
     assert (start.step, start.away) == (4, False)
     assert verify(tiers.store.folder(4)) == load_manifest(tiers.there / "step_4")
+
+
+@pytest.mark.parametrize("here", [(), (4,), (4, 8)])
+def test_the_remote_step_before_a_damaged_local_one_is_found(tiers: Tiers, here: tuple[int, ...]):
+    """The damaged step is not remote, as its upload was refused; older local ones don't hide the remote one.
+
+    A local step 8 is damaged, too, and only its tensors tell.
+    """
+    for step in here:
+        tiers.remote.fetch(step, tiers.store)
+    for step in {8}.intersection(here):
+        flip(tiers.store.folder(step) / OPTIMIZER, 150_000)
+    tiers.add_local(12)
+    config, away = with_remote(tiers.config(), SFT)
+    damaged = tiers.store.folder(12)
+    assert choose_start(config, needs=SFT, away=away).folder == damaged
+    assert not replaced(config, damaged)
+    start = choose_start(config, needs=SFT, damaged=StartDamaged(damaged, "changed"))
+    assert start.folder == tiers.store.folder(8)
+    assert verify(tiers.store.folder(8)) == load_manifest(tiers.there / "step_8")
+    leave_branch(config, start.step)
+    assert tiers.remote.steps() == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("needs", "changed"),
+    [(RL, {"self_check": False}), (SFT, {"max_steps": 8}), (SFT, {"resume": None, "resume_step": 4})],
+)
+def test_tensors_that_are_read_before_ranks_load_them_are_replaced_then(
+    tiers: Tiers, needs: tuple[str, ...], changed: dict[str, Any]
+):
+    """Where `choose_start` would pass over the local step, the remote one of the same number is brought."""
+    for step in (4, 8):
+        tiers.remote.fetch(step, tiers.store)
+        flip(tiers.store.folder(step) / OPTIMIZER, 150_000)
+    step = changed.get("resume_step", 8)
+    start = tiers.start(needs, **changed)
+    assert start.folder == tiers.store.folder(step)
+    assert verify(tiers.store.folder(step)) == load_manifest(tiers.there / f"step_{step}")
+
+
+@pytest.mark.parametrize("known", ["a small file", "all is read"])
+def test_a_damaged_step_that_no_store_has_is_passed_over(tiers: Tiers, known: str):
+    """If its damage is known before ranks load it; a local step before it counts if its tensors are whole."""
+    tiers.remote.fetch(8, tiers.store)
+    flip(tiers.store.folder(8) / OPTIMIZER, 150_000)
+    tiers.add_local(12)
+    if known == "a small file":
+        flip(tiers.store.folder(12) / "trainer/state.json", 3)
+    start = tiers.start(RL, self_check=known != "all is read")
+    assert (start.step, start.folder) == (8, tiers.store.folder(8))
+
+
+def test_a_named_step_is_replaced_by_itself_alone(tiers: Tiers):
+    """By the remote one of its number; nothing else is brought, since the user asked for no other step."""
+    tiers.remote.fetch(8, tiers.store)
+    config, _ = with_remote(tiers.config(resume=None, resume_step=8), SFT)
+    flip(tiers.store.folder(8) / OPTIMIZER, 150_000)
+    assert replaced(config, tiers.store.folder(8))
+    assert choose_start(config, needs=SFT).folder == tiers.store.folder(8)
+    assert verify(tiers.store.folder(8))
+
+    tiers.add_local(12)
+    for named in ({"resume_step": 12}, {"resume": str(tiers.store.folder(12))}):
+        config, _ = with_remote(tiers.config(**{"resume": None, **named}), SFT)
+        before = tiers.store.steps()
+        assert not replaced(config, tiers.store.folder(12))
+        assert tiers.store.steps() == before == [8, 12]
 
 
 def test_a_run_whose_steps_are_all_damaged_does_not_begin_anew(tiers: Tiers):
