@@ -14,7 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, cast
 
 import httpx
@@ -61,16 +61,37 @@ def on_gcp(client: httpx.Client) -> Notice | None:
 
 
 def on_azure(client: httpx.Client) -> Notice | None:
-    """Of a spot machine of Azure: half a minute or more before it is evicted."""
+    """Of a spot machine of Azure: half a minute or more before it is evicted.
+
+    All machines of an availability set or of a scale set's placement group are told of each other's events.
+    """
     answer = client.get(
         "/metadata/scheduledevents", params={"api-version": "2020-07-01"}, headers={"Metadata": "true"}
     )
-    for event in answer.raise_for_status().json().get("Events", []):
+    events, name = answer.raise_for_status().json().get("Events", []), None
+    with contextlib.suppress(httpx.HTTPError):  # then any event may be this machine's
+        name = _azure_name(client)
+    for event in events:
+        machines = [machine.casefold() for machine in event.get("Resources") or []]
+        if name and machines and name.casefold() not in machines:
+            continue
         if event.get("EventType") in AZURE_EVENTS:
             text = event.get("NotBefore")
             when = email.utils.parsedate_to_datetime(text).timestamp() if text else time.time()
             return Notice(f"Azure: {event['EventType']}", max(when - time.time(), 0.0))
     return None
+
+
+@lru_cache(maxsize=1)
+def _azure_name(client: httpx.Client) -> str:
+    """The name of this machine in events, in a scale set SET_N.
+
+    Raises:
+        httpx.HTTPError: the service does not tell; it is asked again the next time.
+    """
+    asked = {"api-version": "2021-02-01", "format": "text"}
+    answer = client.get("/metadata/instance/compute/name", params=asked, headers={"Metadata": "true"})
+    return answer.raise_for_status().text.strip()
 
 
 CLOUDS: dict[str, Callable[[httpx.Client], Notice | None]] = {"aws": on_aws, "gcp": on_gcp, "azure": on_azure}

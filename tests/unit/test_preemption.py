@@ -80,6 +80,7 @@ def in_seconds(seconds: float) -> datetime.datetime:
 AWS = "/latest/meta-data/spot/instance-action"
 GCP = "/computeMetadata/v1/instance/preempted"
 AZURE = "/metadata/scheduledevents?api-version=2020-07-01"
+AZURE_NAME = "/metadata/instance/compute/name?api-version=2021-02-01&format=text"
 HEADERS = {
     "aws": {"X-aws-ec2-metadata-token": "a token"},
     "gcp": {"Metadata-Flavor": "Google"},
@@ -116,6 +117,35 @@ def test_a_cloud_is_asked_as_it_wants(service: Service, cloud: str):
     assert found is not None
     assert found.seconds is not None
     assert 0 < found.seconds <= 120
+
+
+@pytest.mark.parametrize(
+    ("machines", "name", "told"),
+    [
+        (["nodes_1", "nodes_12"], "nodes_2", False),
+        (["nodes_1", "Nodes_2"], "nodes_2", True),
+        ([], "nodes_2", True),
+        (["nodes_1"], None, True),
+    ],
+)
+def test_azures_events_of_other_machines_do_not_count(
+    service: Service, machines: list[str], name: str | None, told: bool
+):
+    """Azure tells all machines of a set; one that does not know its name takes each event for its own."""
+    service.wanted = HEADERS["azure"]
+    other = {"EventType": "Preempt", "Resources": ["nodes_7"], "NotBefore": format_datetime(in_seconds(40))}
+    event = {"EventType": "Terminate", "Resources": machines, "NotBefore": format_datetime(in_seconds(40))}
+    events = [other, event] if name else [event]
+    service.answers = {AZURE: (200, json.dumps({"Events": events})), AZURE_NAME: (200, name or "")}
+    if name is None:
+        service.answers[AZURE_NAME] = (500, "")
+    ask = asking(PreemptionConfig(watch="azure", url=service.url))
+    assert ask is not None
+    found = [ask(), ask()]
+    assert [one.reason if one else None for one in found] == [("Azure: Terminate" if told else None)] * 2
+    if name is None:
+        service.answers[AZURE_NAME] = (200, "nodes_2")
+        assert ask() is None
 
 
 def test_a_service_that_fails_ends_nothing(service: Service, caplog: pytest.LogCaptureFixture):
