@@ -15,6 +15,7 @@ from typing import Any
 
 from cairn.config.hints import FILES, flag_without_dashes, stray_argument
 from cairn.config.settings import Setting
+from cairn.run.addresses import holds_credentials
 from cairn.run.errors import UsageError
 
 TRUE, FALSE = ("true", "True", "1"), ("false", "False", "0")
@@ -234,7 +235,8 @@ def _section_value(setting: Setting, name: str, text: str | None) -> Any:
     if setting.optional and text in TRUE + FALSE:
         how = f"--{name} alone turns it on" if text in TRUE else f"--no-{name} turns it off"
         raise UsageError(f"--{name} takes no {text!r}: {how}")
-    raise UsageError(f"--{name} takes no value; did you mean {first} {text}?")
+    meant = first if holds_credentials(text) else f"{first} {text}"
+    raise UsageError(f"--{name} takes no value; did you mean {meant}?")
 
 
 def _list(given: list[str], setting: Setting, name: str) -> Any:

@@ -9,7 +9,7 @@ from pydantic import AliasChoices, Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.export import ExportConfig
-from cairn.run.addresses import SCHEMES, is_url
+from cairn.run.addresses import SCHEMES, holds_credentials, is_url, shown
 from cairn.run.machine import bytes_of
 
 CACHED_STEPS = 2
@@ -84,13 +84,17 @@ class CkptConfig(BaseConfig):
     @field_validator("dir", "resume")
     @classmethod
     def _absolute(cls, value: str | None) -> str | None:
-        return value if value in (None, "auto", "latest") or is_url(value) else os.path.abspath(value)
+        if value in (None, "auto", "latest") or is_url(value):
+            return value
+        if "://" in value:  # of another scheme
+            raise ValueError(_no_url(value))
+        return os.path.abspath(value)
 
     @field_validator("remote")
     @classmethod
     def _a_url(cls, value: str | None) -> str | None:
         if value is not None and not is_url(value):
-            raise ValueError(f"{value!r} is not a URL such as {', '.join(f'{s}://...' for s in SCHEMES)}")
+            raise ValueError(_no_url(value))
         return value
 
     @field_validator("staging_memory", "remote_bandwidth")
@@ -123,6 +127,8 @@ class CkptConfig(BaseConfig):
         """If dir is a URL, the steps are kept there by the rules, and the local disk is a cache of two."""
         if not isinstance(data, dict) or not isinstance(data.get("dir"), str) or not is_url(data["dir"]):
             return data
+        if holds_credentials(data["dir"]):
+            return data  # dir itself is refused
         if data.get("remote"):
             raise ValueError(f"dir = {data['dir']!r} is a URL, so there can't be a remote beside it")
         rules = {f"remote_{name}": data.get(name) for name in ("keep_last", "keep_every", "keep_best")}
@@ -213,3 +219,7 @@ class CkptConfig(BaseConfig):
     def resumes(self) -> bool:
         """Whether the user asked to resume from a checkpoint."""
         return self.resume_step is not None or self.resume is not None
+
+
+def _no_url(text: str) -> str:
+    return f"{shown(text)} is not a URL such as {', '.join(f'{s}://...' for s in SCHEMES)}"

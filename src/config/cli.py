@@ -22,6 +22,7 @@ from cairn.config.kinds import KINDS as RUN_KINDS
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.settings import Setting, settings_of
 from cairn.config.shared import CommandConfig
+from cairn.run.addresses import shown
 from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
@@ -155,7 +156,7 @@ def _check_shared_values(arguments: Arguments, root: Setting) -> None:
                 continue
             if key in first and first[key][0] != value:
                 raise UsageError(
-                    f"{key}: {first[key][1]} says {first[key][0]!r}, {source} says {value!r}; "
+                    f"{key}: {first[key][1]} says {shown(first[key][0])}, {source} says {shown(value)}; "
                     f"make them agree, or give --{key.replace('_', '-')}"
                 )
             first.setdefault(key, (value, source))

@@ -731,3 +731,71 @@ def test_the_model_that_a_worker_gets_is_an_absolute_path(tmp_path: Path, monkey
     assert made.startswith(str(tmp_path / "cache"))
     shutil.copytree(made, "whole")
     assert resolve_model(ModelConfig(name="whole")) == str(tmp_path / "whole")
+
+
+SECRET = "hidden"
+SECRET_URL = f"s3://key:{SECRET}@bucket/run"
+
+
+@pytest.mark.parametrize(
+    ("command", "flag", "value"),
+    [
+        ("sft", "--ckpt.remote", SECRET_URL),
+        ("sft", "--ckpt.remote", f"az://container/run?sig={SECRET}"),
+        ("sft", "--ckpt.dir", SECRET_URL),
+        ("rl", "--ckpt.resume", f"{SECRET_URL}/step_20"),
+        ("sft", "--model.name", SECRET_URL),
+        ("sft", "--data.name", SECRET_URL),
+        ("eval", "--all", SECRET_URL),
+        ("eval", "--models", SECRET_URL),
+    ],
+)
+def test_urls_with_credentials_are_refused(command: str, flag: str, value: str, tmp_path: Path):
+    """By the flag or the file's key, before they are printed or stored; the message doesn't repeat them."""
+    with pytest.raises(UsageError, match=f"^{flag}: a URL must hold no credentials") as error:
+        load(COMMANDS[command], [flag, value])
+    assert SECRET not in str(error.value)
+    *sections, key = flag.removeprefix("--").split(".")
+    given = f'["{value}"]' if key == "models" else f'"{value}"'
+    lines = [f"[{section}]" for section in sections] + [f"{key} = {given}"]
+    (tmp_path / "file.toml").write_text("\n".join(lines))
+    with pytest.raises(UsageError, match=r"file\.toml\): a URL must hold no credentials") as error:
+        load(COMMANDS[command], ["@", str(tmp_path / "file.toml")])
+    assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--ckpt.remote", f"https://key:{SECRET}@minio/run"], "'https://...' is not a URL such as s3://"),
+        (["--ckpt.dir", f"https://key:{SECRET}@minio/run"], "'https://...' is not a URL such as s3://"),
+        (["--ckpt", SECRET_URL], "--ckpt takes no value; did you mean --ckpt.interval?"),
+        (["--ckpt.remot", SECRET_URL], "did you mean --ckpt.remote?"),
+        (["--ckpt.dir", SECRET_URL, "--ckpt.remote", "file:///x"], "a URL must hold no credentials"),
+        (["--ckpt.interval", SECRET_URL], "a URL must hold no credentials"),
+    ],
+)
+def test_no_other_message_repeats_credentials(arguments: list[str], message: str):
+    """Of values that are wrong in another way as well."""
+    with pytest.raises(UsageError, match=re.escape(message)) as error:
+        load(SFTConfig, arguments)
+    assert SECRET not in str(error.value)
+
+
+def test_files_that_disagree_on_a_url_keep_its_credentials(tmp_path: Path):
+    """The message says which files they are."""
+    for name, url in (("one", SECRET_URL), ("two", "s3://bucket/run")):
+        (tmp_path / f"{name}.toml").write_text(f'[ckpt]\nremote = "{url}"\n')
+    with pytest.raises(
+        UsageError, match=r"'s3://\.\.\.', .* says 's3://bucket/run'; make them agree"
+    ) as error:
+        load(RLConfig, ["--trainer", f"@{tmp_path}/one.toml", "--orchestrator", f"@{tmp_path}/two.toml"])
+    assert SECRET not in str(error.value)
+
+
+def test_pydantics_own_text_repeats_no_credentials():
+    """Of settings that are made in Python."""
+    for given in ({"remote": SECRET_URL}, {"dir": SECRET_URL}, {"resume": SECRET_URL, "keep_last": -1}):
+        with pytest.raises(ValidationError, match="a URL must hold no credentials") as error:
+            SFTConfig.model_validate({"ckpt": given})
+        assert SECRET not in str(error.value)

@@ -15,7 +15,7 @@ from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
 from cairn.checkpoint.remote.errors import Exists, RemoteError, Unsure
 from cairn.checkpoint.remote.sent import SentParts
-from cairn.run.addresses import SCHEMES
+from cairn.run.addresses import NO_CREDENTIALS, SCHEMES, holds_credentials
 from cairn.run.errors import UsageError
 from cairn.run.file_system import look_anew
 from cairn.run.files import sync
@@ -349,11 +349,8 @@ def _open(url: str, retry_seconds: float) -> "ObjectStore":
     from obstore.store import from_url
 
     parts = urlsplit(url)
-    if "@" in parts.netloc or parts.query:  # it is not repeated: what follows may be a secret
-        raise UsageError(
-            f"{parts.scheme}://: a URL must hold no credentials; give them in the environment "
-            "(docs/remote.md)"
-        )
+    if holds_credentials(url):
+        raise UsageError(f"{parts.scheme}://: {NO_CREDENTIALS}")
     if parts.scheme not in SCHEMES:
         raise UsageError(
             f"{url}: is no URL of an object store; known are {', '.join(f'{s}://' for s in SCHEMES)}"
