@@ -75,7 +75,7 @@ class BadNetwork:
     mood: None passes everything on; storm answers 503 and 500 to every second request; drops cuts every third
     answer in its middle; damage flips a byte in the first answer to each question, and in every fourth body
     that is sent; reorder holds every second answer back; slow only passes bodies on, both ways, at `rate`
-    bytes a second each; away refuses everything.
+    bytes a second each; away refuses everything; skewed refuses everything as S3 does if the clock is wrong.
 
     arrived: how often each part has, by key and number.
     """
@@ -128,6 +128,9 @@ class BadNetwork:
                 network.bytes_up += len(body)
                 if mood == "away" or (mood == "storm" and number % 2):
                     self.fail(503 if number % 4 else 500, "SlowDown")
+                    return
+                if mood == "skewed":
+                    self.fail(403, "RequestTimeTooSkewed")
                     return
                 if not signed(self.command, self.path, self.headers):
                     network.refused.append(f"{self.command} {self.path}: signature")

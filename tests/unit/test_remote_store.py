@@ -18,6 +18,7 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
+from cairn.checkpoint.remote.errors import Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import Taken
@@ -306,6 +307,28 @@ def test_a_bucket_that_is_not_there(s3: Path):
     """Is an error, rather than an empty list."""
     with pytest.raises(RemoteError, match="s3://nowhere/run"):
         probe(Objects("s3://nowhere/run", retry_seconds=1), "me")
+
+
+def test_a_clock_that_is_off_by_more_than_requests_may(
+    s3: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Is named, whether obstore makes the request or not; the credentials are not to blame."""
+    network = BadNetwork(os.environ["AWS_ENDPOINT_URL"])
+    monkeypatch.setenv("AWS_ENDPOINT_URL", network.url)
+    network.mood = "skewed"
+    there = Objects("s3://bucket/skewed", retry_seconds=5)
+    message = r"s3:.*: this machine's clock is wrong, .*; set the clock \(.*RequestTimeTooSkewed"
+    try:
+        for request in (
+            lambda: probe(there, "me"),
+            lambda: there.put_new("a", b""),
+            lambda: list(there.pieces("a", 0, 1)),
+        ):
+            with pytest.raises(RemoteError, match=message) as error:
+                request()
+            assert not isinstance(error.value, Unsure), "may not pass by itself"
+    finally:
+        network.close()
 
 
 def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: Path):

@@ -2,6 +2,13 @@
 
 from cairn.run.errors import CairnError
 
+OF_WRONG_CLOCKS = (
+    "RequestTimeTooSkewed",
+    "Request date header too old",
+    "Token must be a short-lived token (60 minutes) and in a reasonable timeframe",
+)
+"""What S3, Azure and Google say if the time in a request is not theirs."""
+
 
 class RemoteError(CairnError):
     """An object store refused or failed; the message names the object and what to do."""
@@ -25,3 +32,10 @@ class Refused(RemoteError):
     def __init__(self, message: str, code: str):
         super().__init__(message)
         self.code = code
+
+
+def denial(text: str) -> str:
+    """What to do about a request that was denied with this text: stores deny those of a wrong clock, too."""
+    if any(words in text for words in OF_WRONG_CLOCKS):
+        return f"this machine's clock is wrong, so requests are denied; set the clock ({text})"
+    return f"access was denied; check the credentials ({text})"

@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
-from cairn.checkpoint.remote.errors import Exists, RemoteError, Unsure
+from cairn.checkpoint.remote.errors import OF_WRONG_CLOCKS, Exists, RemoteError, Unsure, denial
 from cairn.checkpoint.remote.sent import SentParts
 from cairn.run.addresses import NO_CREDENTIALS, SCHEMES, holds_credentials
 from cairn.run.errors import UsageError
@@ -39,7 +39,7 @@ PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
 """Seconds before a request is made again that obstore has given up."""
 METADATA_SERVICES = ("169.254.169.254", "metadata.google.internal")
 """Hosts that give credentials to a cloud's machines; obstore asks them last."""
-DENIALS = ("401 Unauthorized", "403 Forbidden")
+DENIALS = ("401 Unauthorized", "403 Forbidden", *OF_WRONG_CLOCKS)
 T = TypeVar("T")
 
 
@@ -311,17 +311,15 @@ class Objects:
         except exceptions.AlreadyExistsError:
             raise Exists(f"{where}: exists already") from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise RemoteError(
-                f"{where}: access was denied; check the credentials ({_first(error)})"
-            ) from None
+            raise RemoteError(f"{where}: {denial(_first(error))}") from None
         except (exceptions.BaseError, OSError) as error:
             text = _first(error)
             if any(service in text for service in METADATA_SERVICES):
                 raise Unsure(
                     f"{where}: the environment has no credentials, and the machine gives none ({text})"
                 ) from None
-            if any(answer in text for answer in DENIALS):  # in errors that obstore does not tell apart
-                raise RemoteError(f"{where}: access was denied; check the credentials ({text})") from None
+            if any(words in text for words in DENIALS):  # in errors that obstore does not tell apart
+                raise RemoteError(f"{where}: {denial(text)}") from None
             raise Unsure(f"{where}: {text}") from None
 
 

@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 import urllib3
 
-from cairn.checkpoint.remote.errors import Refused, RemoteError, Unsure
+from cairn.checkpoint.remote.errors import Refused, RemoteError, Unsure, denial
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -292,7 +292,7 @@ def _error(where: str, status: int, content: bytes) -> RemoteError:
     if code in TRANSIENT or status in (408, 429) or (status >= 500 and status != 501):
         return Unsure(text)
     if status in (401, 403):
-        return Refused(f"{where}: access was denied; check the credentials ({status} {code} {said})", code)
+        return Refused(f"{where}: {denial(f'{status} {code} {said}')}", code)
     return Refused(text, code)
 
 
