@@ -20,9 +20,11 @@ from runs import DEADLINE
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.kinds import KINDS
+from cairn.launch.machine.placing import placed
 from cairn.launch.slurm.job import Job as Written
 from cairn.launch.slurm.job import job_of, submit
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.machine import Gpu, Machine
 
 NOTE = """#!{python}
 import json, os, signal, sys, time
@@ -212,21 +214,31 @@ def test_what_is_asked_for(tmp_path: Path):
     assert 'start_ray "' not in script
 
 
-@pytest.mark.parametrize("command", ["sft", "rl"])
-def test_the_jobs_settings_are_those_of_the_command(command: str, tmp_path: Path):
+ADAPTERS = ("--trainer.lora.rank", "4", "--trainer.lora.serve", "unmerged")
+
+
+@pytest.mark.parametrize(
+    ("command", "more"), [("sft", ()), ("rl", ()), ("rl", ("--colocate",)), ("rl", ADAPTERS)]
+)
+def test_the_jobs_settings_are_those_of_the_command(command: str, more: tuple[str, ...], tmp_path: Path):
     """Read back with the flags of the script, they are what was given, resuming and without the job.
 
-    The run also knows how much time Slurm leaves it after the notice.
+    A default that the command leaves to be decided where the run starts is left to the job as well. The run
+    also knows how much time Slurm leaves it after the notice.
     """
-    flags = ["--output-dir", str(tmp_path), "--max-steps", "7", "--ckpt.keep", "2"]
+    flags = ["--output-dir", str(tmp_path), "--max-steps", "7", "--ckpt.keep", "2", *more]
     job = written(command, *flags, "--slurm.signal-seconds", "90")
     file = tmp_path / "settings.json"
     file.write_text(job.contents[f"{command}.json"])
     kind = KINDS[command].config
     found = load(kind, ["@", str(file), "--ckpt.resume", "auto"])
     given = ["--model.name", "owner/name", *flags, "--ckpt.resume", "auto", "--preemption.seconds", "90"]
-    assert found == load(kind, given)
+    wanted = load(kind, given)
+    assert found == wanted
     assert found.slurm is None
+    assert found.model_dump(exclude_unset=True) == wanted.model_dump(exclude_unset=True)
+    machine = Machine((Gpu(0, "GPU-0", "one", 80 << 30),))
+    assert placed(KINDS[command], found, machine) == placed(KINDS[command], wanted, machine)
 
 
 @pytest.mark.parametrize(
