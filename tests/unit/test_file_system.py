@@ -19,6 +19,7 @@ import pytest
 from cairn.checkpoint.direct import direct_file
 from cairn.checkpoint.remote import Objects
 from cairn.checkpoint.store import CheckpointStore
+from cairn.launch import locking
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
 from cairn.run import file_system
@@ -268,6 +269,57 @@ def test_every_lock_is_one_that_nfs_has(tmp_path: Path, mount: Mount):
     run.checkpoints.mkdir()
     with CheckpointStore(run.checkpoints).alone():
         pass
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Another process has the run directory's lock; a call of this ends it."""
+    holder = RunDirectory(tmp_path)
+    assert holder.lock()
+    yield holder.unlock
+    holder.unlock()
+
+
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for(
+    tmp_path: Path, mount: Mount, held: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+):
+    """The file server keeps it until its lease ends."""
+    mount("nfs4")
+    monkeypatch.setattr(locking, "POLL_SECONDS", 0)
+    said: list[str] = []
+
+    def hear(words: str, **_: object) -> None:
+        said.append(words)
+        held()
+
+    monkeypatch.setattr("builtins.print", hear)
+    run = RunDirectory(tmp_path)
+    locking.lock(run)
+    run.unlock()
+    assert len(said) == 1
+    assert f"{tmp_path} is locked. On its file system (nfs4, mounted at {tmp_path}) the lock of" in said[0]
+    assert "for up to 120 s" in said[0]
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize(("kind", "waits"), [("nfs4", True), ("ext4", False)])
+def test_a_lock_that_somebody_keeps(
+    tmp_path: Path,
+    mount: Mount,
+    kind: str,
+    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    mount(kind)
+    monkeypatch.setattr(locking, "POLL_SECONDS", 0)
+    if waits:
+        monkeypatch.setattr(
+            locking, "LEASE_SECONDS", 1e-6
+        )
+    with pytest.raises(UsageError, match=f"^--output-dir {tmp_path}: another process is running in it$"):
+        locking.lock(RunDirectory(tmp_path))
+    assert ("waiting for it" in capsys.readouterr().out) == waits
 
 
 @pytest.mark.parametrize(

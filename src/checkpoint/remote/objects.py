@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
-from cairn.checkpoint.remote.errors import Exists, RemoteError, Unsure
+from cairn.checkpoint.remote.errors import Exists, NoCredentials, RemoteError, Unsure
 from cairn.checkpoint.remote.sent import SentParts
 from cairn.run.addresses import SCHEMES
 from cairn.run.errors import UsageError
@@ -301,7 +301,7 @@ class Objects:
         except (exceptions.BaseError, OSError) as error:
             text = _first(error)
             if any(service in text for service in METADATA_SERVICES):
-                raise Unsure(
+                raise NoCredentials(
                     f"{where}: the environment has no credentials, and the machine gives none ({text})"
                 ) from None
             if any(answer in text for answer in DENIALS):  # in errors that obstore does not tell apart
