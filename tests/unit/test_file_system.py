@@ -314,9 +314,7 @@ def test_a_lock_that_somebody_keeps(
     mount(kind)
     monkeypatch.setattr(locking, "POLL_SECONDS", 0)
     if waits:
-        monkeypatch.setattr(
-            locking, "LEASE_SECONDS", 1e-6
-        )
+        monkeypatch.setattr(locking, "LEASE_SECONDS", 1e-6)
     with pytest.raises(UsageError, match=f"^--output-dir {tmp_path}: another process is running in it$"):
         locking.lock(RunDirectory(tmp_path))
     assert ("waiting for it" in capsys.readouterr().out) == waits
