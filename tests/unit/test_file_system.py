@@ -138,6 +138,8 @@ def test_locks_that_keep_nobody_out_are_refused(
         ("fuse.gcsfuse bucket", True),
         ("fuse mountpoint-s3", True),
         ("fuse.s3fs s3fs", True),
+        ("fuse.ossfs ossfs", True),
+        ("fuse.blobfuse blobfuse", True),
         ("fuse.juicefs JuiceFS:runs", False),
         ("fuse /dev/fuse", False),
     ],
@@ -155,6 +157,69 @@ def test_a_bucket_as_a_folder_is_refused(
         return
     with pytest.raises(UsageError, match="give the bucket's address"):
         remarks([tmp_path / "b" / "run"])
+
+
+def refuses(number: int) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("kind", ["fuse", "fuse.of-tomorrow"])
+@pytest.mark.parametrize(
+    ("call", "number", "what"),
+    [
+        ("link", errno.ENOSYS, "can't link a file"),
+        ("link", errno.EPERM, "can't link a file"),
+        ("replace", errno.ENOSYS, "can't replace a file by renaming another one: Function not implemented"),
+    ],
+)
+def test_a_bucket_is_known_by_what_it_can_not(
+    tmp_path: Path,
+    mount: Mount,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    call: str,
+    number: int,
+    what: str,
+):
+    """Where its program does not tell the kernel its name: on GKE the source is that of the bucket."""
+    mount(kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuses(number))
+        with pytest.raises(UsageError, match=f"is in a bucket .*{what}"):
+            remarks([tmp_path])
+    assert list(tmp_path.iterdir()) == []
+    assert "may be on a network file system" in remarks([tmp_path])[0]
+
+
+def test_a_share_without_hard_links_is_no_bucket(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+):
+    """As some of SMB and SSH are."""
+    monkeypatch.setattr(os, "link", refuses(errno.EOPNOTSUPP))
+    for kind in ("cifs", "fuse.sshfs"):
+        mount(kind)
+        assert "is on a network file system" in remarks([tmp_path])[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [
+        *[
+            (kind, True)
+            for kind in ("fuse.ceph-fuse", "virtiofs", "fuse.moosefs", "fuse", "fuse.of-tomorrow")
+        ],
+        *[(kind, False) for kind in ("ext4", "overlay", "fuseblk", "fuse.fuse-overlayfs")],
+    ],
+)
+def test_what_may_be_shared_is_taken_for_shared(tmp_path: Path, mount: Mount, kind: str, shared: bool):
+    """A rollback journal and a look at locks cost little; a WAL that two machines map costs the ledger."""
+    mount(kind)
+    assert file_system_of(tmp_path).is_network == shared
+    assert file_system.journal_mode(tmp_path / "ledger.sqlite") == ("TRUNCATE" if shared else "WAL")
+    assert bool(remarks([tmp_path])) == shared
 
 
 # New files of other machines
