@@ -23,6 +23,7 @@ from cairn.config.kinds import KINDS
 from cairn.launch.machine.placing import placed
 from cairn.launch.slurm.job import Job as Written
 from cairn.launch.slurm.job import job_of, submit
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.machine import Gpu, Machine
 
@@ -35,7 +36,8 @@ with open("{folder}/" + name + ".jsonl", "a") as file:
 """
 BEHAVIOURS = {
     "scontrol": 'if sys.argv[1] == "show": print("\\n".join(os.environ["NODES"].split())\n'
-    '    if sys.argv[2] == "hostnames" else "JobId=7 JobState=" + os.environ["STATE"] + " Reason=None")',
+    '    if sys.argv[2] == "hostnames" else "JobId=7 JobState=" + os.environ["STATE"] + \n'
+    '    " Reason=None\\n   StartTime=5 EndTime=" + os.environ["END"] + " Deadline=N/A")',
     "srun": 'first = next(i for i, a in enumerate(sys.argv[1:], 1) if not a.startswith("--"))\n'
     "os.execvp(sys.argv[first], sys.argv[first:])",
     "ray": "import socket\n"
@@ -147,6 +149,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         "PATH": os.environ["PATH"],
         "NODES": "localhost node2 node3",
         "STATE": "RUNNING",
+        "END": "Unknown",
         "SLURM_JOB_ID": str(port - 20000 if 20000 <= port < 40000 else port % 20000),
         "SLURM_JOB_NODELIST": "node[1-3]",
     }
@@ -401,3 +404,24 @@ def test_a_failure_is_the_jobs(job: Job):
     assert "sft ended with exit code 137" in job.finish(process)
     assert process.returncode == 137
     assert [one for one in job.calls("scontrol") if one["argv"][0] == "requeue"] == []
+
+
+@pytest.mark.parametrize(("end", "most"), [(30, 30), (3600, 90), (None, 90)])
+def test_the_run_is_told_when_slurm_ends_its_job(job: Job, end: int | None, most: float):
+    """That is earlier than signal_seconds if the job is preempted. The run knows when it gets its signal."""
+    file = job.folder / "installed" / "bin" / "sft"
+    file.write_text(file.read_text() + WAITS.format(folder=job.folder))
+    process = job.start("sft", END=str(int(time.time()) + end) if end else "Unknown")
+    wait_until((job.folder / "started").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_until((job.folder / "stopped").exists)
+    output = job.finish(process)
+    assert ("Slurm ends this job in" in output) == bool(end), output
+    run = RunDirectory(job.folder / "run")
+    assert (run.seconds_left() is not None) == bool(end)
+    run.request_stop("SIGTERM", 90)  # as the launcher does that gets it
+    left = run.seconds_left()
+    assert left is not None
+    assert left <= most
+    asked = [one["env"].get("SLURM_TIME_FORMAT") for one in job.calls("scontrol") if one["argv"][0] == "show"]
+    assert asked[0] == "%s"
