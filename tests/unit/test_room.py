@@ -4,7 +4,7 @@ import pytest
 
 from cairn.config.trainer import SFTConfig
 from cairn.launch.exits import RoleFailed
-from cairn.launch.ray import room
+from cairn.launch.ray import cluster, room
 from cairn.run.machine import Gpu, Machine
 
 ONE_OF_TWO_PODS, BOTH_PODS = {"CPU": 32.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 16.0}
@@ -35,11 +35,11 @@ class Growing:
 @pytest.mark.parametrize("on_gpus", [None, True])
 def test_nodes_that_join_later_are_waited_for(monkeypatch: pytest.MonkeyPatch, on_gpus: bool | None):
     """What is missing is said once, until it is something else."""
-    cluster = Growing(monkeypatch, HEAD, HEAD, ONE_OF_TWO_PODS, ONE_OF_TWO_PODS, BOTH_PODS)
-    assert cluster.wait(SOON, on_gpus) == 1
-    assert len(cluster.told) == 2
-    assert "at head:6379 has 32 CPUs and 8 GPUs, and workers 16 take a CPU and a GPU each" in cluster.told[1]
-    assert "for up to 600 s (ray.start_timeout)" in cluster.told[1]
+    growing = Growing(monkeypatch, HEAD, HEAD, ONE_OF_TWO_PODS, ONE_OF_TWO_PODS, BOTH_PODS)
+    assert growing.wait(SOON, on_gpus) == 1
+    assert len(growing.told) == 2
+    assert "at head:6379 has 32 CPUs and 8 GPUs, and workers 16 take a CPU and a GPU each" in growing.told[1]
+    assert "for up to 600 s (ray.start_timeout)" in growing.told[1]
 
 
 def test_nodes_that_do_not_come_are_no_bad_usage(monkeypatch: pytest.MonkeyPatch):
@@ -68,10 +68,22 @@ def test_settings_for_gpus_are_never_used_on_cpus(monkeypatch: pytest.MonkeyPatc
 
 def test_a_cluster_without_the_gpus_of_this_machine(monkeypatch: pytest.MonkeyPatch):
     """Its node may have been started without them, or has still to start."""
-    cluster = Growing(monkeypatch, CPUS, BOTH_PODS)
+    growing = Growing(monkeypatch, CPUS, BOTH_PODS)
     monkeypatch.setattr(room, "this_machine", lambda: Machine((Gpu(0, "GPU-0", "one", 1),)))
-    assert cluster.wait(SOON) == 1
-    assert "though this machine has GPUs" in cluster.told[0]
-    cluster._looks[:] = [CPUS]
+    assert growing.wait(SOON) == 1
+    assert "though this machine has GPUs" in growing.told[0]
+    growing._looks[:] = [CPUS]
     with pytest.raises(RoleFailed, match="`ray start --num-gpus`, or train on CPUs with gpus 0"):
-        cluster.wait(NOW)
+        growing.wait(NOW)
+
+
+@pytest.mark.parametrize(
+    ("address", "gpus", "on_gpus"),
+    [("head:6379", None, True), ("head:6379", "0", False), (None, None, False), (None, "0,", True)],
+)
+def test_the_driver_goes_by_what_the_settings_are_settled_for(
+    address: str | None, gpus: str | None, on_gpus: bool
+):
+    """And not by what a cluster has when it looks: the launcher has written `gpus`."""
+    config = SFTConfig.model_validate({"gpus": gpus, "ray": {"address": address}})
+    assert cluster._on_gpus(config) == on_gpus
