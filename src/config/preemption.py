@@ -15,4 +15,4 @@ class PreemptionConfig(BaseConfig):
     interval: float = Field(default=5, gt=0)
     """Seconds between two questions."""
     seconds: float | None = Field(default=None, gt=0)
-    """Time left after a notice or SIGTERM (default: what the notice says; no limit for signals)."""
+    """Time left after SIGTERM or a notice, and at most after one that says less (default: no limit)."""

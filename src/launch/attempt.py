@@ -16,6 +16,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
+from cairn.launch.locking import lock
 from cairn.launch.start import Start, StartDamaged
 from cairn.run.attempt import Attempt
 from cairn.run.batches import BadBatch
@@ -44,8 +45,7 @@ def begin(
     if config.ckpt and config.ckpt.dir:
         _make_folder(run.checkpoints, f"--ckpt.dir {config.ckpt.dir}")
     _make_folder(run.path, f"--output-dir {config.output_dir}")
-    if not run.lock():
-        raise UsageError(f"--output-dir {config.output_dir}: another process is running in it")
+    lock(run)
     run.mend()
     run.end_roles("failed", "")  # of a killed attempt, so that they aren't taken for ours
     earlier = run.attempt()

@@ -107,7 +107,15 @@ def start(command: str, config: RunConfig) -> int:
         taken = gpus_of_servers(cast(RLConfig, config), machine)
     config, placing = placed(kind, config, machine, vllm, taken)
     check_torch(placing, torch_without_cuda())
-    cluster = cluster_of(kind.trainer(config).ray) if placing.in_cluster else None
+    trainer = kind.trainer(config)
+    cluster = cluster_of(trainer) if trainer.ray.address else None
+    if cluster and not cluster.has_gpus and trainer.gpus is None:
+        print(
+            f"the Ray cluster at {trainer.ray.address} has no GPU: the ranks compute on its CPUs", flush=True
+        )
+        # A node with GPUs that joins later would compute with settings that are settled for CPUs.
+        on_cpus = trainer.model_copy(update={"gpus": "0", "workers": trainer.ranks})
+        config = kind.with_trainer(config, on_cpus)
     ranks = cluster or placing.of_ranks(machine)
     config, _ = settle(config, ranks, gpu_servers=serves_on_gpus())
     recipe = plan_recipe(kind, config, chosen, orchestrator)

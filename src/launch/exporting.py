@@ -12,6 +12,7 @@ from cairn.checkpoint.formats import EXPORTERS
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
+from cairn.launch.locking import lock
 from cairn.launch.process import stop_on_signals
 from cairn.launch.start import Start
 from cairn.run import heartbeat
@@ -125,8 +126,7 @@ def finish_exports(config: RunConfig) -> str | None:
     store = CheckpointStore(run.checkpoints)
     if made is None or not made.missing(store):
         return None
-    if not run.lock():
-        raise UsageError(f"--output-dir {run.path}: another process is running in it")
+    lock(run)
     try:
         print(f"the run is complete, but its exports are not: {made.exports.folder} is finished", flush=True)
         exporter = Exporter(made, store, verify=_verifies(config), missed=run.history.not_exported)

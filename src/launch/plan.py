@@ -53,7 +53,7 @@ def show(command: str, config: CommandConfig) -> None:
         config, placing = placed(kind, with_exports(with_ratings(cast(RunConfig, config))), machine, vllm)
         ranks, serving = placing.of_ranks(machine), replace(machine, gpus=placing.server)
         if placing.in_cluster and not config.machine:
-            ranks = cluster_of(kind.trainer(cast(RunConfig, config)).ray)
+            ranks = cluster_of(kind.trainer(cast(RunConfig, config)), waits=False)
         lines += [f"  {words}" for words in [placing.in_words(), exports_in_words(config)] if words]
     elif command == "inference":
         config = placed_server(cast(InferenceConfig, config), machine, vllm)

@@ -26,15 +26,22 @@ logger = logging.getLogger(__name__)
 
 LINK_LOCAL = "http://169.254.169.254"
 ANSWER_SECONDS = 2.0
+GCP_SECONDS = 30.0
+"""Between a notice of Google's and the end of the machine."""
 AZURE_EVENTS = ("Preempt", "Terminate")
 
 
 @dataclass(frozen=True)
 class Notice:
-    """The machine will be taken away: why, and in how many seconds, if that was said."""
+    """The machine will be taken away.
+
+    reason: why. seconds: how long it stays from now on, if that was said. at_begin: it was told how long the
+    machine stays from when the notice was given, but not when that was.
+    """
 
     reason: str
     seconds: float | None = None
+    at_begin: bool = False
 
 
 Ask = Callable[[], Notice | None]
@@ -54,10 +61,12 @@ def on_aws(client: httpx.Client) -> Notice | None:
 
 
 def on_gcp(client: httpx.Client) -> Notice | None:
-    """Of a spot or preemptible machine of Google: half a minute before it is stopped."""
+    """Of a spot or preemptible machine of Google: half a minute before it is stopped, at most."""
     headers = {"Metadata-Flavor": "Google"}
     answer = client.get("/computeMetadata/v1/instance/preempted", headers=headers).raise_for_status()
-    return Notice("Google preempts this machine", 30.0) if answer.text.strip() == "TRUE" else None
+    if answer.text.strip() != "TRUE":
+        return None
+    return Notice("Google preempts this machine", GCP_SECONDS, at_begin=True)
 
 
 def on_azure(client: httpx.Client) -> Notice | None:
@@ -150,7 +159,9 @@ def watching(config: PreemptionConfig | None, told: Callable[[Notice], None]) ->
 
 def _watch(ask: Ask, config: PreemptionConfig, told: Callable[[Notice], None], over: threading.Event) -> None:
     failed = False
+    looked_at = time.monotonic()
     while not over.wait(config.interval):
+        before, looked_at = looked_at, time.monotonic()
         try:
             notice = ask()
         except Exception as error:  # a service that does not answer must end no run
@@ -160,6 +171,19 @@ def _watch(ask: Ask, config: PreemptionConfig, told: Callable[[Notice], None], o
             continue
         failed = False
         if notice is not None:
-            seconds = config.seconds if config.seconds is not None else notice.seconds
-            told(Notice(notice.reason, seconds))
+            told(Notice(notice.reason, _seconds_left(notice, config.seconds, time.monotonic() - before)))
             return
+
+
+def _seconds_left(notice: Notice, allowed: float | None, age: float) -> float | None:
+    """The seconds that are left after a notice: what it says, but no more than the settings allow.
+
+    Args:
+        age: of the notice, at most: the time since the look before. A look without an answer counts as well,
+            else no time would be left after a service has failed for a while.
+    """
+    said = notice.seconds
+    if said is not None and notice.at_begin:
+        said = max(said - age, 0.0)
+    known = [seconds for seconds in (said, allowed) if seconds is not None]
+    return min(known, default=None)

@@ -15,11 +15,13 @@ from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files
 from cairn.checkpoint.ratings import RATINGS
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
 from cairn.checkpoint.remote.beginnings import bring_beginnings
+from cairn.checkpoint.remote.errors import NoCredentials, Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
+from cairn.launch.locking import lock
 from cairn.launch.start import verified_before_loading
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
@@ -53,15 +55,14 @@ def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Pat
 
     Raises:
         UsageError: the object store can't be used like this.
-        RemoteError: it refuses or fails.
+        RemoteError: it fails in a way that may pass.
     """
     ckpt = config.ckpt
     if ckpt is None or not (ckpt.remote or (ckpt.resume and is_url(ckpt.resume))):
         return config, None
     run, away = config.run_directory(), None
     make_folders(run.path)
-    if not run.lock():
-        raise UsageError(f"--output-dir {config.output_dir}: another process is running in it")
+    lock(run)
     try:
         if ckpt.remote:
             with _looking_for("--ckpt.remote", ckpt.remote):
@@ -81,7 +82,8 @@ def replaced(config: RunConfig, damaged: Path) -> bool:
     has named the step. False if it is not the same step that is now in the local store.
 
     Raises:
-        UsageError: the object store refuses or fails.
+        UsageError: the object store refuses.
+        RemoteError: it fails in a way that may pass.
     """
     ckpt = config.ckpt
     if ckpt is None or ckpt.remote is None:
@@ -322,9 +324,14 @@ def _looking_for(flag: str, url: str) -> Iterator[None]:
     """Name the flag in errors of the object store.
 
     Raises:
-        UsageError: the store refuses or fails, or a step is damaged or missing.
+        UsageError: the store refuses, there are no credentials, or a step is damaged or missing.
+        RemoteError: it fails in a way that may pass.
     """
     try:
         yield
+    except Unsure as error:
+        if isinstance(error, NoCredentials):
+            raise UsageError(f"{flag} {url}: {error}") from None
+        raise RemoteError(f"{flag} {url}: {error}; if this passes, run the same command again") from None
     except (CheckpointError, RemoteError) as error:
         raise UsageError(f"{flag} {url}: {error}") from None

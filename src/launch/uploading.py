@@ -13,13 +13,13 @@ from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
+from cairn.launch.locking import lock
 from cairn.launch.process import stop_on_signals
 from cairn.launch.processor_use import ProcessorUse
 from cairn.launch.remote import small_files
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
 from cairn.run.progress import lines, progress_bars
 
@@ -53,8 +53,7 @@ def finish_uploads(config: RunConfig, run_id: str) -> None:
     if uploads is None:
         return
     run = config.run_directory()
-    if not run.lock():
-        raise UsageError(f"--output-dir {run.path}: another process is running in it")
+    lock(run)
     try:
         uploader = _uploader(uploads, run, f"{run_id}:done")
         uploader.remote.claim(run_id, uploader.owner)

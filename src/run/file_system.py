@@ -20,18 +20,25 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.run.errors import UsageError
+from cairn.run.file_trials import lacking
 
 MOUNTS = Path("/proc/self/mountinfo")
 NETWORK = frozenset(
     (
         *("nfs", "nfs4", "lustre", "gpfs", "beegfs", "ceph", "cifs", "smb3", "9p", "afs", "pvfs2", "wekafs"),
-        *("fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.juicefs", "fuse.beegfs"),
+        *("virtiofs", "fuse.sshfs", "fuse.glusterfs", "fuse.ceph", "fuse.ceph-fuse", "fuse.juicefs"),
+        *("fuse.beegfs", "fuse.mfs", "fuse.moosefs", "fuse.seaweedfs", "fuse.quobyte"),
     )
 )
 """The kernel's names of file systems whose files other machines change too."""
+ONE_MACHINES_FUSE = frozenset(("fuse.fuse-overlayfs", "fuse.lxcfs"))
+"""FUSE's file systems that containers have of their own. All others of FUSE's may be shared, known or not."""
 BUCKETS = frozenset(
     f"fuse.{name}"
-    for name in ("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse2", "rclone", "geesefs")
+    for name in (
+        *("s3fs", "mountpoint-s3", "goofys", "gcsfuse", "blobfuse", "blobfuse2", "rclone", "geesefs"),
+        "ossfs",
+    )
 )
 """Object stores mounted as folders, which neither append to files nor rename or lock them properly."""
 ONE_MACHINES_LOCKS = frozenset(("nolock", "local_lock=all", "local_lock=flock", "localflock"))
@@ -64,7 +71,12 @@ class FileSystem:
     @property
     def is_network(self) -> bool:
         """Whether other machines may change its files."""
-        return self.kind in NETWORK
+        return self.kind in NETWORK or (self.is_fuse and self.kind not in ONE_MACHINES_FUSE)
+
+    @property
+    def is_fuse(self) -> bool:
+        """Whether a program serves it, whose name the kernel knows only if the program says it."""
+        return self.kind == "fuse" or self.kind.startswith("fuse.")
 
     @property
     def locks_here_only(self) -> bool:
@@ -238,7 +250,7 @@ def probe(folder: Path) -> float | None:
         may be written there.
 
     Raises:
-        UsageError: it grants one lock twice, or has none.
+        UsageError: it grants one lock twice, or has none; or it is a bucket.
     """
     place = next(path for path in (folder, *folder.parents) if path.is_dir())
     began = time.monotonic()
@@ -252,6 +264,9 @@ def probe(folder: Path) -> float | None:
         os.fsync(fd)
         _synchronise(path)
         seconds = time.monotonic() - began
+        found = file_system_of(folder)
+        if what := lacking(place, links=found.is_fuse and found.kind not in NETWORK):
+            raise _a_bucket(folder, f"{found}, which can't {what}")
         if _excludes(fd, path):
             return seconds
     finally:
@@ -260,6 +275,14 @@ def probe(folder: Path) -> float | None:
     raise UsageError(
         f"{folder}: its file system ({file_system_of(folder)}) grants one lock twice, so nothing would keep "
         "two commands out of one folder: choose a folder elsewhere"
+    )
+
+
+def _a_bucket(folder: Path, about: object) -> UsageError:
+    return UsageError(
+        f"{folder} is in a bucket that is mounted as a folder ({about}), where files can't be appended to, "
+        "renamed or locked as a run needs it: choose a folder on a disk, and give the bucket's address as "
+        "--ckpt.remote, such as s3://bucket/prefix"
     )
 
 
@@ -290,18 +313,15 @@ def remarks(folders: Iterable[Path]) -> list[str]:
     for folder in folders:
         found = file_system_of(folder)
         if found.kind in BUCKETS:
-            raise UsageError(
-                f"{folder} is in a bucket that is mounted as a folder ({found}), where files can't be "
-                "appended to, renamed or locked as a run needs it: choose a folder on a disk, and give the "
-                "bucket's address as --ckpt.remote, such as s3://bucket/prefix"
-            )
+            raise _a_bucket(folder, found)
         if not found.is_network:
             continue
         seconds, transaction = probe(folder), transaction_seconds(folder)
         taken = "" if seconds is None else f". A small file took {1000 * seconds:.0f} ms there"
         taken += "" if transaction is None else f", and a transaction of SQLite {1000 * transaction:.0f} ms"
+        known = "is on a network file system" if found.kind in NETWORK else "may be on a network file system"
         said.append(
-            f"{folder} is on a network file system ({found}): the server is asked for new files of other "
+            f"{folder} {known} ({found}): the server is asked for new files of other "
             "machines, SQLite keeps a rollback journal instead of WAL, and parts of pages are written through"
             f"{taken}"
         )

@@ -134,13 +134,15 @@ def test_a_cluster_that_does_not_let_us_in(
 
 
 def test_a_cluster_that_is_too_small(shell: Shell, cluster: Cluster, home: Path):
-    """Said once nodes have had the time to join, and not after `ray.start_timeout`."""
+    """Said once nodes have had the time to join, and nothing is touched; it may be tried again."""
     (home / ".ray" / "auth_token").write_text(cluster.token)
-    flags = ("--workers", 3, "--output-dir", home / "run")
+    flags = ("--workers", 3, "--output-dir", home / "run", "--ray.start-timeout", 5)
     done = sft(shell, cluster.address, {"HOME": str(home)}, *flags)
-    assert done.code == 2, done.output
-    assert f"workers 3: each takes a CPU of the Ray cluster at {cluster.address}" in done.output
-    assert "has 2 CPUs and 0 GPUs; lower it to 2, or add nodes" in done.output
+    assert done.code == 1, done.output
+    missing = f"the Ray cluster at {cluster.address} has 2 CPUs and 0 GPUs, and workers 3 take a CPU each: "
+    assert f"{missing}waiting for nodes, for up to 5 s" in done.output
+    assert f"{missing}add nodes, raise ray.start_timeout, or lower workers to 2" in done.output
+    assert not (home / "run").exists()
 
 
 @pytest.mark.parametrize(("count", "code"), [(1, 0), (2, 1)])
@@ -152,3 +154,21 @@ def test_a_batch_job_waits_for_its_nodes(cluster: Cluster, count: int, code: int
     done = subprocess.run(arguments, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode == code, done.stderr
     assert ("1 of 2 nodes have joined" in done.stderr) == (code == 1)
+
+
+def test_a_node_that_joins_while_the_run_waits(shell: Shell, cluster: Cluster, home: Path):
+    """As a pod does whose image takes minutes to fetch."""
+    (home / ".ray" / "auth_token").write_text(cluster.token)
+    flags = ("--workers", 3, "--max-steps", 1, "--output-dir", home / "run", "--ray.address", cluster.address)
+    environment = {**os.environ, "RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": cluster.token}
+    joining = [f"--address={cluster.address}", "--num-cpus=1", "--object-store-memory=80000000", "--block"]
+    run = shell.start("sft", "@", f"{CONFIGS}/sft.toml", *flags, environment={"HOME": str(home)})
+    with run as command:
+        command.wait_until(lambda: "waiting for nodes" in command.output, 120)
+        with Command(
+            home / "ray.log", environment, "ray", "start", *joining, "--disable-usage-stats"
+        ) as node:
+            done = command.finish()
+            node.family()
+    assert done.code == 0, done.output
+    assert [row["step"] for row in rows(home / "run")] == [1]

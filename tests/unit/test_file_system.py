@@ -19,6 +19,7 @@ import pytest
 from cairn.checkpoint.direct import direct_file
 from cairn.checkpoint.remote import Objects
 from cairn.checkpoint.store import CheckpointStore
+from cairn.launch import locking
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
 from cairn.run import file_system
@@ -137,6 +138,8 @@ def test_locks_that_keep_nobody_out_are_refused(
         ("fuse.gcsfuse bucket", True),
         ("fuse mountpoint-s3", True),
         ("fuse.s3fs s3fs", True),
+        ("fuse.ossfs ossfs", True),
+        ("fuse.blobfuse blobfuse", True),
         ("fuse.juicefs JuiceFS:runs", False),
         ("fuse /dev/fuse", False),
     ],
@@ -154,6 +157,69 @@ def test_a_bucket_as_a_folder_is_refused(
         return
     with pytest.raises(UsageError, match="give the bucket's address"):
         remarks([tmp_path / "b" / "run"])
+
+
+def refuses(number: int) -> Callable[..., None]:
+    def refuse(*_: object, **__: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    return refuse
+
+
+@pytest.mark.parametrize("kind", ["fuse", "fuse.of-tomorrow"])
+@pytest.mark.parametrize(
+    ("call", "number", "what"),
+    [
+        ("link", errno.ENOSYS, "can't link a file"),
+        ("link", errno.EPERM, "can't link a file"),
+        ("replace", errno.ENOSYS, "can't replace a file by renaming another one: Function not implemented"),
+    ],
+)
+def test_a_bucket_is_known_by_what_it_can_not(
+    tmp_path: Path,
+    mount: Mount,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
+    call: str,
+    number: int,
+    what: str,
+):
+    """Where its program does not tell the kernel its name: on GKE the source is that of the bucket."""
+    mount(kind)
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, refuses(number))
+        with pytest.raises(UsageError, match=f"is in a bucket .*{what}"):
+            remarks([tmp_path])
+    assert list(tmp_path.iterdir()) == []
+    assert "may be on a network file system" in remarks([tmp_path])[0]
+
+
+def test_a_share_without_hard_links_is_no_bucket(
+    tmp_path: Path, mount: Mount, monkeypatch: pytest.MonkeyPatch
+):
+    """As some of SMB and SSH are."""
+    monkeypatch.setattr(os, "link", refuses(errno.EOPNOTSUPP))
+    for kind in ("cifs", "fuse.sshfs"):
+        mount(kind)
+        assert "is on a network file system" in remarks([tmp_path])[0]
+
+
+@pytest.mark.parametrize(
+    ("kind", "shared"),
+    [
+        *[
+            (kind, True)
+            for kind in ("fuse.ceph-fuse", "virtiofs", "fuse.moosefs", "fuse", "fuse.of-tomorrow")
+        ],
+        *[(kind, False) for kind in ("ext4", "overlay", "fuseblk", "fuse.fuse-overlayfs")],
+    ],
+)
+def test_what_may_be_shared_is_taken_for_shared(tmp_path: Path, mount: Mount, kind: str, shared: bool):
+    """A rollback journal and a look at locks cost little; a WAL that two machines map costs the ledger."""
+    mount(kind)
+    assert file_system_of(tmp_path).is_network == shared
+    assert file_system.journal_mode(tmp_path / "ledger.sqlite") == ("TRUNCATE" if shared else "WAL")
+    assert bool(remarks([tmp_path])) == shared
 
 
 # New files of other machines
@@ -268,6 +334,55 @@ def test_every_lock_is_one_that_nfs_has(tmp_path: Path, mount: Mount):
     run.checkpoints.mkdir()
     with CheckpointStore(run.checkpoints).alone():
         pass
+
+
+@pytest.fixture
+def held(tmp_path: Path) -> Iterator[Callable[[], None]]:
+    """Another process has the run directory's lock; a call of this ends it."""
+    holder = RunDirectory(tmp_path)
+    assert holder.lock()
+    yield holder.unlock
+    holder.unlock()
+
+
+def test_the_lock_of_a_machine_that_is_gone_is_waited_for(
+    tmp_path: Path, mount: Mount, held: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+):
+    """The file server keeps it until its lease ends."""
+    mount("nfs4")
+    monkeypatch.setattr(locking, "POLL_SECONDS", 0)
+    said: list[str] = []
+
+    def hear(words: str, **_: object) -> None:
+        said.append(words)
+        held()
+
+    monkeypatch.setattr("builtins.print", hear)
+    run = RunDirectory(tmp_path)
+    locking.lock(run)
+    run.unlock()
+    assert len(said) == 1
+    assert f"{tmp_path} is locked. On its file system (nfs4, mounted at {tmp_path}) the lock of" in said[0]
+    assert "for up to 120 s" in said[0]
+
+
+@pytest.mark.usefixtures("held")
+@pytest.mark.parametrize(("kind", "waits"), [("nfs4", True), ("ext4", False)])
+def test_a_lock_that_somebody_keeps(
+    tmp_path: Path,
+    mount: Mount,
+    kind: str,
+    waits: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    mount(kind)
+    monkeypatch.setattr(locking, "POLL_SECONDS", 0)
+    if waits:
+        monkeypatch.setattr(locking, "LEASE_SECONDS", 1e-6)
+    with pytest.raises(UsageError, match=f"^--output-dir {tmp_path}: another process is running in it$"):
+        locking.lock(RunDirectory(tmp_path))
+    assert ("waiting for it" in capsys.readouterr().out) == waits
 
 
 @pytest.mark.parametrize(

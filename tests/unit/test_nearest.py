@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import threading
+from functools import partial
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +17,18 @@ from stores import make_step
 from cairn.checkpoint.away import away_in_step
 from cairn.checkpoint.manifest import Manifest, load_manifest
 from cairn.checkpoint.remote import Objects, RemoteStore
+from cairn.checkpoint.remote.errors import NoCredentials
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
+from cairn.launch import remote as launch_remote
 from cairn.launch.attempt import begin
 from cairn.launch.remote import leave_branch, replaced, with_remote
 from cairn.launch.start import Start, StartDamaged, choose_start
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 
 SFT = ("trainer",)
 RL = ("trainer", "orchestrator")
@@ -239,3 +244,59 @@ def test_a_run_whose_steps_are_all_damaged_does_not_begin_anew(tiers: Tiers):
     assert not replaced(config, away)
     with pytest.raises(UsageError, match="there is no good checkpoint"):
         choose_start(config, needs=SFT, damaged=StartDamaged(away, "changed"))
+
+
+# Stores that don't answer, or refuse
+
+
+class Answering(BaseHTTPRequestHandler):
+    """A store that answers everything with one status."""
+
+    status: int
+
+    def answer(self) -> None:
+        self.send_response(self.status)
+        self.send_header("Content-Length", "0")
+        self.end_headers()
+
+    do_GET = do_PUT = do_DELETE = do_HEAD = answer
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@pytest.mark.parametrize(("status", "code"), [(503, 1), (500, 1), (403, 2), (404, 2), (None, 1)])
+def test_an_outage_is_no_bad_usage(
+    status: int | None, code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whatever starts runs again does so after 1, and not after 2. None: nothing listens there."""
+    handler = type("Handler", (Answering,), {"status": status})
+    with HTTPServer(("127.0.0.1", 0), handler) as server:
+        port = server.server_port
+        if status:
+            threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        else:
+            server.server_close()
+        for name, value in (("ENDPOINT_URL", f"http://127.0.0.1:{port}"), ("REGION", "us-east-1")):
+            monkeypatch.setenv(f"AWS_{name}", value)
+        for name in ("ACCESS_KEY_ID", "SECRET_ACCESS_KEY"):
+            monkeypatch.setenv(f"AWS_{name}", "a")
+        monkeypatch.setattr(launch_remote, "Objects", partial(Objects, retry_seconds=0.1))
+        ckpt = CkptConfig(remote="s3://bucket/run", resume="auto")
+        with pytest.raises(CairnError, match=r"^--ckpt.remote s3://bucket/run: ") as failed:
+            with_remote(SFTConfig(output_dir=str(tmp_path / "run"), ckpt=ckpt), SFT)
+        if status:
+            server.shutdown()
+    assert failed.value.exit_code == code
+    assert ("run the same command again" in str(failed.value)) == (code == 1)
+
+
+def test_no_credentials_are_bad_usage(tiers: Tiers, monkeypatch: pytest.MonkeyPatch):
+    """Though the uploader, which had some before, asks again."""
+
+    def probe(*_: object) -> None:
+        raise NoCredentials("the environment has no credentials")
+
+    monkeypatch.setattr(launch_remote, "probe", probe)
+    with pytest.raises(UsageError, match=r"^--ckpt.remote file:.*: the environment has no credentials$"):
+        tiers.start()

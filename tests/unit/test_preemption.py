@@ -164,6 +164,20 @@ def test_a_service_that_fails_ends_nothing(service: Service, caplog: pytest.LogC
     assert [record.message for record in caplog.records if "does not answer" in record.message] != []
 
 
+@pytest.mark.parametrize(("allowed", "within"), [(None, False), (600, False), (0.5, True)])
+def test_a_setting_never_prolongs_what_the_cloud_says(service: Service, allowed: float | None, within: bool):
+    """Google says for how long the machine stays, but not since when: since the look before, at worst."""
+    told: list[Notice] = []
+    service.answers = {GCP: (200, "TRUE")}
+    config = PreemptionConfig(watch="gcp", url=service.url, interval=0.01, seconds=allowed)
+    with watching(config, told.append):
+        while not told:
+            time.sleep(0.01)
+    assert told[0].seconds is not None
+    assert told[0].seconds < 30
+    assert told[0].seconds == allowed or not within
+
+
 answers: list[object] = []
 
 

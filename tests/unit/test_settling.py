@@ -1,7 +1,6 @@
 """Settings that depend on the device: what they become on CPUs and GPUs, and what resumes say of it."""
 
 import json
-import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -290,11 +289,11 @@ class Answer:
     def __init__(self, monkeypatch: pytest.MonkeyPatch, printed: str):
         self.asked: list[list[str]] = []
 
-        def run(command: list[str], **_: Any) -> subprocess.CompletedProcess[str]:
+        def lines_of(command: list[str], seconds: float) -> list[str]:
             self.asked.append(command)
-            return subprocess.CompletedProcess(command, 0, printed, "")
+            return printed.splitlines()
 
-        monkeypatch.setattr(ray_gpus.subprocess, "run", run)
+        monkeypatch.setattr(ray_gpus, "_lines_of", lines_of)
 
 
 def test_a_given_cluster_decides_and_not_the_launchers_machine(
@@ -316,15 +315,16 @@ def test_a_given_cluster_decides_and_not_the_launchers_machine(
         pass
 
     def plan(kind: Any, config: SFTConfig, *_: Any) -> None:
-        raise Enough(config.precision.compute)
+        raise Enough(f"{config.precision.compute} {config.gpus}")
 
     monkeypatch.setattr(commands, "plan_recipe", plan)
-    for machine, gpus, compute in ((CPU, 8, "bfloat16"), (GPUS, 0, "float32")):
+    # The driver holds ranks to CPUs that are settled for them, also if a node with GPUs joins meanwhile.
+    for machine, gpus, compute in ((CPU, 8, "bfloat16 None"), (GPUS, 0, "float32 0")):
         monkeypatch.setattr(commands, "this_machine", lambda machine=machine: machine)
         answer = Answer(monkeypatch, f'something of Ray\n{{"gpus": {gpus}}}\n')
         with pytest.raises(Enough, match=compute):
             commands.start("sft", config)
-        assert "10.0.0.1:6379" in answer.asked[0][-1]
+        assert "10.0.0.1:6379" in answer.asked[0][-2]
 
 
 @pytest.mark.parametrize(
@@ -340,10 +340,22 @@ def test_a_cluster_that_does_not_answer(
 ):
     Answer(monkeypatch, printed)
     with pytest.raises(error, match=message):
-        ray_gpus.cluster_of(RayConfig(address="h:1"))
+        ray_gpus.cluster_of(SFTConfig(ray=RayConfig(address="h:1")))
+
+
+def test_what_a_cluster_lacks_is_said_while_the_command_waits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """A dry run asks for no more than is there."""
+    answer = Answer(monkeypatch, '{"waiting": "8 of 16 GPUs"}\n7\n[1]\n{"gpus": 16}')
+    config = SFTConfig(workers=16, ray=RayConfig(address="h:1"))
+    assert len(ray_gpus.cluster_of(config).gpus) == 16
+    assert capsys.readouterr().out == "8 of 16 GPUs\n"
+    ray_gpus.cluster_of(config, waits=False)
+    assert [SFTConfig.model_validate_json(asked[-2]).workers for asked in answer.asked] == [16, None]
 
 
 def test_an_address_where_nothing_listens_is_said_before_a_run_begins():
     """With a real program that asks."""
     with pytest.raises(RoleFailed, match=r"no Ray cluster at --ray.address 127.0.0.1:1: .*refused"):
-        ray_gpus.cluster_of(RayConfig(address="127.0.0.1:1"))
+        ray_gpus.cluster_of(SFTConfig(ray=RayConfig(address="127.0.0.1:1")))

@@ -20,9 +20,12 @@ from runs import DEADLINE
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.kinds import KINDS
+from cairn.launch.machine.placing import placed
 from cairn.launch.slurm.job import Job as Written
 from cairn.launch.slurm.job import job_of, submit
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.machine import Gpu, Machine
 
 NOTE = """#!{python}
 import json, os, signal, sys, time
@@ -33,7 +36,8 @@ with open("{folder}/" + name + ".jsonl", "a") as file:
 """
 BEHAVIOURS = {
     "scontrol": 'if sys.argv[1] == "show": print("\\n".join(os.environ["NODES"].split())\n'
-    '    if sys.argv[2] == "hostnames" else "JobId=7 JobState=" + os.environ["STATE"] + " Reason=None")',
+    '    if sys.argv[2] == "hostnames" else "JobId=7 JobState=" + os.environ["STATE"] + \n'
+    '    " Reason=None\\n   StartTime=5 EndTime=" + os.environ["END"] + " Deadline=N/A")',
     "srun": 'first = next(i for i, a in enumerate(sys.argv[1:], 1) if not a.startswith("--"))\n'
     "os.execvp(sys.argv[first], sys.argv[first:])",
     "ray": "import socket\n"
@@ -145,6 +149,7 @@ def job(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Job]:
         "PATH": os.environ["PATH"],
         "NODES": "localhost node2 node3",
         "STATE": "RUNNING",
+        "END": "Unknown",
         "SLURM_JOB_ID": str(port - 20000 if 20000 <= port < 40000 else port % 20000),
         "SLURM_JOB_NODELIST": "node[1-3]",
     }
@@ -212,21 +217,31 @@ def test_what_is_asked_for(tmp_path: Path):
     assert 'start_ray "' not in script
 
 
-@pytest.mark.parametrize("command", ["sft", "rl"])
-def test_the_jobs_settings_are_those_of_the_command(command: str, tmp_path: Path):
+ADAPTERS = ("--trainer.lora.rank", "4", "--trainer.lora.serve", "unmerged")
+
+
+@pytest.mark.parametrize(
+    ("command", "more"), [("sft", ()), ("rl", ()), ("rl", ("--colocate",)), ("rl", ADAPTERS)]
+)
+def test_the_jobs_settings_are_those_of_the_command(command: str, more: tuple[str, ...], tmp_path: Path):
     """Read back with the flags of the script, they are what was given, resuming and without the job.
 
-    The run also knows how much time Slurm leaves it after the notice.
+    A default that the command leaves to be decided where the run starts is left to the job as well. The run
+    also knows how much time Slurm leaves it after the notice.
     """
-    flags = ["--output-dir", str(tmp_path), "--max-steps", "7", "--ckpt.keep", "2"]
+    flags = ["--output-dir", str(tmp_path), "--max-steps", "7", "--ckpt.keep", "2", *more]
     job = written(command, *flags, "--slurm.signal-seconds", "90")
     file = tmp_path / "settings.json"
     file.write_text(job.contents[f"{command}.json"])
     kind = KINDS[command].config
     found = load(kind, ["@", str(file), "--ckpt.resume", "auto"])
     given = ["--model.name", "owner/name", *flags, "--ckpt.resume", "auto", "--preemption.seconds", "90"]
-    assert found == load(kind, given)
+    wanted = load(kind, given)
+    assert found == wanted
     assert found.slurm is None
+    assert found.model_dump(exclude_unset=True) == wanted.model_dump(exclude_unset=True)
+    machine = Machine((Gpu(0, "GPU-0", "one", 80 << 30),))
+    assert placed(KINDS[command], found, machine) == placed(KINDS[command], wanted, machine)
 
 
 @pytest.mark.parametrize(
@@ -389,3 +404,24 @@ def test_a_failure_is_the_jobs(job: Job):
     assert "sft ended with exit code 137" in job.finish(process)
     assert process.returncode == 137
     assert [one for one in job.calls("scontrol") if one["argv"][0] == "requeue"] == []
+
+
+@pytest.mark.parametrize(("end", "most"), [(30, 30), (3600, 90), (None, 90)])
+def test_the_run_is_told_when_slurm_ends_its_job(job: Job, end: int | None, most: float):
+    """That is earlier than signal_seconds if the job is preempted. The run knows when it gets its signal."""
+    file = job.folder / "installed" / "bin" / "sft"
+    file.write_text(file.read_text() + WAITS.format(folder=job.folder))
+    process = job.start("sft", END=str(int(time.time()) + end) if end else "Unknown")
+    wait_until((job.folder / "started").exists)
+    os.kill(process.pid, signal.SIGTERM)
+    wait_until((job.folder / "stopped").exists)
+    output = job.finish(process)
+    assert ("Slurm ends this job in" in output) == bool(end), output
+    run = RunDirectory(job.folder / "run")
+    assert (run.seconds_left() is not None) == bool(end)
+    run.request_stop("SIGTERM", 90)  # as the launcher does that gets it
+    left = run.seconds_left()
+    assert left is not None
+    assert left <= most
+    asked = [one["env"].get("SLURM_TIME_FORMAT") for one in job.calls("scontrol") if one["argv"][0] == "show"]
+    assert asked[0] == "%s"

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from cairn.config.trainer import RayConfig, SFTConfig
-from cairn.launch.ray.worker_environment import adopt, environment_for_workers
+from cairn.launch.ray.worker_environment import NAMES, NODES_OWN, PREFIXES, adopt, environment_for_workers
 
 HANDED_OVER = {
     "HF_TOKEN": "secret",
@@ -45,6 +45,12 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> SFTConfig:
 
 def test_what_is_handed_over_and_what_belongs_to_a_node(elsewhere: SFTConfig):
     assert environment_for_workers(elsewhere) == HANDED_OVER
+
+
+def test_the_page_names_all_of_them():
+    page = (Path(__file__).parents[2] / "docs" / "clusters.md").read_text()
+    handed_over = [f"`{name}*`" for name in PREFIXES] + [f"`{name}`" for name in (*NAMES, *NODES_OWN)]
+    assert [name for name in handed_over if name not in page] == []
 
 
 def test_a_cluster_of_our_own_has_inherited_everything(elsewhere: SFTConfig):

@@ -18,6 +18,10 @@ class Unsure(RemoteError):
     """A request failed in a way that may pass."""
 
 
+class NoCredentials(Unsure):
+    """The environment has no credentials, and no service of the machine's gave any."""
+
+
 class Exists(RemoteError):
     """An object that should be new exists already."""
 

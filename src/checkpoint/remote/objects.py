@@ -13,7 +13,7 @@ from urllib.parse import unquote, urlsplit
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
-from cairn.checkpoint.remote.errors import OF_WRONG_CLOCKS, Exists, RemoteError, Unsure, denial
+from cairn.checkpoint.remote.errors import OF_WRONG_CLOCKS, Exists, NoCredentials, RemoteError, Unsure, denial
 from cairn.checkpoint.remote.sent import SentParts
 from cairn.run.addresses import NO_CREDENTIALS, SCHEMES, holds_credentials
 from cairn.run.errors import UsageError
@@ -315,7 +315,7 @@ class Objects:
         except (exceptions.BaseError, OSError) as error:
             text = _first(error)
             if any(service in text for service in METADATA_SERVICES):
-                raise Unsure(
+                raise NoCredentials(
                     f"{where}: the environment has no credentials, and the machine gives none ({text})"
                 ) from None
             if any(words in text for words in DENIALS):  # in errors that obstore does not tell apart

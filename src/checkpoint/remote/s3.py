@@ -21,7 +21,7 @@ from xml.etree import ElementTree
 
 import urllib3
 
-from cairn.checkpoint.remote.errors import Refused, RemoteError, Unsure, denial
+from cairn.checkpoint.remote.errors import NoCredentials, Refused, RemoteError, Unsure, denial
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -269,7 +269,7 @@ class _Place:
         try:
             self._auth.aws_sign_request(request, self._how).result(60)
         except Exception as error:  # awscrt's own errors are of one class, whatever has failed
-            raise Unsure(f"{self.address}: no credentials to sign with: {str(error)[:600]}") from None
+            raise NoCredentials(f"{self.address}: no credentials to sign with: {str(error)[:600]}") from None
         return dict(request.headers)
 
 

@@ -2,15 +2,11 @@
 """The Ray cluster of the trainer's ranks: joins or starts it, and reserves room in it."""
 
 import logging
-import math
 import os
 import socket
-import time
-from collections.abc import Mapping
 from pathlib import Path
 
 import ray
-from ray._private.state import state as ray_state
 from ray.exceptions import RpcError
 from ray.util.placement_group import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
@@ -21,16 +17,11 @@ from cairn.launch.exits import RayFailed, RoleFailed
 from cairn.launch.places.rank_process import RankProcess
 from cairn.launch.ray import local as local_ray
 from cairn.launch.ray.access_token import join_with_token
+from cairn.launch.ray.room import resources, wait_for_room
 from cairn.launch.ray.worker_environment import environment_for_workers
 from cairn.run import heartbeat
-from cairn.run.errors import UsageError
-from cairn.run.machine import this_machine
 from cairn.run.signals import stop_signals_blocked
-from cairn.run.waiting import Patience
 
-JOIN_SECONDS = 30.0
-"""How long nodes may take to join a given Ray cluster before it counts as too small."""
-POLL_SECONDS = 0.5
 SPIN_COUNT = 5000
 """GOMP_SPINCOUNT: an idle OpenMP thread spins for about 60 microseconds instead of milliseconds."""
 
@@ -42,10 +33,11 @@ class Placement:
         """Reserve the room.
 
         Raises:
-            UsageError: the cluster is too small, which is said at once.
-            RoleFailed: it has no room, because others use it.
+            RoleFailed: the cluster is too small, or others use it.
         """
-        self.gpus = _check_size(config)
+        self.gpus = wait_for_room(
+            config, lambda missing: heartbeat.doing(missing, waiting=True), on_gpus=_on_gpus(config)
+        )
         self._environment = environment_for_workers(config)
         self._group = placement_group([{"CPU": 1, "GPU": self.gpus}] * config.ranks, strategy="PACK")
         if not self._group.wait(config.ray.start_timeout):
@@ -64,47 +56,15 @@ class Placement:
 
 def cluster_ranks(config: TrainerBase) -> int:
     """The number of ranks in the cluster: `workers`, or as many as there are GPUs; on CPUs one."""
-    return config.workers or int(_resources().get("GPU", 0)) or 1
+    return config.workers or int(resources().get("GPU", 0)) or 1
 
 
-def _check_size(config: TrainerBase) -> int:
-    """Check that the cluster has a CPU and, if it has any, a GPU for each rank; returns the GPUs of a rank.
+def _on_gpus(config: TrainerBase) -> bool:
+    """Whether the ranks compute on GPUs, as the launcher has settled their settings for.
 
-    A given cluster has `JOIN_SECONDS` for nodes that are joining it.
-
-    Raises:
-        UsageError: it does not, or it has no GPU although this machine has some.
+    It has written `gpus` 0 where a given cluster has none, and which ones they are on this machine.
     """
-    ranks, given = config.ranks, config.ray.address
-    patience = Patience(JOIN_SECONDS if given else 0)
-    while True:
-        there = _resources()
-        each = 0 if config.gpus == "0" or not there.get("GPU") else 1
-        room = int(min(there.get("CPU", 0), there["GPU"] if each else math.inf))
-        without = given and not each and config.gpus != "0" and this_machine().has_gpus
-        if room >= ranks and not without:
-            return each
-        if patience.over:
-            break
-        heartbeat.doing("waiting for nodes of the Ray cluster", waiting=True)
-        time.sleep(POLL_SECONDS)
-    if without:
-        raise UsageError(
-            f"the Ray cluster at {given} has no GPU, though this machine has: start its nodes with "
-            "`ray start --num-gpus`, or train on CPUs with gpus 0"
-        )
-    raise UsageError(
-        f"workers {ranks}: each takes a CPU{' and a GPU' if each else ''} of the Ray cluster"
-        f"{f' at {given}' if given else ''}, which has {there.get('CPU', 0):g} CPUs and "
-        f"{there.get('GPU', 0):g} GPUs; lower it to {room}, or add nodes"
-    )
-
-
-def _resources() -> Mapping[str, float]:
-    """What the cluster has, or can grow to if it starts nodes by itself."""
-    there = ray.cluster_resources()
-    most = ray_state.get_max_resources_from_cluster_config() or {}
-    return {name: max(there.get(name, 0), most.get(name, 0)) for name in {*there, *most}}
+    return config.gpus != "0" if config.ray.address else bool(names_in(config.gpus or "0"))
 
 
 def start_ray(config: TrainerBase) -> None:

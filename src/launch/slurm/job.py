@@ -1,7 +1,7 @@
 """A run as a job of Slurm's: writes its batch script into the run directory, and submits it.
 
-The job reads no file of the user's: the resolved settings lie beside the script, so that editing a file while
-the job waits in the queue changes nothing.
+The job reads no file of the user's: the settings that were given lie beside the script, so that editing a
+file while the job waits in the queue changes nothing.
 """
 
 import shlex
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import cast
 from urllib.parse import urlsplit
 
+from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
 from cairn.config.preemption import PreemptionConfig
 from cairn.config.rl import RLConfig
@@ -84,7 +85,7 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
         contents["node.sh"] = _shell("node.sh")
     lines[-1] = f"run {lines[-1]}"
     settings = config.sharing(preemption=_told_in_time(config.preemption, slurm))
-    contents[f"{command}.json"] = settings.model_dump_json(indent=2, exclude={"slurm"}) + "\n"
+    contents[f"{command}.json"] = _as_given(settings)
     contents[SCRIPT] = "\n".join([*_head(command, slurm, folder), _shell("job.sh"), *lines, ""])
     return Job(folder, contents)
 
@@ -133,6 +134,14 @@ def _told_in_time(preemption: PreemptionConfig | None, slurm: SlurmConfig) -> Pr
     return preemption.model_copy(update={"seconds": float(slurm.signal_seconds)})
 
 
+def _as_given(settings: RunConfig | InferenceConfig) -> str:
+    """The content of a file of settings from which a command reads these, its defaults left to be defaults.
+
+    What is decided on the job's machine depends on which settings were given (`model_fields_set`).
+    """
+    return settings.model_dump_json(indent=2, exclude={"slurm"}, exclude_unset=True) + "\n"
+
+
 def _server_nodes(kind: RunKind, config: RunConfig) -> int:
     """How many of the job's nodes run a server and nothing else.
 
@@ -160,7 +169,7 @@ def _serving(
     server = config.inference.model_copy(update={"host": "0.0.0.0", "model": config.model})
     if "tensor_parallel" not in config.inference.model_fields_set and slurm.gpus_per_node:
         server = server.model_copy(update={"tensor_parallel": slurm.gpus_per_node})
-    contents["inference.json"] = server.model_dump_json(indent=2) + "\n"
+    contents["inference.json"] = _as_given(server)
     command = shlex.join(["inference", "@", str(folder / "inference.json")])
     return [
         "# Loading weights into a server takes this token, which servers and orchestrator have.",
