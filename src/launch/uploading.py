@@ -7,8 +7,8 @@ import time
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.objects import RETRY_SECONDS
-from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig

@@ -18,10 +18,10 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.errors import Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
 from cairn.checkpoint.retention import set_pin
 from cairn.checkpoint.steps import verify

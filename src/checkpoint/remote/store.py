@@ -1,12 +1,10 @@
 """The steps of a run in an object store; see the package's docstring for what lies where."""
 
-import datetime
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import (
@@ -21,12 +19,12 @@ from cairn.checkpoint.manifest import (
 )
 from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote import catalog, chunks
+from cairn.checkpoint.remote.claims import Claims
 from cairn.checkpoint.remote.content import Content, OnBytes
 from cairn.checkpoint.remote.errors import Exists, RemoteError
 from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import naming, sync
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from cairn.checkpoint.remote.multipart import Unfinished
 
 COMMITTED = "committed"
-CLAIM = "run.json"
 FETCHES = 8
 """Ranges that are read at once."""
 UPLOADS = 2
@@ -45,11 +42,7 @@ MOST_COPIED = 5 << 30
 """The largest object that S3 copies in one request."""
 
 
-class Taken(UsageError):
-    """A prefix belongs to another run, or another attempt of this run has taken it over."""
-
-
-class RemoteStore:
+class RemoteStore(Claims):
     """The steps below a URL: a `checkpoint.tiers.Tier`.
 
     Every method raises RemoteError if the object store refuses or fails.
@@ -281,68 +274,6 @@ class RemoteStore:
             self.objects.delete([_committed(number), f"step_{number}/{FILE_NAME}"])
         return later
 
-    # Whose prefix it is
-
-    def claim(self, run_id: str, owner: str, attempt: Mapping[str, Any] | None = None) -> None:
-        """Take the prefix for an attempt of a run; an older attempt of the same run loses it.
-
-        Args:
-            owner: identifies the attempt, wherever it runs.
-            attempt: what a machine with an empty disk needs to know of the attempt; if None, what was noted
-                of the one before stays.
-
-        Raises:
-            Taken: it belongs to another run.
-        """
-        found = self._claim()
-        if found is not None and found.get("run_id") != run_id:
-            raise Taken(
-                f"ckpt.remote {self} belongs to run {found.get('run_id')}, and this is run {run_id}; "
-                "give another prefix"
-            )
-        noted = attempt if attempt is not None else (found or {}).get("attempt")
-        content = {"run_id": run_id, "owner": owner, "since": _now(), "attempt": noted}
-        text = json.dumps(content, indent=1).encode()
-        if found is not None:
-            self.objects.put(CLAIM, text)
-            return
-        try:
-            self.objects.put_new(CLAIM, text)
-        except Exists:  # another run, or a process of this one, came first by a moment
-            self.claim(run_id, owner, attempt)
-
-    def owner(self) -> str | None:
-        """The id of the run that the prefix belongs to; None if it belongs to none."""
-        found = self._claim()
-        return None if found is None else str(found.get("run_id"))
-
-    def newest_attempt(self) -> Mapping[str, Any]:
-        """What is noted of the newest attempt that claimed the prefix; empty if nothing is."""
-        noted = (self._claim() or {}).get("attempt")
-        return cast("Mapping[str, Any]", noted) if isinstance(noted, dict) else {}
-
-    def check_owner(self, owner: str) -> None:
-        """Check that no newer attempt has claimed the prefix since.
-
-        Raises:
-            Taken: one has.
-        """
-        found = self._claim() or {}
-        if found.get("owner") != owner:
-            raise Taken(f"ckpt.remote {self}: another attempt has taken it over ({found.get('since')})")
-
-    def _claim(self) -> dict[str, Any] | None:
-        text = self.objects.get(CLAIM)
-        if text is None:
-            return None
-        try:
-            content = json.loads(text)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise RemoteError(f"{self}/{CLAIM}: is damaged; if the prefix is this run's, delete the object")
-        return cast("dict[str, Any]", content)
-
 
 def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
     return entry.size, tuple(entry.crc64nvme)
@@ -350,7 +281,3 @@ def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
 
 def _committed(step: int) -> str:
     return f"{COMMITTED}/step_{step}.json"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

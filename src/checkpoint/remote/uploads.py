@@ -16,10 +16,11 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.ratings import ratings_in
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.content import OnBytes
 from cairn.checkpoint.remote.errors import Refused, RemoteError
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import RemoteStore, Taken
+from cairn.checkpoint.remote.store import RemoteStore
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
