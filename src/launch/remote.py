@@ -92,40 +92,6 @@ def replaced(config: RunConfig, damaged: Path) -> bool:
         return _Nearest(config).replace(damaged)
 
 
-def leave_branch(config: RunConfig, step: int) -> None:
-    """Uncommit the remote steps after `step`, from which the run goes on in another way.
-
-    Raises:
-        RemoteError: the object store refuses or fails.
-    """
-    if config.ckpt is not None and config.ckpt.remote is not None:
-        _leave_branch(RemoteStore(Objects(config.ckpt.remote)), step)
-
-
-def _leave_branch(remote: RemoteStore, step: int) -> None:
-    name = f"after_step_{step}_{secrets.token_hex(4)}"
-    if left := remote.set_aside_after(step, name):
-        print(f"the remote checkpoints {', '.join(map(str, left))} are set aside: {remote}/abandoned/{name}")
-
-
-def claim(config: RunConfig, attempt: Attempt, step: int) -> None:
-    """Take the remote prefix for this attempt, so that no other run, and no older attempt, writes there.
-
-    Args:
-        step: the run's own step that the attempt starts from. Later ones, which an older attempt has
-            committed elsewhere since `leave_branch`, are uncommitted.
-
-    Raises:
-        UsageError: it belongs to another run.
-        RemoteError: the object store refuses or fails.
-    """
-    if config.ckpt is not None and config.ckpt.remote is not None:
-        noted = {"number": attempt.number, "branch": attempt.branch, "command": attempt.command}
-        remote = RemoteStore(Objects(config.ckpt.remote))
-        remote.claim(attempt.run_id, attempt.id, noted)
-        _leave_branch(remote, step)
-
-
 class _Nearest:
     """Looks for the nearest good step, and brings it here if it is a remote one.
 

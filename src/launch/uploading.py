@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import os
+import secrets
 import time
 
 from cairn.checkpoint.manifest import CheckpointError
@@ -55,7 +56,7 @@ def finish_uploads(config: RunConfig, run_id: str) -> None:
     run = config.run_directory()
     lock(run)
     try:
-        uploader = _uploader(uploads, run, f"{run_id}:done")
+        uploader = _uploader(uploads, run, f"{run_id}:done:{secrets.token_hex(8)}")
         uploader.remote.claim(run_id, uploader.owner)
         uploader.begin()
         with progress_bars() as stage:
@@ -76,7 +77,7 @@ def run_uploader(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
     uploads = uploads_of(config)
     assert uploads is not None, "the launcher starts no uploader for a run without a remote store"
     with stop_on_signals(run):
-        return _Loop(_uploader(uploads, run, attempt.id), run).run()
+        return _Loop(_uploader(uploads, run, attempt.owner), run).run()
 
 
 def _uploader(uploads: RunUploads, run: RunDirectory, owner: str) -> Uploader:

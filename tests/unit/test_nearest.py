@@ -27,7 +27,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import remote as launch_remote
 from cairn.launch.attempt import begin
-from cairn.launch.remote import leave_branch, replaced, with_remote
+from cairn.launch.remote import replaced, with_remote
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.run.errors import CairnError, UsageError
 
@@ -186,7 +186,7 @@ def test_the_remote_step_before_a_damaged_local_one_is_found(tiers: Tiers, here:
     start = choose_start(config, needs=SFT, damaged=StartDamaged(damaged, "changed"))
     assert start.folder == tiers.store.folder(8)
     assert verify(tiers.store.folder(8)) == load_manifest(tiers.there / "step_8")
-    leave_branch(config, start.step)
+    begin(config.run_directory(), config, start, {"trainer": {}}, command="sft")
     assert tiers.remote.steps() == [4, 8]
 
 

@@ -1,6 +1,7 @@
 """Steps in an object store, against a real S3 server on loopback, and in a folder."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import os
@@ -29,8 +30,9 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin
-from cairn.launch.remote import claim, with_remote
-from cairn.launch.start import choose_start
+from cairn.launch.claims import claim
+from cairn.launch.remote import with_remote
+from cairn.launch.start import Start, choose_start
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
@@ -234,6 +236,88 @@ def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
         remote.claim("run", "attempt 3")
 
 
+class Machine:
+    """A machine with a disk of its own that is told to go on with the run at `url`."""
+
+    def __init__(self, folder: Path, url: str, resume: str | None = "auto"):
+        self.url = url
+        ckpt = CkptConfig(remote=url, resume=resume)
+        self.config = SFTConfig(output_dir=str(folder), ckpt=ckpt, max_steps=99)
+        self.run = self.config.run_directory()
+        self.store = CheckpointStore(self.run.checkpoints)
+
+    def look(self) -> Start:
+        """Choose where to start from."""
+        config, away = with_remote(self.config, ["trainer"])
+        return choose_start(config, needs=["trainer"], away=away)
+
+    def begin(self, start: Start | None = None) -> Attempt:
+        """Begin an attempt, and end it at once."""
+        try:
+            return begin(self.run, self.config, start or self.look(), {"trainer": {}}, command="sft")
+        finally:
+            self.run.unlock()
+
+    def save(self, attempt: Attempt, step: int) -> None:
+        """Save a step and upload it."""
+        about = {"run_id": attempt.run_id, "attempt": attempt.number, "branch": attempt.branch}
+        files = {"trainer/state.json": b'{"seed": 0, "progress": {"step": 1}}'}
+        make_step(self.store.root, step, files, **about)
+        self.run.metrics.append({"step": step, "attempt": attempt.number})
+        uploads = RunUploads(self.store, self.config.ckpt or CkptConfig(), 99)
+        files = [self.run.metrics.path]
+        Uploader(uploads, RemoteStore(Objects(self.url)), attempt.owner, run_files=files).upload(step)
+
+
+def test_attempts_on_two_machines_differ(tmp_path: Path):
+    """Also if the older machine comes back with its disk, and if two with empty disks start at once."""
+    url = f"file://{tmp_path}/remote"
+    remote = RemoteStore(Objects(url))
+    one, two = Machine(tmp_path / "one", url), Machine(tmp_path / "two", url)
+    one.save(one.begin(), 4)
+    second = two.begin()
+    two.save(second, 8)
+    third = one.begin()
+    with pytest.raises(Taken, match="another attempt has taken it over"):
+        two.save(second, 12)
+    assert [second.number, third.number, third.start_step] == [2, 3, 8]
+
+    machines = [Machine(tmp_path / name, url) for name in ("three", "four")]
+    starts = [machine.look() for machine in machines]
+    fourth, fifth = (machine.begin(start) for machine, start in zip(machines, starts, strict=True))
+    assert [fourth.number, fifth.number] == [4, 5]
+    remote.check_owner(fifth.owner)
+    with pytest.raises(Taken, match="attempt 5 of this run has begun elsewhere"):
+        claim(machines[0].config, fourth, 8)
+    assert remote.steps() == [4, 8]
+
+
+def test_numbers_of_attempts_survive_the_loss_of_all_notes(tmp_path: Path):
+    """Of run.json, of the register, and of the local disk; the same number never means the same owner."""
+    url = f"file://{tmp_path}/remote"
+    first = Machine(tmp_path / "one", url)
+    first.save(first.begin(), 4)
+    second = first.begin()
+    first.save(second, 8)
+    RemoteStore(Objects(url)).objects.delete(["run.json", "attempts/1.json", "attempts/2.json"])
+    assert Machine(tmp_path / "two", url).begin().number == 3
+    first.run.roles.unlink()
+    assert first.begin().number == 4
+    assert second.owner != dataclasses.replace(second, token="another").owner
+
+
+def test_a_run_that_is_refused_sets_nothing_aside(tmp_path: Path):
+    """It had looked at the prefix when that was empty."""
+    url = f"file://{tmp_path}/remote"
+    late, other = Machine(tmp_path / "late", url, resume=None), Machine(tmp_path / "other", url)
+    start = late.look()
+    other.save(other.begin(), 4)
+    with pytest.raises(Taken, match="belongs to run"):
+        late.begin(start)
+    assert RemoteStore(Objects(url)).steps() == [4]
+    assert late.run.attempt() is None
+
+
 def test_a_machine_that_is_lost_before_its_first_upload(tmp_path: Path):
     """The next one, with an empty disk, goes on as the same run, with the next number."""
     url = f"file://{tmp_path}/remote"
@@ -256,7 +340,7 @@ def test_a_machine_that_is_lost_before_its_first_upload(tmp_path: Path):
     )  # by the older attempt, which lives on somewhere
     claim(config, attempt, 0)
     assert remote.steps() == [], "this attempt goes on in another way"
-    remote.check_owner("run:4")
+    remote.check_owner(attempt.owner)
     remote.claim("run", "run:done")
     assert remote.newest_attempt() == {"number": 4, "branch": "branch_2", "command": "sft"}
 

@@ -1,7 +1,8 @@
 """Whose a prefix is: which run, and which attempt of it may write.
 
 `run.json` says so. Where it is missing, since it was lost or the prefix was copied without it, the newest
-step whose manifest can be read says which run.
+step whose manifest can be read says which run. `attempts/N.json` is put once and never replaced, so each
+attempt has a number of its own, whichever machines start at the same moment.
 """
 
 import abc
@@ -9,6 +10,7 @@ import contextlib
 import datetime
 import json
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
@@ -17,6 +19,7 @@ from cairn.checkpoint.remote.objects import Objects
 from cairn.run.errors import UsageError
 
 CLAIM = "run.json"
+ATTEMPTS = "attempts"
 NOBODY = "ckpt copy"
 """The owner of a prefix to which no attempt has uploaded."""
 
@@ -54,6 +57,28 @@ class Claims(abc.ABC):
             noted = (self._of_steps() or {}).get("attempt")
         return cast("Mapping[str, Any]", noted) if isinstance(noted, dict) else {}
 
+    def reserve(self, run_id: str, token: str, least: int) -> int:
+        """A number for a new attempt that no other attempt has, or will have, here.
+
+        Args:
+            token: tells the attempt from all others.
+            least: the number if as many attempts, or fewer, are known here.
+
+        Raises:
+            Taken: the prefix belongs to another run.
+        """
+        self._refuse_others(run_id)
+        names = (Path(name).stem for name, _ in self.objects.list(ATTEMPTS))
+        known = [int(name) for name in names if name.isdecimal()]
+        number = max([least, *(n + 1 for n in (*known, _number(self.newest_attempt())))])
+        text = json.dumps({"run_id": run_id, "token": token, "since": _now()}, indent=1).encode()
+        while True:
+            try:
+                self.objects.put_new(f"{ATTEMPTS}/{number}.json", text)
+                return number
+            except Exists:  # another machine came first by a moment
+                number += 1
+
     def claim(self, run_id: str, owner: str, attempt: Mapping[str, Any] | None = None) -> None:
         """Take the prefix for an attempt of a run; an older attempt of the same run loses it.
 
@@ -63,14 +88,20 @@ class Claims(abc.ABC):
                 of the one before stays.
 
         Raises:
-            Taken: it belongs to another run.
+            Taken: it belongs to another run, or to an attempt with a higher number.
         """
         self._refuse_others(run_id)
-        found = self._claim()
-        noted = attempt if attempt is not None else (found or {}).get("attempt")
+        found = self._claim() or {}
+        newest = _number(found.get("attempt"))
+        if attempt is not None and found.get("owner") != owner and newest > _number(attempt):
+            raise Taken(
+                f"ckpt.remote {self.objects.url}: attempt {newest} of this run has begun elsewhere meanwhile "
+                f"({found.get('since')}); see whether it is at work before you start the run again"
+            )
+        noted = attempt if attempt is not None else found.get("attempt")
         content = {"run_id": run_id, "owner": owner, "since": _now(), "attempt": noted}
         text = json.dumps(content, indent=1).encode()
-        if found is not None:
+        if found:
             self.objects.put(CLAIM, text)
             return
         try:
@@ -136,12 +167,18 @@ class Claims(abc.ABC):
             content = json.loads(text)
         except ValueError:
             content = None
-        if not isinstance(content, dict):
+        if not isinstance(content, dict) or "run_id" not in content:
             raise RemoteError(
                 f"{self.objects.url}/{CLAIM}: is damaged; if the prefix is this run's, delete the object: "
                 "the steps there say which run they are of"
             )
         return cast("dict[str, Any]", content)
+
+
+def _number(attempt: object) -> int:
+    """The number of an attempt by what is noted of it; 0 if that says none."""
+    number = cast("Mapping[str, Any]", attempt).get("number") if isinstance(attempt, Mapping) else None
+    return number if isinstance(number, int) else 0
 
 
 def _now() -> str:
