@@ -77,17 +77,17 @@ def run_uploader(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
     uploads = uploads_of(config)
     assert uploads is not None, "the launcher starts no uploader for a run without a remote store"
     with stop_on_signals(run):
-        return _Loop(_uploader(uploads, run, attempt.owner), run).run()
+        return _Loop(_uploader(uploads, run, attempt.owner, attempt), run).run()
 
 
-def _uploader(uploads: RunUploads, run: RunDirectory, owner: str) -> Uploader:
+def _uploader(uploads: RunUploads, run: RunDirectory, owner: str, attempt: Attempt | None = None) -> Uploader:
     ckpt: CkptConfig = uploads.ckpt
     assert ckpt.remote is not None
     rate = bytes_of(ckpt.remote_bandwidth) if ckpt.remote_bandwidth else None
     # Repeating a request for longer would keep the end of the run waiting beyond its limit.
     objects = Objects(ckpt.remote, retry_seconds=min(RETRY_SECONDS, ckpt.remote_timeout))
     remote, files = RemoteStore(objects), small_files(run)
-    return Uploader(uploads, remote, owner, run_files=files, limit=Limit(rate))
+    return Uploader(uploads, remote, owner, attempt=attempt, run_files=files, limit=Limit(rate))
 
 
 class _Loop:

@@ -646,6 +646,90 @@ class TestUploads:
             uploader.upload(1, on_bytes=overtake)
         assert remote.verify(1) == manifest
 
+    def overtaken(
+        self, remote: RemoteStore, folder: Path, start: int, steps: tuple[int, ...]
+    ) -> tuple[Uploader, Uploader]:
+        """The uploaders of an attempt with step 4, which has claimed the prefix, and of a newer one."""
+        made: list[Uploader] = []
+        for number, of in ((1, (4,)), (2, steps)):
+            store = CheckpointStore(folder / str(number))
+            for step in of:
+                files = {"a": random.Random(number).randbytes(100), "b": b"same"}
+                make_step(store.root, step, files, attempt=number)
+            uploads = RunUploads(store, CkptConfig(remote="file:///unused", remote_keep_last=9), last=9)
+            attempt = Attempt("run", number, "sft", start if number == 2 else 0, None, "branch_1")
+            other = RemoteStore(Objects(remote.objects.url, retry_seconds=5))
+            made.append(Uploader(uploads, other, attempt.owner, attempt=attempt))
+        remote.claim("run", "run:1")
+        return made[0], made[1]
+
+    def test_a_commit_that_arrives_late_is_replaced(
+        self, remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """The newer attempt has sent its files of this number when the older one's request gets through."""
+        older, newer = self.overtaken(remote, tmp_path, 0, (4,))
+        put_new = older.remote.objects.put_new
+
+        def hang(name: str, content: bytes) -> None:
+            remote.claim("run", "run:2")
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(newer.remote.objects, "put_new", interrupt)
+                newer.upload(4)
+            put_new(name, content)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(older.remote.objects, "put_new", hang)
+        with pytest.raises(Taken, match="another attempt has taken it over"):
+            older.upload(4)
+        assert remote.manifest(4).attempt == 1, "its files are the newer attempt's"
+        newer.upload(4)
+        assert (remote.steps(), remote.verify(4).attempt) == ([4], 2)
+        assert newer.uploads.read() == Uploaded((4,))
+        assert [name for name, _ in remote.objects.list("abandoned") if name.endswith("/step_4.json")]
+
+    def test_a_commit_that_arrives_right_before_ones_own(
+        self, remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """It is set aside, and all files are sent again, since any of them may have been replaced too."""
+        older, newer = self.overtaken(remote, tmp_path, 0, (4,))
+        remote.claim("run", "run:2")
+        put_new, late = newer.remote.objects.put_new, [1]
+
+        def overtake(name: str, content: bytes) -> None:
+            if late:
+                late.pop()
+                folder = older.uploads.store.folder(4)
+                remote.objects.put("step_4/a", (folder / "a").read_bytes())
+                remote.objects.put_new(name, (folder / "manifest.json").read_bytes())
+            put_new(name, content)
+
+        monkeypatch.setattr(newer.remote.objects, "put_new", overtake)
+        newer.upload(4)
+        assert remote.verify(4).attempt == 2
+        with pytest.raises(Taken):
+            older.upload(4)
+        assert remote.verify(4).attempt == 2
+
+    @staticmethod
+    def note(uploader: Uploader) -> tuple[Manifest, Sent]:
+        manifest = uploader.uploads.store.manifest(4)
+        return manifest, Sent(uploader.uploads.sent_file(4), manifest)
+
+    def test_a_late_step_that_the_newer_attempt_does_not_have(self, remote: RemoteStore, tmp_path: Path):
+        """It is set aside with the next upload: the attempt started before it, and goes on in another way."""
+        older, newer = self.overtaken(remote, tmp_path, 2, (8, 9))
+        remote.claim("run", "run:2")
+        put(remote, *make_step(tmp_path / "own", 2, {"a": b"1"}))
+        older.remote.put(older.uploads.store.folder(4), *self.note(older))
+        newer.begin()
+        newer.upload(8)
+        assert remote.steps() == [2, 8]
+        older.remote.put(older.uploads.store.folder(4), *self.note(older))
+        newer.end()
+        assert (remote.steps(), newer.uploads.read().steps) == ([2, 8], (2, 8))
+
     def test_the_rate_is_limited(self):
         """By the bytes that were read so far."""
         began = time.monotonic()

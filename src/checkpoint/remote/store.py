@@ -1,6 +1,6 @@
 """The steps of a run in an object store; see the package's docstring for what lies where."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -40,6 +40,14 @@ WORTH_COPYING = 1 << 20
 """Smaller files are sent again rather than copied within the object store."""
 MOST_COPIED = 5 << 30
 """The largest object that S3 copies in one request."""
+
+
+class AnotherStep(CheckpointError):
+    """The object store has another step of this number: one whose manifest is `found`."""
+
+    def __init__(self, message: str, found: Manifest):
+        super().__init__(message)
+        self.found = found
 
 
 class RemoteStore(Claims):
@@ -169,13 +177,13 @@ class RemoteStore(Claims):
             folder: the step's folder.
             sent: notes what was sent, for a later process.
             pace: called before bytes are sent, with their number; it may wait.
-            guard: called right before each object of the step is replaced; an error that it raises ends the
-                upload.
-            check: called right before the step is committed; an error that it raises ends the upload.
+            guard: called right before each object of the step is replaced, and before the one is put that
+                commits it; an error that it raises ends the upload.
+            check: called when all files are there; an error that it raises ends the upload.
 
         Raises:
             Damaged: a local file is not what the manifest says.
-            CheckpointError: the object store has another step of this number.
+            AnotherStep: the object store has another step of this number.
         """
         step = manifest.step
         if self._is_there(manifest):
@@ -214,14 +222,17 @@ class RemoteStore(Claims):
         check()
         fault_point("remote.before_manifest")
         text = manifest.to_json()
+        guard()
         self.objects.put(prefix + FILE_NAME, text)
         self.objects.make_durable(f"step_{step}")
         fault_point("remote.before_commit")
+        guard()
         try:
             self.objects.put_new(_committed(step), text)
             self.objects.make_durable(COMMITTED)
         except Exists:
-            self._is_there(manifest)  # raises, since it is another attempt's
+            if not self._is_there(manifest):  # it raises, as a rule: the step is another attempt's
+                raise RemoteError(f"{self}/{_committed(step)}: was there and is not any more") from None
         fault_point("remote.done")
         catalog.add(self.objects, manifest, self.steps())
 
@@ -229,15 +240,20 @@ class RemoteStore(Claims):
         """Whether the step is committed with this content.
 
         Raises:
-            CheckpointError: it is committed with another content.
+            AnotherStep: it is committed with another content.
+            CheckpointError: what commits it can't be read.
         """
         text = self.objects.get(_committed(manifest.step))
-        if text is not None and parse(text, f"{self}/{_committed(manifest.step)}") != manifest:
-            raise CheckpointError(
+        if text is None:
+            return False
+        found = parse(text, f"{self}/{_committed(manifest.step)}")
+        if found != manifest:
+            raise AnotherStep(
                 f"{self}: has another step {manifest.step}, of another attempt or branch; remove it "
-                f"(ckpt prune), or give the run another ckpt.remote"
+                f"(ckpt prune), or give the run another ckpt.remote",
+                found,
             )
-        return text is not None
+        return True
 
     def _content_of_newest(self) -> dict[tuple[int, tuple[str, ...]], str]:
         """Names of the objects of the newest step, by their content."""
@@ -263,16 +279,20 @@ class RemoteStore(Claims):
         self.objects.delete([name for name, _ in self.objects.list(f"step_{step}")])
 
     def set_aside_after(self, step: int, name: str) -> list[int]:
-        """Uncommit the steps after `step`, which belong to a branch that the run has left; returns them.
+        """Uncommit the steps after `step`, which belong to a branch that the run has left; returns them."""
+        later = [number for number in self.steps() if number > step]
+        self.set_aside(later, name)
+        return later
+
+    def set_aside(self, steps: Iterable[int], name: str) -> None:
+        """Uncommit these steps.
 
         Their manifests stay in `abandoned/<name>`, and their files where they are, until a step of the same
         number replaces them.
         """
-        later = [number for number in self.steps() if number > step]
-        for number in later:
-            self.objects.copy(_committed(number), f"abandoned/{name}/step_{number}.json")
-            self.objects.delete([_committed(number), f"step_{number}/{FILE_NAME}"])
-        return later
+        for step in steps:
+            self.objects.copy(_committed(step), f"abandoned/{name}/step_{step}.json")
+            self.objects.delete([_committed(step), f"step_{step}/{FILE_NAME}"])
 
 
 def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
