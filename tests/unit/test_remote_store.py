@@ -24,7 +24,7 @@ from cairn.checkpoint.remote.errors import Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
-from cairn.checkpoint.retention import set_pin
+from cairn.checkpoint.retention import PINS, pins, set_pin
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -290,6 +290,43 @@ def test_attempts_on_two_machines_differ(tmp_path: Path):
     with pytest.raises(Taken, match="attempt 5 of this run has begun elsewhere"):
         claim(machines[0].config, fourth, 8)
     assert remote.steps() == [4, 8]
+
+
+def test_a_disk_that_is_behind_catches_up(tmp_path: Path):
+    """It gets the rows of the remote step that it goes on from; what it had is kept, and pins are united.
+
+    Nothing is replaced where the local step is the newest.
+    """
+    url = f"file://{tmp_path}/remote"
+    remote = RemoteStore(Objects(url))
+    one, two = Machine(tmp_path / "one", url), Machine(tmp_path / "two", url)
+    one.save(one.begin(), 4)
+    second = two.begin()
+    for step in (5, 6, 7):
+        one.run.metrics.append({"step": step, "attempt": 1})
+        two.run.metrics.append({"step": step, "attempt": 2})
+    set_pin(two.store, 8, True)
+    set_pin(one.store, 4, True)
+    one.run.evals.append({"step": 5})
+    one.run.ledger.write_text("of steps 5 to 7")
+    remote.objects.put(f"run/{PINS}", b"[8]")
+    make_step(one.store.root, 7, {"trainer/state.json": b'{"seed": 0}'}, run_id=second.run_id)
+    assert (one.look().step, len(one.run.metrics.rows())) == (7, 4), "the local step counts, and its rows"
+    two.save(second, 8)
+    third = one.begin()
+    assert [(row["step"], row["attempt"]) for row in one.run.metrics.rows()] == [
+        (4, 1),
+        *((step, 2) for step in (5, 6, 7, 8)),
+    ]
+    assert pins(one.store) == {4, 8}
+    (aside,) = one.store.abandoned.glob("overtaken_attempt_1_*")
+    assert {path.name for path in aside.iterdir()} == {"metrics.jsonl", "ledger.sqlite"}
+    assert not one.run.ledger.exists()
+    one.save(third, 12)
+    rows = (remote.objects.get("run/metrics.jsonl") or b"").splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [4, 5, 6, 7, 8, 12]
+    assert one.look().step == 12, "and it is not behind any more"
+    assert len(list(one.store.abandoned.glob("overtaken_*"))) == 1
 
 
 def test_numbers_of_attempts_survive_the_loss_of_all_notes(tmp_path: Path):
