@@ -6,7 +6,6 @@ on, must not wait for a network.
 
 import contextlib
 import logging
-import secrets
 import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
@@ -20,6 +19,7 @@ from cairn.checkpoint.ratings import ratings_in
 from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.content import OnBytes
 from cairn.checkpoint.remote.errors import Refused, RemoteError
+from cairn.checkpoint.remote.overtaken import Overtaken
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import AnotherStep, RemoteStore
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
@@ -174,13 +174,11 @@ class Uploader:
         self.uploads = uploads
         self.remote = remote
         self.owner = owner
-        self.attempt = attempt
+        self._overtaken = Overtaken(remote, attempt)
         self.run_files = run_files
         self.limit = limit
         self._seen = set[Path]()
         """Those of the run files that have been there."""
-        self._own = set[int]()
-        """Remote steps that are known to be on this attempt's way."""
 
     def begin(self) -> None:
         """Compare the notes with what the object store has, and delete there what is of no use.
@@ -278,8 +276,7 @@ class Uploader:
                 except AnotherStep as error:
                     if error.found.run_id != manifest.run_id or tried == TRIES - 1:
                         raise
-                    guard()
-                    self._set_aside([step])
+                    self._set_overtaken_aside([step])
                     sent.remove()  # the other attempt may have replaced any of the objects
                     sent = Sent(sent.path, manifest)
         except BaseException:
@@ -290,39 +287,22 @@ class Uploader:
         self.uploads.write(replace(noted, steps=(*noted.steps, step), uploading=None))
         try:
             guard()
+            self._set_overtaken_aside()  # it would count as one of the newest
         except RemoteError as error:
             logger.warning("no remote checkpoint is deleted: %s", error)
             return
         self._delete_unkept()
 
-    def _set_overtaken_aside(self) -> None:
-        """Uncommit steps after the one that the attempt started from, and that are not its own."""
-        if self.attempt is None:
-            return
-        overtaken: list[int] = []
-        for step in self.remote.steps():
-            if step > self.attempt.start_step and step not in self._own:
-                with contextlib.suppress(CheckpointError):
-                    found = self.remote.manifest(step)
-                    same_run = found.run_id == self.attempt.run_id
-                    if same_run and found.attempt != self.attempt.number:
-                        overtaken.append(step)
-                        continue
-                self._own.add(step)
-        if overtaken:
-            self.remote.check_owner(self.owner)
-            self._set_aside(overtaken)
+    def _set_overtaken_aside(self, steps: Collection[int] | None = None) -> None:
+        """Uncommit steps of overtaken attempts; those here of the same numbers wait to be uploaded again.
 
-    def _set_aside(self, steps: Collection[int]) -> None:
-        """Uncommit steps of attempts that were overtaken; those of these numbers here wait to be uploaded."""
-        name = f"of_overtaken_attempts_{secrets.token_hex(4)}"
-        self.remote.set_aside(steps, name)
-        logger.warning(
-            "the remote checkpoints %s, which an older attempt had committed, are set aside: %s/abandoned/%s",
-            ", ".join(map(str, steps)),
-            self.remote,
-            name,
-        )
+        Args:
+            steps: which; None for all that are found.
+        """
+        if not (steps := self._overtaken.find() if steps is None else steps):
+            return
+        self.remote.check_owner(self.owner)
+        self._overtaken.set_aside(steps)
         noted = self.uploads.read()
         left = tuple(step for step in noted.steps if step not in steps)
         self.uploads.write(replace(noted, steps=left))
