@@ -16,6 +16,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
+from cairn.launch.claims import claim, reserve_number
 from cairn.launch.locking import lock
 from cairn.launch.start import Start, StartDamaged
 from cairn.run.attempt import Attempt
@@ -35,12 +36,14 @@ def begin(
 ) -> Attempt:
     """Prepare the run directory for an attempt from `start`, and announce the attempt to the roles.
 
-    Later checkpoints go to `abandoned/`. Later rows of metrics.jsonl are removed, and so are evaluations of
-    policies that will be others now; messages between roles are deleted. The directory stays locked while
-    this process lives. `recipe` is the content of recipe.json.
+    The run's remote prefix is taken first, so that a run that is refused there has touched nothing, and later
+    remote steps are left before later local ones. Those go to `abandoned/`. Later rows of metrics.jsonl are
+    removed, and so are evaluations of policies that will be others now; messages between roles are deleted.
+    The directory stays locked while this process lives. `recipe` is the content of recipe.json.
 
     Raises:
-        UsageError: another process is running in the directory.
+        UsageError: another process is running in the directory, or the remote prefix belongs to another run.
+        RemoteError: the object store refuses or fails.
     """
     if config.ckpt and config.ckpt.dir:
         _make_folder(run.checkpoints, f"--ckpt.dir {config.ckpt.dir}")
@@ -50,7 +53,6 @@ def begin(
     run.end_roles("failed", "")  # of a killed attempt, so that they aren't taken for ours
     earlier = run.attempt()
     own_step = 0 if start.is_fork else start.step
-    number = _newest_attempt(run, start.store) + 1
     rewinds = (start.store.latest() or 0) > own_step
     if own_step and start.manifest:
         run_id, branch = start.manifest.run_id, start.manifest.branch
@@ -58,6 +60,8 @@ def begin(
         run_id, branch = earlier.run_id, earlier.branch
     else:
         run_id, branch = secrets.token_hex(4), ""
+    token = secrets.token_hex(8)
+    number = reserve_number(config, run_id, token, newest_attempt(run, start.store) + 1)
     attempt = Attempt(
         run_id=run_id,
         number=number,
@@ -66,7 +70,9 @@ def begin(
         start_step=start.step,
         resume_from=str(start.folder) if start.folder else None,
         publishes_first=KINDS[command].trainer(config).publishes_first,
+        token=token,
     )
+    claim(config, attempt, own_step)
     name = f"before_attempt_{number}"
     aside = start.store.set_aside_after(own_step, name)
     if aside:
@@ -125,8 +131,8 @@ def _of_trainer(recipe: Mapping[str, Any]) -> dict[str, Any]:
     return found
 
 
-def _newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
-    """The number of the run's newest attempt; 0 if there was none.
+def newest_attempt(run: RunDirectory, store: CheckpointStore) -> int:
+    """The number of the run's newest attempt in this directory; 0 if there was none.
 
     Branches and folders of abandoned steps are named after it, so no number may be used twice, even if
     roles.json, which records it, was lost.

@@ -31,7 +31,7 @@ from cairn.launch.preemption import asking
 from cairn.launch.rating import with_ratings
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
-from cairn.launch.remote import claim, leave_branch, replaced, with_remote
+from cairn.launch.remote import replaced, with_remote
 from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, ended_early, is_complete
 from cairn.launch.teachers import Teachers
@@ -179,11 +179,8 @@ def _see_through(
             config = kind.with_sources(config, sources)
             config = fitted(config, name)
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
-            own_step = 0 if chosen.is_fork else chosen.step
-            leave_branch(config, own_step)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             set_exports_aside(config, chosen, f"before_attempt_{attempt.number}")
-            claim(config, attempt, own_step)
             try:
                 return run_roles(run, attempt, roles, config)
             except StartDamaged as damaged:

@@ -8,8 +8,9 @@ downloaded into the local store first. A machine with an empty disk goes on in t
 import contextlib
 import secrets
 import shutil
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files
 from cairn.checkpoint.ratings import RATINGS
@@ -21,6 +22,8 @@ from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
+from cairn.launch.attempt import newest_attempt
+from cairn.launch.catching_up import catch_up
 from cairn.launch.locking import lock
 from cairn.launch.start import verified_before_loading
 from cairn.run.addresses import is_url
@@ -92,40 +95,6 @@ def replaced(config: RunConfig, damaged: Path) -> bool:
         return _Nearest(config).replace(damaged)
 
 
-def leave_branch(config: RunConfig, step: int) -> None:
-    """Uncommit the remote steps after `step`, from which the run goes on in another way.
-
-    Raises:
-        RemoteError: the object store refuses or fails.
-    """
-    if config.ckpt is not None and config.ckpt.remote is not None:
-        _leave_branch(RemoteStore(Objects(config.ckpt.remote)), step)
-
-
-def _leave_branch(remote: RemoteStore, step: int) -> None:
-    name = f"after_step_{step}_{secrets.token_hex(4)}"
-    if left := remote.set_aside_after(step, name):
-        print(f"the remote checkpoints {', '.join(map(str, left))} are set aside: {remote}/abandoned/{name}")
-
-
-def claim(config: RunConfig, attempt: Attempt, step: int) -> None:
-    """Take the remote prefix for this attempt, so that no other run, and no older attempt, writes there.
-
-    Args:
-        step: the run's own step that the attempt starts from. Later ones, which an older attempt has
-            committed elsewhere since `leave_branch`, are uncommitted.
-
-    Raises:
-        UsageError: it belongs to another run.
-        RemoteError: the object store refuses or fails.
-    """
-    if config.ckpt is not None and config.ckpt.remote is not None:
-        noted = {"number": attempt.number, "branch": attempt.branch, "command": attempt.command}
-        remote = RemoteStore(Objects(config.ckpt.remote))
-        remote.claim(attempt.run_id, attempt.id, noted)
-        _leave_branch(remote, step)
-
-
 class _Nearest:
     """Looks for the nearest good step, and brings it here if it is a remote one.
 
@@ -143,6 +112,8 @@ class _Nearest:
         self.run: RunDirectory = config.run_directory()
         self.remote = RemoteStore(Objects(ckpt.remote))
         self.store = CheckpointStore(self.run.checkpoints)
+        self.behind: int | None = None
+        """The newest attempt on this disk, if a newer one has begun elsewhere since."""
 
     def bring(self) -> Path | None:
         """Bring the step to resume from here, unless a local one will do.
@@ -166,8 +137,12 @@ class _Nearest:
                 f"--ckpt.remote {self.remote}: belongs to run {owner}, but {self.run.path} is run {own}; "
                 "give another prefix"
             )
-        if own is None:
-            self._take_up(owner)
+        noted = self.remote.newest_attempt()
+        here = newest_attempt(self.run, self.store)
+        if own is not None and isinstance(number := noted.get("number"), int) and number > here:
+            self.behind = here
+        if own is None or (self.behind is not None and not self.store.steps()):
+            self._take_up(owner, noted)
         return self._bring_newest()
 
     def _bring_newest(self, without: Collection[int] = ()) -> Path | None:
@@ -191,12 +166,11 @@ class _Nearest:
                 print(f"passing over a remote checkpoint: {error}", flush=True)
         return None
 
-    def _take_up(self, run_id: str) -> None:
-        """Note the run's newest attempt here, so that this one goes on with its id, branch and number.
+    def _take_up(self, run_id: str, noted: Mapping[str, Any]) -> None:
+        """Note the run's newest attempt here, so that this one goes on with its id and branch.
 
-        A machine may be lost before its first step is uploaded; and no two attempts may have the same number.
+        A machine may be lost before its first step is uploaded.
         """
-        noted = self.remote.newest_attempt()
         number, branch, command = (noted.get(name) for name in ("number", "branch", "command"))
         if isinstance(number, int) and isinstance(branch, str) and isinstance(command, str):
             self.run.begin(Attempt(run_id, number, command, start_step=0, resume_from=None, branch=branch))
@@ -281,7 +255,10 @@ class _Nearest:
         self._fetch_rows()
 
     def _fetch_rows(self) -> None:
-        """Download the run's small files, unless they are here."""
+        """Download the run's small files, unless they are here and of this run's newest attempt."""
+        if self.behind is not None:
+            catch_up(self.run, self.store, self.remote.objects, small_files(self.run), self.behind)
+            self.behind = None
         for path in small_files(self.run):
             if not path.exists() and (content := self.remote.objects.get(f"run/{path.name}")) is not None:
                 make_folders(path.parent)

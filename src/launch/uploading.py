@@ -3,12 +3,13 @@
 import contextlib
 import logging
 import os
+import secrets
 import time
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.objects import RETRY_SECONDS
-from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -55,7 +56,7 @@ def finish_uploads(config: RunConfig, run_id: str) -> None:
     run = config.run_directory()
     lock(run)
     try:
-        uploader = _uploader(uploads, run, f"{run_id}:done")
+        uploader = _uploader(uploads, run, f"{run_id}:done:{secrets.token_hex(8)}")
         uploader.remote.claim(run_id, uploader.owner)
         uploader.begin()
         with progress_bars() as stage:
@@ -76,17 +77,17 @@ def run_uploader(config: RunConfig, attempt: Attempt, run: RunDirectory) -> int:
     uploads = uploads_of(config)
     assert uploads is not None, "the launcher starts no uploader for a run without a remote store"
     with stop_on_signals(run):
-        return _Loop(_uploader(uploads, run, attempt.id), run).run()
+        return _Loop(_uploader(uploads, run, attempt.owner, attempt), run).run()
 
 
-def _uploader(uploads: RunUploads, run: RunDirectory, owner: str) -> Uploader:
+def _uploader(uploads: RunUploads, run: RunDirectory, owner: str, attempt: Attempt | None = None) -> Uploader:
     ckpt: CkptConfig = uploads.ckpt
     assert ckpt.remote is not None
     rate = bytes_of(ckpt.remote_bandwidth) if ckpt.remote_bandwidth else None
     # Repeating a request for longer would keep the end of the run waiting beyond its limit.
     objects = Objects(ckpt.remote, retry_seconds=min(RETRY_SECONDS, ckpt.remote_timeout))
     remote, files = RemoteStore(objects), small_files(run)
-    return Uploader(uploads, remote, owner, run_files=files, limit=Limit(rate))
+    return Uploader(uploads, remote, owner, attempt=attempt, run_files=files, limit=Limit(rate))
 
 
 class _Loop:

@@ -21,11 +21,18 @@ class Attempt:
     """The branch of the run that its checkpoints belong to."""
     publishes_first: bool = False
     """Whether the trainer publishes the policy that a new run begins with; else servers get its folder."""
+    token: str = ""
+    """Tells it from every other attempt, also from one on a machine that knows nothing of this one."""
 
     @property
     def id(self) -> str:
         """Names the attempt in messages."""
         return f"{self.run_id}:{self.number}"
+
+    @property
+    def owner(self) -> str:
+        """Names the attempt to other machines, as the owner of a remote prefix."""
+        return f"{self.id}:{self.token}" if self.token else self.id
 
     def version(self, step: int) -> str:
         """The name under which a server knows the policy after `step` optimiser steps."""

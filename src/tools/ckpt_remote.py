@@ -242,11 +242,10 @@ def upload(folder: Path, url: str, stage: Stage) -> str:
             f"{url}: holds the run {', '.join(sorted(others))}, and {folder} is of run {manifest.run_id}; "
             "give another prefix"
         )
+    remote.claim_for_run(manifest.run_id)  # before a step is there, so that no other run takes it for its own
     with tempfile.TemporaryDirectory(prefix="cairn-") as notes:
         sent = Sent(Path(notes) / "sent", manifest)
         remote.put(folder, manifest, sent, on_bytes=stage(f"uploading step {manifest.step}", manifest.nbytes))
-    if owner is None:
-        remote.claim(manifest.run_id, "ckpt copy")  # so that the run can go on from here
     return f"{remote}/step_{manifest.step}"
 
 

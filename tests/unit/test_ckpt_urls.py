@@ -1,5 +1,6 @@
 """`ckpt` commands on URLs: steps in a real S3 server, as source and as target."""
 
+import contextlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -123,6 +124,24 @@ def test_copies_that_make_no_sense(ckpt, url: str, model: Path, tmp_path: Path):
     assert not (tmp_path / "x").exists() or not list((tmp_path / "x").rglob("step_*"))
     assert remote(url).steps() == [4]
     assert not (tmp_path / "typo").exists()
+
+
+def test_a_copy_claims_the_prefix_before_a_step_is_there(
+    ckpt, url: str, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    """Whenever it is killed, no other run takes the prefix for an empty one; an attempt keeps its claim."""
+
+    def killed(*_: object, **__: object) -> None:
+        raise KeyboardInterrupt
+
+    step = commit(tmp_path / "run", model, 4)
+    with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+        patch.setattr(RemoteStore, "put", killed)
+        ckpt("copy", step, url)
+    assert remote(url).owner() == "run"
+    remote(url).claim("run", "run:2")
+    assert ckpt("copy", step, url).code == 0
+    remote(url).check_owner("run:2")
 
 
 def test_exports_averages_and_forks_of_remote_steps(ckpt, url: str, model: Path, tmp_path: Path):

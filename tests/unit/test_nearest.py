@@ -17,6 +17,7 @@ from stores import make_step
 from cairn.checkpoint.away import away_in_step
 from cairn.checkpoint.manifest import Manifest, load_manifest
 from cairn.checkpoint.remote import Objects, RemoteStore
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.errors import NoCredentials
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.retention import PINS
@@ -26,7 +27,7 @@ from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import remote as launch_remote
 from cairn.launch.attempt import begin
-from cairn.launch.remote import leave_branch, replaced, with_remote
+from cairn.launch.remote import replaced, with_remote
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.run.errors import CairnError, UsageError
 
@@ -185,7 +186,7 @@ def test_the_remote_step_before_a_damaged_local_one_is_found(tiers: Tiers, here:
     start = choose_start(config, needs=SFT, damaged=StartDamaged(damaged, "changed"))
     assert start.folder == tiers.store.folder(8)
     assert verify(tiers.store.folder(8)) == load_manifest(tiers.there / "step_8")
-    leave_branch(config, start.step)
+    begin(config.run_directory(), config, start, {"trainer": {}}, command="sft")
     assert tiers.remote.steps() == [4, 8]
 
 
@@ -299,4 +300,24 @@ def test_no_credentials_are_bad_usage(tiers: Tiers, monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(launch_remote, "probe", probe)
     with pytest.raises(UsageError, match=r"^--ckpt.remote file:.*: the environment has no credentials$"):
+        tiers.start()
+
+
+def test_steps_without_a_claim_say_whose_they_are(tiers: Tiers):
+    """Where run.json was deleted, since it was damaged, or is no part of a copy: nothing is set aside."""
+    tiers.remote.objects.put("run.json", b"")
+    with pytest.raises(UsageError, match=r"run.json: is damaged; .* delete the object"):
+        tiers.start()
+    tiers.remote.objects.delete(["run.json"])
+    with pytest.raises(UsageError, match="belongs to run run already"):
+        tiers.start(resume=None)
+    with pytest.raises(Taken, match="belongs to run run, and this is run other"):
+        tiers.remote.claim("other", "other:1")
+    with pytest.raises(Taken, match=r"run.json was deleted; start the run again"):
+        tiers.remote.check_owner("run:1")
+    assert (tiers.start().step, tiers.remote.steps()) == (8, [4, 8])
+    tiers.remote.objects.put("committed/step_8.json", b"{")
+    assert (tiers.remote.owner(), tiers.remote.newest_attempt()["branch"]) == ("run", "branch_1")
+    tiers.remote.objects.put("committed/step_4.json", b"{")
+    with pytest.raises(UsageError, match=r"has steps, but no run.json, and no manifest that can be read"):
         tiers.start()

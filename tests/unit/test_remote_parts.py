@@ -18,8 +18,8 @@ from stores import BadNetwork, Upload, make_step, s3_bucket
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64, join_crcs
 from cairn.checkpoint.manifest import Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, multipart, objects, s3
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig

@@ -1,6 +1,7 @@
 """Steps in an object store, against a real S3 server on loopback, and in a folder."""
 
 import contextlib
+import dataclasses
 import http.server
 import json
 import os
@@ -18,19 +19,20 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.errors import Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import Taken
 from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
-from cairn.checkpoint.retention import set_pin
+from cairn.checkpoint.retention import PINS, pins, set_pin
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin
-from cairn.launch.remote import claim, with_remote
-from cairn.launch.start import choose_start
+from cairn.launch.claims import claim
+from cairn.launch.remote import with_remote
+from cairn.launch.start import Start, choose_start
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
@@ -234,6 +236,125 @@ def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
         remote.claim("run", "attempt 3")
 
 
+class Machine:
+    """A machine with a disk of its own that is told to go on with the run at `url`."""
+
+    def __init__(self, folder: Path, url: str, resume: str | None = "auto"):
+        self.url = url
+        ckpt = CkptConfig(remote=url, resume=resume)
+        self.config = SFTConfig(output_dir=str(folder), ckpt=ckpt, max_steps=99)
+        self.run = self.config.run_directory()
+        self.store = CheckpointStore(self.run.checkpoints)
+
+    def look(self) -> Start:
+        """Choose where to start from."""
+        config, away = with_remote(self.config, ["trainer"])
+        return choose_start(config, needs=["trainer"], away=away)
+
+    def begin(self, start: Start | None = None) -> Attempt:
+        """Begin an attempt, and end it at once."""
+        try:
+            return begin(self.run, self.config, start or self.look(), {"trainer": {}}, command="sft")
+        finally:
+            self.run.unlock()
+
+    def save(self, attempt: Attempt, step: int) -> None:
+        """Save a step and upload it."""
+        about = {"run_id": attempt.run_id, "attempt": attempt.number, "branch": attempt.branch}
+        files = {"trainer/state.json": b'{"seed": 0, "progress": {"step": 1}}'}
+        make_step(self.store.root, step, files, **about)
+        self.run.metrics.append({"step": step, "attempt": attempt.number})
+        uploads = RunUploads(self.store, self.config.ckpt or CkptConfig(), 99)
+        files = [self.run.metrics.path]
+        Uploader(uploads, RemoteStore(Objects(self.url)), attempt.owner, run_files=files).upload(step)
+
+
+def test_attempts_on_two_machines_differ(tmp_path: Path):
+    """Also if the older machine comes back with its disk, and if two with empty disks start at once."""
+    url = f"file://{tmp_path}/remote"
+    remote = RemoteStore(Objects(url))
+    one, two = Machine(tmp_path / "one", url), Machine(tmp_path / "two", url)
+    one.save(one.begin(), 4)
+    second = two.begin()
+    two.save(second, 8)
+    third = one.begin()
+    with pytest.raises(Taken, match="another attempt has taken it over"):
+        two.save(second, 12)
+    assert [second.number, third.number, third.start_step] == [2, 3, 8]
+
+    machines = [Machine(tmp_path / name, url) for name in ("three", "four")]
+    starts = [machine.look() for machine in machines]
+    fourth, fifth = (machine.begin(start) for machine, start in zip(machines, starts, strict=True))
+    assert [fourth.number, fifth.number] == [4, 5]
+    remote.check_owner(fifth.owner)
+    with pytest.raises(Taken, match="attempt 5 of this run has begun elsewhere"):
+        claim(machines[0].config, fourth, 8)
+    assert remote.steps() == [4, 8]
+
+
+def test_a_disk_that_is_behind_catches_up(tmp_path: Path):
+    """It gets the rows of the remote step that it goes on from; what it had is kept, and pins are united.
+
+    Nothing is replaced where the local step is the newest.
+    """
+    url = f"file://{tmp_path}/remote"
+    remote = RemoteStore(Objects(url))
+    one, two = Machine(tmp_path / "one", url), Machine(tmp_path / "two", url)
+    one.save(one.begin(), 4)
+    second = two.begin()
+    for step in (5, 6, 7):
+        one.run.metrics.append({"step": step, "attempt": 1})
+        two.run.metrics.append({"step": step, "attempt": 2})
+    set_pin(two.store, 8, True)
+    set_pin(one.store, 4, True)
+    one.run.evals.append({"step": 5})
+    one.run.ledger.write_text("of steps 5 to 7")
+    remote.objects.put(f"run/{PINS}", b"[8]")
+    make_step(one.store.root, 7, {"trainer/state.json": b'{"seed": 0}'}, run_id=second.run_id)
+    assert (one.look().step, len(one.run.metrics.rows())) == (7, 4), "the local step counts, and its rows"
+    two.save(second, 8)
+    third = one.begin()
+    assert [(row["step"], row["attempt"]) for row in one.run.metrics.rows()] == [
+        (4, 1),
+        *((step, 2) for step in (5, 6, 7, 8)),
+    ]
+    assert pins(one.store) == {4, 8}
+    (aside,) = one.store.abandoned.glob("overtaken_attempt_1_*")
+    assert {path.name for path in aside.iterdir()} == {"metrics.jsonl", "ledger.sqlite"}
+    assert not one.run.ledger.exists()
+    one.save(third, 12)
+    rows = (remote.objects.get("run/metrics.jsonl") or b"").splitlines()
+    assert [json.loads(row)["step"] for row in rows] == [4, 5, 6, 7, 8, 12]
+    assert one.look().step == 12, "and it is not behind any more"
+    assert len(list(one.store.abandoned.glob("overtaken_*"))) == 1
+
+
+def test_numbers_of_attempts_survive_the_loss_of_all_notes(tmp_path: Path):
+    """Of run.json, of the register, and of the local disk; the same number never means the same owner."""
+    url = f"file://{tmp_path}/remote"
+    first = Machine(tmp_path / "one", url)
+    first.save(first.begin(), 4)
+    second = first.begin()
+    first.save(second, 8)
+    RemoteStore(Objects(url)).objects.delete(["run.json", "attempts/1.json", "attempts/2.json"])
+    assert Machine(tmp_path / "two", url).begin().number == 3
+    first.run.roles.unlink()
+    assert first.begin().number == 4
+    assert second.owner != dataclasses.replace(second, token="another").owner
+
+
+def test_a_run_that_is_refused_sets_nothing_aside(tmp_path: Path):
+    """It had looked at the prefix when that was empty."""
+    url = f"file://{tmp_path}/remote"
+    late, other = Machine(tmp_path / "late", url, resume=None), Machine(tmp_path / "other", url)
+    start = late.look()
+    other.save(other.begin(), 4)
+    with pytest.raises(Taken, match="belongs to run"):
+        late.begin(start)
+    assert RemoteStore(Objects(url)).steps() == [4]
+    assert late.run.attempt() is None
+
+
 def test_a_machine_that_is_lost_before_its_first_upload(tmp_path: Path):
     """The next one, with an empty disk, goes on as the same run, with the next number."""
     url = f"file://{tmp_path}/remote"
@@ -256,7 +377,7 @@ def test_a_machine_that_is_lost_before_its_first_upload(tmp_path: Path):
     )  # by the older attempt, which lives on somewhere
     claim(config, attempt, 0)
     assert remote.steps() == [], "this attempt goes on in another way"
-    remote.check_owner("run:4")
+    remote.check_owner(attempt.owner)
     remote.claim("run", "run:done")
     assert remote.newest_attempt() == {"number": 4, "branch": "branch_2", "command": "sft"}
 
@@ -561,6 +682,90 @@ class TestUploads:
         with pytest.raises(Taken, match="another attempt has taken it over"):
             uploader.upload(1, on_bytes=overtake)
         assert remote.verify(1) == manifest
+
+    def overtaken(
+        self, remote: RemoteStore, folder: Path, start: int, steps: tuple[int, ...]
+    ) -> tuple[Uploader, Uploader]:
+        """The uploaders of an attempt with step 4, which has claimed the prefix, and of a newer one."""
+        made: list[Uploader] = []
+        for number, of in ((1, (4,)), (2, steps)):
+            store = CheckpointStore(folder / str(number))
+            for step in of:
+                files = {"a": random.Random(number).randbytes(100), "b": b"same"}
+                make_step(store.root, step, files, attempt=number)
+            uploads = RunUploads(store, CkptConfig(remote="file:///unused", remote_keep_last=9), last=9)
+            attempt = Attempt("run", number, "sft", start if number == 2 else 0, None, "branch_1")
+            other = RemoteStore(Objects(remote.objects.url, retry_seconds=5))
+            made.append(Uploader(uploads, other, attempt.owner, attempt=attempt))
+        remote.claim("run", "run:1")
+        return made[0], made[1]
+
+    def test_a_commit_that_arrives_late_is_replaced(
+        self, remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """The newer attempt has sent its files of this number when the older one's request gets through."""
+        older, newer = self.overtaken(remote, tmp_path, 0, (4,))
+        put_new = older.remote.objects.put_new
+
+        def hang(name: str, content: bytes) -> None:
+            remote.claim("run", "run:2")
+            with monkeypatch.context() as patch, contextlib.suppress(KeyboardInterrupt):
+                patch.setattr(newer.remote.objects, "put_new", interrupt)
+                newer.upload(4)
+            put_new(name, content)
+
+        def interrupt(*_: object) -> None:
+            raise KeyboardInterrupt
+
+        monkeypatch.setattr(older.remote.objects, "put_new", hang)
+        with pytest.raises(Taken, match="another attempt has taken it over"):
+            older.upload(4)
+        assert remote.manifest(4).attempt == 1, "its files are the newer attempt's"
+        newer.upload(4)
+        assert (remote.steps(), remote.verify(4).attempt) == ([4], 2)
+        assert newer.uploads.read() == Uploaded((4,))
+        assert [name for name, _ in remote.objects.list("abandoned") if name.endswith("/step_4.json")]
+
+    def test_a_commit_that_arrives_right_before_ones_own(
+        self, remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ):
+        """It is set aside, and all files are sent again, since any of them may have been replaced too."""
+        older, newer = self.overtaken(remote, tmp_path, 0, (4,))
+        remote.claim("run", "run:2")
+        put_new, late = newer.remote.objects.put_new, [1]
+
+        def overtake(name: str, content: bytes) -> None:
+            if late:
+                late.pop()
+                folder = older.uploads.store.folder(4)
+                remote.objects.put("step_4/a", (folder / "a").read_bytes())
+                remote.objects.put_new(name, (folder / "manifest.json").read_bytes())
+            put_new(name, content)
+
+        monkeypatch.setattr(newer.remote.objects, "put_new", overtake)
+        newer.upload(4)
+        assert remote.verify(4).attempt == 2
+        with pytest.raises(Taken):
+            older.upload(4)
+        assert remote.verify(4).attempt == 2
+
+    @staticmethod
+    def note(uploader: Uploader) -> tuple[Manifest, Sent]:
+        manifest = uploader.uploads.store.manifest(4)
+        return manifest, Sent(uploader.uploads.sent_file(4), manifest)
+
+    def test_a_late_step_that_the_newer_attempt_does_not_have(self, remote: RemoteStore, tmp_path: Path):
+        """It is set aside with the next upload: the attempt started before it, and goes on in another way."""
+        older, newer = self.overtaken(remote, tmp_path, 2, (8, 9))
+        remote.claim("run", "run:2")
+        put(remote, *make_step(tmp_path / "own", 2, {"a": b"1"}))
+        older.remote.put(older.uploads.store.folder(4), *self.note(older))
+        newer.begin()
+        newer.upload(8)
+        assert remote.steps() == [2, 8]
+        older.remote.put(older.uploads.store.folder(4), *self.note(older))
+        newer.end()
+        assert (remote.steps(), newer.uploads.read().steps) == ([2, 8], (2, 8))
 
     def test_the_rate_is_limited(self):
         """By the bytes that were read so far."""

@@ -3,6 +3,7 @@
 Below the URL of a run lie
 
     run.json                 which run the prefix belongs to, and which attempt may write
+    attempts/N.json          which machine's attempt has the number N
     step_N/...               the files of a step, exactly as in the local folder, with its manifest.json
     committed/step_N.json    that manifest again, put last: a step exists if and only if this object does
     run/...                  the run's metrics up to the newest step

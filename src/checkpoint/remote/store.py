@@ -1,12 +1,10 @@
 """The steps of a run in an object store; see the package's docstring for what lies where."""
 
-import datetime
-import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import (
@@ -21,12 +19,12 @@ from cairn.checkpoint.manifest import (
 )
 from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote import catalog, chunks
+from cairn.checkpoint.remote.claims import Claims
 from cairn.checkpoint.remote.content import Content, OnBytes
 from cairn.checkpoint.remote.errors import Exists, RemoteError
 from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
-from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import naming, sync
 
@@ -34,7 +32,6 @@ if TYPE_CHECKING:
     from cairn.checkpoint.remote.multipart import Unfinished
 
 COMMITTED = "committed"
-CLAIM = "run.json"
 FETCHES = 8
 """Ranges that are read at once."""
 UPLOADS = 2
@@ -45,11 +42,15 @@ MOST_COPIED = 5 << 30
 """The largest object that S3 copies in one request."""
 
 
-class Taken(UsageError):
-    """A prefix belongs to another run, or another attempt of this run has taken it over."""
+class AnotherStep(CheckpointError):
+    """The object store has another step of this number: one whose manifest is `found`."""
+
+    def __init__(self, message: str, found: Manifest):
+        super().__init__(message)
+        self.found = found
 
 
-class RemoteStore:
+class RemoteStore(Claims):
     """The steps below a URL: a `checkpoint.tiers.Tier`.
 
     Every method raises RemoteError if the object store refuses or fails.
@@ -176,13 +177,13 @@ class RemoteStore:
             folder: the step's folder.
             sent: notes what was sent, for a later process.
             pace: called before bytes are sent, with their number; it may wait.
-            guard: called right before each object of the step is replaced; an error that it raises ends the
-                upload.
-            check: called right before the step is committed; an error that it raises ends the upload.
+            guard: called right before each object of the step is replaced, and before the one is put that
+                commits it; an error that it raises ends the upload.
+            check: called when all files are there; an error that it raises ends the upload.
 
         Raises:
             Damaged: a local file is not what the manifest says.
-            CheckpointError: the object store has another step of this number.
+            AnotherStep: the object store has another step of this number.
         """
         step = manifest.step
         if self._is_there(manifest):
@@ -221,14 +222,17 @@ class RemoteStore:
         check()
         fault_point("remote.before_manifest")
         text = manifest.to_json()
+        guard()
         self.objects.put(prefix + FILE_NAME, text)
         self.objects.make_durable(f"step_{step}")
         fault_point("remote.before_commit")
+        guard()
         try:
             self.objects.put_new(_committed(step), text)
             self.objects.make_durable(COMMITTED)
         except Exists:
-            self._is_there(manifest)  # raises, since it is another attempt's
+            if not self._is_there(manifest):  # it raises, as a rule: the step is another attempt's
+                raise RemoteError(f"{self}/{_committed(step)}: was there and is not any more") from None
         fault_point("remote.done")
         catalog.add(self.objects, manifest, self.steps())
 
@@ -236,15 +240,20 @@ class RemoteStore:
         """Whether the step is committed with this content.
 
         Raises:
-            CheckpointError: it is committed with another content.
+            AnotherStep: it is committed with another content.
+            CheckpointError: what commits it can't be read.
         """
         text = self.objects.get(_committed(manifest.step))
-        if text is not None and parse(text, f"{self}/{_committed(manifest.step)}") != manifest:
-            raise CheckpointError(
+        if text is None:
+            return False
+        found = parse(text, f"{self}/{_committed(manifest.step)}")
+        if found != manifest:
+            raise AnotherStep(
                 f"{self}: has another step {manifest.step}, of another attempt or branch; remove it "
-                f"(ckpt prune), or give the run another ckpt.remote"
+                f"(ckpt prune), or give the run another ckpt.remote",
+                found,
             )
-        return text is not None
+        return True
 
     def _content_of_newest(self) -> dict[tuple[int, tuple[str, ...]], str]:
         """Names of the objects of the newest step, by their content."""
@@ -270,78 +279,20 @@ class RemoteStore:
         self.objects.delete([name for name, _ in self.objects.list(f"step_{step}")])
 
     def set_aside_after(self, step: int, name: str) -> list[int]:
-        """Uncommit the steps after `step`, which belong to a branch that the run has left; returns them.
+        """Uncommit the steps after `step`, which belong to a branch that the run has left; returns them."""
+        later = [number for number in self.steps() if number > step]
+        self.set_aside(later, name)
+        return later
+
+    def set_aside(self, steps: Iterable[int], name: str) -> None:
+        """Uncommit these steps.
 
         Their manifests stay in `abandoned/<name>`, and their files where they are, until a step of the same
         number replaces them.
         """
-        later = [number for number in self.steps() if number > step]
-        for number in later:
-            self.objects.copy(_committed(number), f"abandoned/{name}/step_{number}.json")
-            self.objects.delete([_committed(number), f"step_{number}/{FILE_NAME}"])
-        return later
-
-    # Whose prefix it is
-
-    def claim(self, run_id: str, owner: str, attempt: Mapping[str, Any] | None = None) -> None:
-        """Take the prefix for an attempt of a run; an older attempt of the same run loses it.
-
-        Args:
-            owner: identifies the attempt, wherever it runs.
-            attempt: what a machine with an empty disk needs to know of the attempt; if None, what was noted
-                of the one before stays.
-
-        Raises:
-            Taken: it belongs to another run.
-        """
-        found = self._claim()
-        if found is not None and found.get("run_id") != run_id:
-            raise Taken(
-                f"ckpt.remote {self} belongs to run {found.get('run_id')}, and this is run {run_id}; "
-                "give another prefix"
-            )
-        noted = attempt if attempt is not None else (found or {}).get("attempt")
-        content = {"run_id": run_id, "owner": owner, "since": _now(), "attempt": noted}
-        text = json.dumps(content, indent=1).encode()
-        if found is not None:
-            self.objects.put(CLAIM, text)
-            return
-        try:
-            self.objects.put_new(CLAIM, text)
-        except Exists:  # another run, or a process of this one, came first by a moment
-            self.claim(run_id, owner, attempt)
-
-    def owner(self) -> str | None:
-        """The id of the run that the prefix belongs to; None if it belongs to none."""
-        found = self._claim()
-        return None if found is None else str(found.get("run_id"))
-
-    def newest_attempt(self) -> Mapping[str, Any]:
-        """What is noted of the newest attempt that claimed the prefix; empty if nothing is."""
-        noted = (self._claim() or {}).get("attempt")
-        return cast("Mapping[str, Any]", noted) if isinstance(noted, dict) else {}
-
-    def check_owner(self, owner: str) -> None:
-        """Check that no newer attempt has claimed the prefix since.
-
-        Raises:
-            Taken: one has.
-        """
-        found = self._claim() or {}
-        if found.get("owner") != owner:
-            raise Taken(f"ckpt.remote {self}: another attempt has taken it over ({found.get('since')})")
-
-    def _claim(self) -> dict[str, Any] | None:
-        text = self.objects.get(CLAIM)
-        if text is None:
-            return None
-        try:
-            content = json.loads(text)
-        except ValueError:
-            content = None
-        if not isinstance(content, dict):
-            raise RemoteError(f"{self}/{CLAIM}: is damaged; if the prefix is this run's, delete the object")
-        return cast("dict[str, Any]", content)
+        for step in steps:
+            self.objects.copy(_committed(step), f"abandoned/{name}/step_{step}.json")
+            self.objects.delete([_committed(step), f"step_{step}/{FILE_NAME}"])
 
 
 def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
@@ -350,7 +301,3 @@ def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
 
 def _committed(step: int) -> str:
     return f"{COMMITTED}/step_{step}.json"
-
-
-def _now() -> str:
-    return datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")

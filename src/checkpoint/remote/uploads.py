@@ -16,13 +16,16 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.ratings import ratings_in
+from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.content import OnBytes
 from cairn.checkpoint.remote.errors import Refused, RemoteError
+from cairn.checkpoint.remote.overtaken import Overtaken
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import RemoteStore, Taken
+from cairn.checkpoint.remote.store import AnotherStep, RemoteStore
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.run.attempt import Attempt
 from cairn.run.files import read_note, write_json
 
 logger = logging.getLogger(__name__)
@@ -31,6 +34,10 @@ NOTES = ".remote"
 """Name of the folder beside the steps for notes about uploads."""
 FORGOTTEN = timedelta(days=1)
 """Age from which the parts of a step are given up that this machine does not have."""
+
+
+TRIES = 3
+"""How often a step is sent whose number attempts that were overtaken commit meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -147,7 +154,8 @@ class Uploader:
     """Uploads a run's steps, the newest first, and deletes the remote steps that the rules do not keep.
 
     Args:
-        owner: id of the attempt that has claimed the remote prefix.
+        owner: names the attempt that has claimed the remote prefix.
+        attempt: that attempt; None if no attempt is under way.
         run_files: small files of the run that a machine with an empty disk needs, such as its metrics. One
             that was there once must be there whenever a step is committed.
         limit: slows sending down, called with the number of bytes before they are sent.
@@ -159,12 +167,14 @@ class Uploader:
         remote: RemoteStore,
         owner: str,
         *,
+        attempt: Attempt | None = None,
         run_files: Collection[Path] = (),
         limit: OnBytes = lambda count: None,
     ):
         self.uploads = uploads
         self.remote = remote
         self.owner = owner
+        self._overtaken = Overtaken(remote, attempt)
         self.run_files = run_files
         self.limit = limit
         self._seen = set[Path]()
@@ -187,15 +197,18 @@ class Uploader:
         self._abort(lambda step, begun: step not in waiting and now - begun > FORGOTTEN)
 
     def end(self) -> None:
-        """Forget the parts of all uploads that were not completed, once the run's last step is there.
+        """Forget what is left of this run's attempts, once its last step is there.
+
+        That is the parts of all uploads that were not completed, and steps of attempts that were overtaken.
 
         Nothing is done if another attempt has taken the prefix over, or if the object store fails.
         """
         try:
             self.remote.check_owner(self.owner)
+            self._set_overtaken_aside()
             self._abort(lambda step, begun: True)
         except (RemoteError, Taken) as error:
-            logger.warning("parts of unfinished uploads may be left: %s", error)
+            logger.warning("parts of unfinished uploads, or steps of other attempts, may be left: %s", error)
 
     def _abort(self, useless: Callable[[int, datetime], bool]) -> None:
         """Abort the unfinished uploads whose step and time of beginning say so, or whose step is there."""
@@ -222,6 +235,9 @@ class Uploader:
     def upload(self, step: int, on_bytes: OnBytes = lambda count: None) -> None:
         """Upload a step, then delete what the rules do not keep.
 
+        Steps that were committed by attempts which this one has overtaken are uncommitted first: such an
+        attempt read `run.json` before this one claimed the prefix, and what it sent arrived afterwards.
+
         Raises:
             Taken: another attempt has taken the prefix over.
             RemoteError: the object store refuses or fails.
@@ -231,30 +247,65 @@ class Uploader:
         """
         self._look_at_run_files()
         store = self.uploads.store
-        before = self.uploads.read()
-        self.uploads.write(replace(before, uploading=step))
+        self.uploads.write(replace(self.uploads.read(), uploading=step))
         try:
             manifest = store.manifest(step)
-            sent = Sent(self.uploads.sent_file(step), manifest)
 
             def guard() -> None:  # else an attempt that was overtaken could spoil steps of the newer one
                 self.remote.check_owner(self.owner)
 
             def check() -> None:
-                guard()
                 for path in sorted(self._seen):  # one that is gone: the run directory is being deleted
+                    guard()
                     self.remote.objects.put(f"run/{path.name}", path.read_bytes())
 
-            folder = store.folder(step)
-            self.remote.put(
-                folder, manifest, sent, pace=self.limit, on_bytes=on_bytes, guard=guard, check=check
-            )
+            self._set_overtaken_aside()
+            sent = Sent(self.uploads.sent_file(step), manifest)
+            for tried in range(TRIES):
+                try:
+                    self.remote.put(
+                        store.folder(step),
+                        manifest,
+                        sent,
+                        pace=self.limit,
+                        on_bytes=on_bytes,
+                        guard=guard,
+                        check=check,
+                    )
+                    break
+                except AnotherStep as error:
+                    if error.found.run_id != manifest.run_id or tried == TRIES - 1:
+                        raise
+                    self._set_overtaken_aside([step])
+                    sent.remove()  # the other attempt may have replaced any of the objects
+                    sent = Sent(sent.path, manifest)
         except BaseException:
-            self.uploads.write(before)
+            self.uploads.write(replace(self.uploads.read(), uploading=None))
             raise
         sent.remove()
-        self.uploads.write(Uploaded((*before.steps, step), before.dropped))
+        noted = self.uploads.read()
+        self.uploads.write(replace(noted, steps=(*noted.steps, step), uploading=None))
+        try:
+            guard()
+            self._set_overtaken_aside()  # it would count as one of the newest
+        except RemoteError as error:
+            logger.warning("no remote checkpoint is deleted: %s", error)
+            return
         self._delete_unkept()
+
+    def _set_overtaken_aside(self, steps: Collection[int] | None = None) -> None:
+        """Uncommit steps of overtaken attempts; those here of the same numbers wait to be uploaded again.
+
+        Args:
+            steps: which; None for all that are found.
+        """
+        if not (steps := self._overtaken.find() if steps is None else steps):
+            return
+        self.remote.check_owner(self.owner)
+        self._overtaken.set_aside(steps)
+        noted = self.uploads.read()
+        left = tuple(step for step in noted.steps if step not in steps)
+        self.uploads.write(replace(noted, steps=left))
 
     def _look_at_run_files(self) -> None:
         self._seen.update(path for path in self.run_files if path.exists())
