@@ -5,7 +5,8 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
+from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import Taken
@@ -146,11 +148,56 @@ def test_a_note_of_another_attempts_step_does_not_count(remote: RemoteStore, tmp
     _, manifest = make_step(tmp_path, 4, FILES)
     note = tmp_path / "note"
     sent = Sent(note, manifest)
-    sent.add("trainer/state.json", manifest.files["trainer/state.json"])
-    assert Sent(note, manifest).has("trainer/state.json", manifest.files["trainer/state.json"])
+    sent.add("trainer/state.json", "an ETag")
+    assert Sent(note, manifest).etag("trainer/state.json") == "an ETag"
     other = manifest.model_copy(update={"attempt": 2})
-    assert not Sent(note, other).has("trainer/state.json", manifest.files["trainer/state.json"])
-    assert not Sent(note, manifest).has("trainer/state.json", manifest.files["trainer/state.json"])
+    assert Sent(note, other).etag("trainer/state.json") is None
+    assert Sent(note, manifest).etag("trainer/state.json") is None
+
+
+def test_what_was_sent_and_replaced_since_is_sent_again(remote: RemoteStore, tmp_path: Path):
+    """Another attempt sent a step of the same sizes, and did not commit it; its bytes become no step."""
+    larger = random.Random(3).randbytes(len(LARGE))
+    folder, manifest = make_step(tmp_path / "one", 4, FILES)
+    others = make_step(tmp_path / "two", 4, {"model/model.safetensors": larger, "trainer/state.json": b"[]"})
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    for cut in ((folder, manifest), others):
+        with pytest.raises(KeyboardInterrupt):
+            put(remote, *cut, check=end)
+    put(remote, folder, manifest)
+    assert remote.verify(4) == manifest
+
+
+def test_what_is_replaced_before_the_commit_is_found(remote: RemoteStore, tmp_path: Path):
+    """By its ETag; what is the same in spite of another ETag counts, and so does no note without one."""
+    folder, manifest = make_step(tmp_path, 4, FILES)
+    look, state = remote.objects.look, "step_4/trainer/state.json"
+    for content, error in ((b"[]", "state.json: changed between"), (b"{}", None)):
+
+        def replaced(prefix: str, content: bytes = content) -> Mapping[str, Listed]:
+            if state in (found := dict(look(prefix))):
+                remote.objects.put(state, content)
+                found[state] = replace(found[state], etag="another")
+            return found
+
+        remote.objects.look = replaced
+        with pytest.raises(RemoteError, match=error) if error else contextlib.nullcontext():
+            put(remote, folder, manifest)
+        assert remote.steps() == ([] if error else [4])
+    assert remote.verify(4) == manifest
+
+
+def test_notes_of_an_older_version_prove_nothing(tmp_path: Path):
+    """They name files without ETags."""
+    _, manifest = make_step(tmp_path, 4, FILES)
+    note, entry = tmp_path / "note", manifest.files["trainer/state.json"]
+    Sent(note, manifest)
+    with open(note, "a") as file:
+        file.write(json.dumps(["trainer/state.json", entry.size, *entry.crc64nvme]) + "\n")
+    assert Sent(note, manifest).etag("trainer/state.json") is None
 
 
 def test_what_the_newest_step_has_is_copied_there(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):

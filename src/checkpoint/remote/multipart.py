@@ -16,6 +16,7 @@ from xml.sax.saxutils import escape
 from cairn.checkpoint.checksums import CHUNK_BYTES, join_crcs
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.errors import Refused, RemoteError
+from cairn.checkpoint.remote.listing import tag
 from cairn.checkpoint.remote.s3 import S3, LocalError
 from cairn.checkpoint.remote.sent import Noted, SentParts
 from cairn.run.faults import fault_point
@@ -55,11 +56,11 @@ class Multipart:
     """Uploads in parts below a URL.
 
     Args:
-        has: whether an object of this name has this content.
+        has: the ETag of the object of this name if it has this content, else None.
         concurrent: parts of an object that are sent at once.
     """
 
-    def __init__(self, s3: S3, has: Callable[[str, Content], bool], concurrent: int):
+    def __init__(self, s3: S3, has: Callable[[str, Content], str | None], concurrent: int):
         self._s3 = s3
         self._has = has
         self._concurrent = concurrent
@@ -110,8 +111,8 @@ class Multipart:
         if upload in self._left.get(name, []):
             self._left[name].remove(upload)
 
-    def put(self, name: str, content: Content, notes: SentParts) -> None:
-        """Upload an object; parts that have arrived before are not sent again.
+    def put(self, name: str, content: Content, notes: SentParts) -> str | None:
+        """Upload an object, and return its ETag; parts that have arrived before are not sent again.
 
         Raises:
             RemoteError: the object store refuses or fails; the parts that have arrived stay there.
@@ -125,7 +126,7 @@ class Multipart:
             try:
                 self._send(name, content, notes, [part for part in parts if not _arrived(part, noted)])
                 content.guard()
-                self._complete(name, parts, noted)
+                etag = self._complete(name, parts, noted)
             except LocalError as error:
                 notes.begin(None)
                 self._try_to_abort(name, upload)
@@ -136,14 +137,16 @@ class Multipart:
                 notes.begin(None)
                 self._try_to_abort(name, upload)
                 # Perhaps it was completed, and the answer was lost.
-                if error.code != "NoSuchUpload" or not self._has(name, content):
+                etag = self._has(name, content) if error.code == "NoSuchUpload" else None
+                if etag is None:
                     if last:
                         raise
                     continue
             for other in self._left.pop(name, []):
                 if other != upload:
                     self._try_to_abort(name, other)
-            return
+            return etag
+        raise AssertionError
 
     def _begun(self, name: str, parts: list[_Part], notes: SentParts) -> Noted:
         """An upload to go on with: the noted one, one that the object store has, or a new one."""
@@ -229,8 +232,8 @@ class Multipart:
                 raise Refused(f"{self._s3.url}/{name}: the object store names no ETag of a part", "NoETag")
         raise AssertionError
 
-    def _complete(self, name: str, parts: list[_Part], noted: Noted) -> None:
-        """Make the parts an object."""
+    def _complete(self, name: str, parts: list[_Part], noted: Noted) -> str | None:
+        """Make the parts an object, and return its ETag."""
         rows = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(noted.parts[part.number][0])}</ETag>"
             f"<ChecksumCRC64NVME>{_text(part.crc)}</ChecksumCRC64NVME></Part>"
@@ -242,7 +245,9 @@ class Multipart:
         )
         crc = join_crcs((part.crc, part.size) for part in parts)
         headers = {CRC_HEADER: _text(crc), "x-amz-checksum-type": "FULL_OBJECT"}
-        self._s3.request("POST", name, {"uploadId": str(noted.upload)}, headers=headers, body=body.encode())
+        query = {"uploadId": str(noted.upload)}
+        answer = self._s3.request("POST", name, query, headers=headers, body=body.encode())
+        return tag(answer.xml().text("ETag"))
 
     def _try_to_abort(self, name: str, upload: str) -> None:
         """End an upload that is of no use, if the object store is in the mood for it."""

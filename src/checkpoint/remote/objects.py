@@ -3,7 +3,7 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from datetime import datetime, timedelta
 from functools import partial
 from pathlib import Path
@@ -14,6 +14,7 @@ from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
 from cairn.checkpoint.remote.errors import Exists, RemoteError, Unsure
+from cairn.checkpoint.remote.listing import Listed, listed, tag
 from cairn.checkpoint.remote.sent import SentParts
 from cairn.run.addresses import SCHEMES
 from cairn.run.errors import UsageError
@@ -21,7 +22,6 @@ from cairn.run.file_system import look_anew
 from cairn.run.files import sync
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
     from obstore.store import ObjectStore
 
     from cairn.checkpoint.remote.multipart import Multipart, Unfinished
@@ -59,11 +59,12 @@ class Objects:
         self._retry_seconds = retry_seconds
         self._multipart = self._in_parts() if parts.scheme == "s3" else None
 
-    def put(self, name: str, content: bytes) -> None:
-        """Put a small object; one of that name is replaced."""
+    def put(self, name: str, content: bytes) -> str | None:
+        """Put a small object; one of that name is replaced. Returns its ETag, if the store tells it."""
         import obstore
 
-        self._try(name, lambda: obstore.put(self._store, name, content, use_multipart=False))
+        put = self._try(name, lambda: obstore.put(self._store, name, content, use_multipart=False))
+        return tag(put["e_tag"])
 
     def put_new(self, name: str, content: bytes) -> None:
         """Put a small object unless one of that name exists, in one atomic request.
@@ -79,18 +80,18 @@ class Objects:
             if self.get(name) != content:  # else the answer to an earlier request was lost
                 raise
 
-    def put_parts(self, name: str, content: Content, notes: SentParts) -> None:
+    def put_parts(self, name: str, content: Content, notes: SentParts) -> str | None:
         """Put an object of any size but none, which appears when its last part has arrived.
 
-        In S3, parts that have arrived before are not sent again; other stores get the object anew.
+        In S3, parts that have arrived before are not sent again; other stores get the object anew. Returns
+        the object's ETag, if the store tells it.
 
         Raises:
             Damaged: the file is not what the manifest says.
             OSError: it can't be read.
         """
         if self._multipart is not None:
-            self._multipart.put(name, content, notes)
-            return
+            return self._multipart.put(name, content, notes)
         import obstore
 
         failed: list[BaseException] = []
@@ -102,19 +103,20 @@ class Objects:
                 failed.append(error)
                 raise
 
-        def put() -> None:
+        def put() -> str | None:
             content.guard()  # not later: obstore can't be called while it asks for bytes
             try:
-                obstore.put(
+                put = obstore.put(
                     self._store, name, watched(), chunk_size=CHUNK_BYTES, max_concurrency=CONCURRENT_PARTS
                 )
+                return tag(put["e_tag"])
             except BaseException:
                 if failed:
                     raise _Local(failed[0]) from None
                 raise
 
         try:
-            self._try(name, put)
+            return self._try(name, put)
         except _Local as error:
             raise error.cause from None
 
@@ -199,15 +201,17 @@ class Objects:
         assert isinstance(self._store, S3Store), "made for an s3:// URL"
         return Multipart(S3(self.url, self._store, self._retry_seconds), self._has, CONCURRENT_PARTS)
 
-    def _has(self, name: str, content: Content) -> bool:
-        """Whether an object has this content; it is read in full."""
-        if dict(self.list(name.rpartition("/")[0])).get(name) != content.size:
-            return False
+    def _has(self, name: str, content: Content) -> str | None:
+        """The ETag of an object if it has this content; it is read in full."""
+        found = self.look(name.rpartition("/")[0]).get(name)
+        if found is None or found.size != content.size:
+            return None
         starts = range(0, content.size, CHUNK_BYTES)
-        return all(
+        same = all(
             crc64(self.read(name, first, min(CHUNK_BYTES, content.size - first))) == crc
             for first, crc in zip(starts, content.crcs(), strict=True)
         )
+        return found.etag if same else None
 
     def modified(self, name: str) -> datetime:
         """When an object was put, by the clock of the object store."""
@@ -229,14 +233,12 @@ class Objects:
 
     def list(self, prefix: str = "") -> Sequence[tuple[str, int]]:
         """Names and sizes in bytes of the objects whose names begin with the folder `prefix`."""
-        import obstore
+        return [(name, found.size) for name, found in self.look(prefix).items()]
 
-        def pages() -> Sequence[tuple[str, int]]:
-            found: Iterable[Sequence[ObjectMeta]] = obstore.list(self._store, prefix or None)  # pyright: ignore[reportUnknownMemberType]
-            return [(entry["path"], entry["size"]) for page in found for entry in page]
-
+    def look(self, prefix: str) -> Mapping[str, Listed]:
+        """What a list tells of these objects, by name."""
         self._look_anew(prefix)
-        return self._try(prefix, pages)
+        return self._try(prefix, lambda: listed(self._store, prefix))
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object within the store, without reading it here."""

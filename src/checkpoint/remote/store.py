@@ -23,6 +23,7 @@ from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote import catalog, chunks
 from cairn.checkpoint.remote.content import Content, OnBytes
 from cairn.checkpoint.remote.errors import Exists, RemoteError
+from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
@@ -140,18 +141,26 @@ class RemoteStore:
             sync(folder / name)
         check_tables(folder, manifest.contents)
 
-    def check_sizes(self, manifest: Manifest) -> None:
-        """Compare names and sizes of a step's objects with the manifest.
+    def check_sizes(self, manifest: Manifest) -> dict[str, Listed]:
+        """Compare names and sizes of a step's objects with the manifest; returns all that are there.
 
         Raises:
             Damaged: an object is missing, or has another size.
         """
-        folder = f"step_{manifest.step}/"
-        found = {name.removeprefix(folder): size for name, size in self.objects.list(folder.rstrip("/"))}
+        found = self._look(manifest.step)
         for name, entry in manifest.files.items():
-            if found.get(name) != entry.size:
-                what = "is missing" if name not in found else f"has {found[name]} bytes"
-                raise Damaged(f"{self}/{folder}{name}: {what}, but should have {entry.size} bytes")
+            if name not in found or found[name].size != entry.size:
+                what = "is missing" if name not in found else f"has {found[name].size} bytes"
+                raise Damaged(
+                    f"{self}/step_{manifest.step}/{name}: {what}, but should have {entry.size} bytes"
+                )
+        return found
+
+    def _look(self, step: int) -> dict[str, Listed]:
+        """What lies in the folder of a step, by names in it."""
+        folder = f"step_{step}/"
+        found = self.objects.look(folder.rstrip("/"))
+        return {name.removeprefix(folder): listed for name, listed in found.items()}
 
     # Writing
 
@@ -174,7 +183,8 @@ class RemoteStore:
 
         Args:
             folder: the step's folder.
-            sent: notes what was sent, for a later process.
+            sent: notes what was sent, for a later process. What was replaced since, as by another attempt
+                that had this step, is sent again.
             pace: called before bytes are sent, with their number; it may wait.
             guard: called right before each object of the step is replaced; an error that it raises ends the
                 upload.
@@ -189,13 +199,14 @@ class RemoteStore:
             return
         before = self._content_of_newest()
         prefix = f"step_{step}/"
-        there = dict(self.objects.list(f"step_{step}"))
+        there = self._look(step)
 
         def upload(name: str) -> None:
-            entry = manifest.files[name]
-            if sent.has(name, entry) and there.get(prefix + name) == entry.size:
+            entry, found = manifest.files[name], there.get(name)
+            if found and found.size == entry.size and found.etag and found.etag == sent.etag(name):
                 on_bytes(entry.size)
                 return
+            etag = None
             if (source := before.get(_content(entry))) and WORTH_COPYING <= entry.size <= MOST_COPIED:
                 guard()
                 self.objects.copy(source, prefix + name)
@@ -205,19 +216,16 @@ class RemoteStore:
                 if entry.size <= CHUNK_BYTES:
                     data = b"".join(content.pieces())
                     guard()
-                    self.objects.put(prefix + name, data)
+                    etag = self.objects.put(prefix + name, data)
                 else:
-                    self.objects.put_parts(prefix + name, content, sent.parts(name))
+                    etag = self.objects.put_parts(prefix + name, content, sent.parts(name))
             fault_point("remote.sent_file")
-            sent.add(name, entry)
+            sent.add(name, etag)
 
         names = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         with ThreadPoolExecutor(UPLOADS) as pool:
             list(pool.map(upload, names))
-        try:
-            self.check_sizes(manifest)
-        except Damaged as error:  # of what is there; the next upload sends it again
-            raise RemoteError(str(error)) from None
+        self._check_sent(manifest, sent)
         check()
         fault_point("remote.before_manifest")
         text = manifest.to_json()
@@ -231,6 +239,21 @@ class RemoteStore:
             self._is_there(manifest)  # raises, since it is another attempt's
         fault_point("remote.done")
         catalog.add(self.objects, manifest, self.steps())
+
+    def _check_sent(self, manifest: Manifest, sent: Sent) -> None:
+        """Check that the objects of a step are those that were sent; one with another ETag is read.
+
+        Raises:
+            RemoteError: an object is missing or was replaced; the next upload sends it again.
+        """
+        try:
+            found = self.check_sizes(manifest)
+            changed = [n for n in manifest.files if sent.etag(n) not in (None, found[n].etag)]
+            for name in changed:
+                for chunk in range(len(manifest.files[name].crc64nvme)):
+                    chunks.check(self.objects, manifest, (name, chunk))
+        except Damaged as error:
+            raise RemoteError(str(error)) from None
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Whether the step is committed with this content.
