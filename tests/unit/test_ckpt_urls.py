@@ -1,5 +1,6 @@
 """`ckpt` commands on URLs: steps in a real S3 server, as source and as target."""
 
+import hashlib
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -227,7 +228,8 @@ def test_many_steps_are_listed_with_few_requests(
     (folder / "committed").mkdir(parents=True)
     for step in range(1, MANY + 1):
         (folder / f"committed/step_{step}.json").touch()
-    rows = [{**summary(manifest), "step": step} for step in range(1, MANY)]
+    etag = hashlib.md5(b"").hexdigest()
+    rows = [{**summary(manifest), "step": step, "etag": etag} for step in range(1, MANY)]
     (folder / "catalog.json").write_text(json.dumps(rows))
     last = manifest.model_copy(update={"step": MANY})
     (folder / f"committed/step_{MANY}.json").write_bytes(last.to_json())

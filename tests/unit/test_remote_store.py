@@ -5,7 +5,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -33,6 +33,7 @@ from cairn.launch.start import choose_start
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
+from cairn.tools.ckpt_remote import prune
 
 
 @pytest.fixture(scope="module")
@@ -64,6 +65,16 @@ FILES = {"model/model.safetensors": LARGE, "trainer/state.json": b"{}", "model/e
 def put(remote: RemoteStore, folder: Path, manifest: Manifest, **how: Any) -> None:
     """Upload a step with a note beside it."""
     remote.put(folder, manifest, Sent(folder.parent / "notes" / folder.name, manifest), **how)
+
+
+def die_at(point: str) -> Callable[[str], None]:
+    """A `fault_point` that ends a process there, as far as a test can have it."""
+
+    def fault_point(name: str) -> None:
+        if name == point:
+            raise KeyboardInterrupt
+
+    return fault_point
 
 
 def test_a_step_goes_there_and_comes_back(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
@@ -358,8 +369,8 @@ def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: 
     for step in (1, 2, 3):
         put(remote, *make_step(tmp_path, step, {"a": b"1"}, metrics={"loss": step / 2, "lr": 1.0}))
     asked: list[str] = []
-    get = remote.objects.get
-    remote.objects.get = lambda name: asked.append(name) or get(name)
+    get = remote.objects.tagged
+    remote.objects.tagged = lambda name: asked.append(name) or get(name)
     rows = remote.summaries()
     assert [(row["step"], row["bytes"], row["metrics"]) for row in rows] == [
         (1, 1, {"loss": 0.5}),
@@ -372,6 +383,49 @@ def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: 
         if damage is not None:
             remote.objects.put("catalog.json", damage)
         assert remote.summaries() == rows
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_catalog_is_believed_only_of_the_manifest_that_is_there(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+):
+    """A step took the place of one that was set aside, and its uploader was killed right after the commit."""
+    for step, loss in ((4, 0.1), (8, 0.5)):
+        put(remote, *make_step(tmp_path / "one", step, {"a": b"1"}, metrics={"loss": loss}))
+    remote.set_aside_after(2, "branch_1")
+    if old:  # rows of older versions don't tell what they were made of
+        rows = json.loads(remote.objects.get("catalog.json") or b"")
+        rows = [{name: row[name] for name in row if name != "etag"} for row in rows]
+        remote.objects.put("catalog.json", json.dumps(rows).encode())
+    newer = make_step(tmp_path / "two", 4, {"a": b"2"}, metrics={"loss": 9.0}, branch="branch_2")
+    with monkeypatch.context() as patch:
+        patch.setattr("cairn.checkpoint.remote.store.fault_point", die_at("remote.done"))
+        with pytest.raises(KeyboardInterrupt):
+            put(remote, *newer)
+    assert [(row["step"], row["metrics"]["loss"]) for row in remote.summaries()] == [(4, 9.0)]
+    put(remote, *make_step(tmp_path / "two", 6, {"a": b"3"}, metrics={"loss": 2.0}, branch="branch_2"))
+    written = json.loads(remote.objects.get("catalog.json") or b"")
+    assert [(row["step"], row["metrics"]["loss"]) for row in written] == [(4, 9.0), (6, 2.0)]
+    best = prune(str(remote), CkptConfig(keep_best=1, metric="loss", mode="min"), dry_run=True)
+    assert best["kept"] == {"6": ["newest", "best"]}
+
+
+def test_a_step_is_there_without_the_catalog(remote: RemoteStore, tmp_path: Path):
+    """Whether another manifest is damaged or the store fails: the upload has succeeded."""
+    put(remote, *make_step(tmp_path, 1, {"a": b"1"}))
+    remote.objects.put("committed/step_1.json", b"{")
+    put(remote, *make_step(tmp_path, 2, {"a": b"1"}))
+    assert [row["step"] for row in json.loads(remote.objects.get("catalog.json") or b"")] == [2]
+    store_put = remote.objects.put
+
+    def refuse(name: str, content: bytes) -> str | None:
+        if name == "catalog.json":
+            raise RemoteError("access was denied")
+        return store_put(name, content)
+
+    remote.objects.put = refuse
+    put(remote, *make_step(tmp_path, 3, {"a": b"1"}))
+    assert remote.steps() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mood", ["storm", "drops", "damage", "slow"])

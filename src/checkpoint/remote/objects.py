@@ -134,11 +134,17 @@ class Objects:
 
     def get(self, name: str) -> bytes | None:
         """The content of a small object; None if there is none."""
+        found = self.tagged(name)
+        return None if found is None else found[0]
+
+    def tagged(self, name: str) -> tuple[bytes, str | None] | None:
+        """The content of a small object, and the ETag that lists show for it; None if there is no object."""
         import obstore
 
-        def get() -> bytes | None:
+        def get() -> tuple[bytes, str | None] | None:
             try:
-                return bytes(obstore.get(self._store, name).bytes())
+                answer = obstore.get(self._store, name)
+                return bytes(answer.bytes()), tag(answer.meta["e_tag"])
             except FileNotFoundError:
                 return None
 

@@ -66,9 +66,13 @@ class RemoteStore:
 
     def steps(self) -> list[int]:
         """The steps that exist, oldest first; one request for every thousand."""
-        names = (Path(name) for name, _ in self.objects.list(COMMITTED))
-        found = (STEP_NAME.fullmatch(path.stem) for path in names if path.suffix == ".json")
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._manifests())
+
+    def _manifests(self) -> dict[int, str | None]:
+        """The ETags of the objects that commit steps, by step."""
+        found = ((Path(name), listed.etag) for name, listed in self.objects.look(COMMITTED).items())
+        paths = ((STEP_NAME.fullmatch(path.stem), etag) for path, etag in found if path.suffix == ".json")
+        return {int(match[1]): etag for match, etag in paths if match}
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step.
@@ -76,25 +80,28 @@ class RemoteStore:
         Raises:
             CheckpointError: the step does not exist, or its manifest is damaged.
         """
+        return self._read(step)[0]
+
+    def _read(self, step: int) -> tuple[Manifest, str | None]:
+        """The manifest of a step, and the ETag of the object that commits it."""
         name = _committed(step)
-        text = self.objects.get(name)
-        where = f"{self}/{name}"
-        if text is None:
+        where, found = f"{self}/{name}", self.objects.tagged(name)
+        text, etag = found or (b"", None)
+        if found is None:
             raise CheckpointError(f"{self}: there is no step {step}")
         if len(text) > MAX_BYTES:
             raise Damaged(f"{where}: not a manifest: it is larger than {MAX_BYTES} bytes")
         manifest = parse(text, where)
         if manifest.step != step:
             raise Damaged(f"{where}: belongs to step {manifest.step}")
-        return manifest
+        return manifest, etag
 
     def summaries(self) -> list[dict[str, Any]]:
         """What lists of steps show of each step, oldest first; see `catalog.summary`.
 
-        One object has it for all steps; a manifest is read only for a step that the object lacks.
+        One object has it for all steps; a manifest is read only for a step that the object does not describe.
         """
-        known = catalog.read(self.objects)
-        return [known.get(step) or catalog.summary(self.manifest(step)) for step in self.steps()]
+        return catalog.summaries(self.objects, self._manifests(), self._read)
 
     def fetch(self, step: int, store: CheckpointStore, *, on_bytes: OnBytes = lambda n: None) -> Path:
         """Download a step into the local store; returns its folder.
@@ -238,7 +245,7 @@ class RemoteStore:
         except Exists:
             self._is_there(manifest)  # raises, since it is another attempt's
         fault_point("remote.done")
-        catalog.add(self.objects, manifest, self.steps())
+        catalog.update(self.objects, self._manifests(), self._read)
 
     def _check_sent(self, manifest: Manifest, sent: Sent) -> None:
         """Check that the objects of a step are those that were sent; one with another ETag is read.
