@@ -5,7 +5,7 @@ import json
 import os
 import random
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -540,6 +540,38 @@ class TestUploads:
         assert uploader.next_step() is None
         uploader.begin()
         assert uploader.next_step() is None, "its rules would delete step 3 again"
+
+    def test_a_step_that_can_not_be_deleted_is_no_failed_upload(
+        self, store: CheckpointStore, remote: RemoteStore, caplog: pytest.LogCaptureFixture
+    ):
+        """It is logged, and tried again after the next upload."""
+        for step in (1, 2, 3, 4):
+            make_step(store.root, step, {"a": b"1"})
+        uploader = self.uploader(store, remote, remote_keep_last=1)
+        uploader.upload(1)
+        delete = remote.objects.delete
+
+        def refuse(names: Sequence[str]) -> None:
+            raise RemoteError(f"{names[0]}: access was denied")
+
+        remote.objects.delete = refuse
+        uploader.upload(2)
+        assert "could not delete remote checkpoint 1: committed/step_1.json: access was denied" in caplog.text
+        assert uploader.uploads.read() == Uploaded((1, 2))
+        steps = remote.steps
+
+        def fail_once_committed() -> list[int]:
+            if 3 in (found := steps()):
+                raise RemoteError("503 SlowDown")
+            return found
+
+        remote.steps = fail_once_committed
+        uploader.upload(3)
+        assert "no remote checkpoint is deleted: 503 SlowDown" in caplog.text
+        remote.objects.delete, remote.steps = delete, steps
+        uploader.upload(4)
+        assert uploader.uploads.read() == Uploaded((4,), dropped=(1, 2, 3))
+        assert remote.steps() == [4]
 
     def test_the_best_are_uploaded_once(self, store: CheckpointStore, remote: RemoteStore):
         """Also where a step on the local disk is better than the others here, but not than those there."""

@@ -260,16 +260,19 @@ class Uploader:
         self._seen.update(path for path in self.run_files if path.exists())
 
     def _delete_unkept(self) -> None:
-        """Delete remote steps by their own rules; pinned steps stay here as on the local disk."""
+        """Delete remote steps by their own rules; pinned steps stay here as on the local disk.
+
+        What fails is logged: the step before it is there all the same. The next call tries it again.
+        """
         rules = self.uploads.ckpt.remote_rules()
         if rules.keep_last is None and rules.keep_best is None:
             return
         try:
             pinned, ratings = pins(self.uploads.store), ratings_in(self.uploads.store.root)
-        except CheckpointError as error:
+            deleted = delete_unkept(self.remote, rules, pinned, ratings)
+        except (CheckpointError, RemoteError) as error:
             logger.warning("no remote checkpoint is deleted: %s", error)
             return
-        deleted = delete_unkept(self.remote, rules, pinned, ratings)
         found = self.uploads.read()
         left = tuple(step for step in found.steps if step not in deleted)
         self.uploads.write(replace(found, steps=left, dropped=(*found.dropped, *deleted)))
