@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -211,12 +212,37 @@ def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
         ((url,), "give --keep-last or --keep-best"),
         ((f"{url}/step_4", "--keep-last", 1), "is a single step"),
         ((url, "--keep-last", 1, "--pin", 4), "--pin: is for a run directory"),
-        ((url, "--keep-last", 1, "--abandoned"), "--abandoned: is for a run directory"),
         ((url, "--keep-best", 1), "needs metric and mode"),
     ]:
         refused = ckpt("prune", *arguments)
         assert (refused.code, message in refused.output) == (2, True), refused.output
     assert there.steps() == [2, 4, 8, 10]
+
+
+def test_prunes_what_is_left(ckpt, url: str, bucket: Path, model: Path, tmp_path: Path):
+    """Of uploads that were cut a day ago; and, if asked, the steps that were set aside."""
+    for step in (2, 4, 6):
+        assert ckpt("copy", commit(tmp_path / "run", model, step), url).code == 0
+    there = remote(url)
+    assert there.set_aside_after(2, "branch_1") == [4, 6]
+    there.objects.put("step_6/model/new", b"of a step that is being uploaded")
+    for name in ("step_1/a", "step_3/a"):
+        there.objects.put(name, b"1")
+    os.utime(bucket / tmp_path.name / "step_1/a", (time.time() - 90_000,) * 2)
+    os.utime(bucket / tmp_path.name / "abandoned/branch_1/step_6.json", (time.time() - 60,) * 2)
+
+    def left() -> set[str]:
+        return {name.partition("/")[0] for name, _ in there.objects.list()} - {"catalog.json", "run.json"}
+
+    dry = json.loads(ckpt("prune", url, "--keep-last", 1, "--dry-run", "--json").output)
+    pruned = json.loads(ckpt("prune", url, "--keep-last", 1, "--json").output)
+    assert pruned == {**dry, "dry_run": False}
+    assert (pruned["debris"], pruned["abandoned"]) == ([f"{url}/step_1"], [])
+    assert left() == {"committed", "abandoned", "step_2", "step_3", "step_4", "step_6"}
+    printed = ckpt("prune", url, "--abandoned").output
+    assert f"deleted {url}/abandoned/branch_1" in printed
+    assert left() == {"committed", "step_2", "step_3", "step_6"}, "step 6 may be that of the new branch"
+    assert there.verify(2)
 
 
 def test_many_steps_are_listed_with_few_requests(

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import random
+import shutil
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -272,6 +273,25 @@ def test_steps_of_a_branch_that_was_left_make_room(remote: RemoteStore, tmp_path
     assert remote.verify(4) == manifest
     left = json.loads(remote.objects.get("abandoned/branch_1/step_4.json") or b"")
     assert left["branch"] == "branch_1"
+
+
+def test_a_committed_step_has_its_own_files_only(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
+    """Those of an earlier step of its number are gone, unless another attempt has the prefix by now."""
+    shards = {f"model/model-0000{n}-of-00002.safetensors": b"1" for n in (1, 2)}
+    put(remote, *make_step(tmp_path / "one", 8, shards))
+    remote.set_aside_after(4, "branch_1")
+    newer = make_step(tmp_path / "two", 8, {"model/model.safetensors": b"1"}, branch="branch_2")
+    remote.claim("run", "run:1")
+    remote.objects.put("step_8/model/model.safetensors", b"1")
+    Sent(tmp_path / "two/notes/step_8", newer[1]).add(
+        "model/model.safetensors", remote.look(8)["model/model.safetensors"].etag
+    )
+    with pytest.raises(Taken):
+        put(remote, *newer, guard=lambda: remote.check_owner("run:0"))
+    assert shards.keys() <= remote.look(8).keys()
+    put(remote, *newer)
+    shutil.copytree(url[1] / "step_8", tmp_path / "copied/step_8")
+    assert verify(tmp_path / "copied/step_8") == newer[1]
 
 
 def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
@@ -572,6 +592,70 @@ class TestUploads:
         uploader.upload(4)
         assert uploader.uploads.read() == Uploaded((4,), dropped=(1, 2, 3))
         assert remote.steps() == [4]
+
+    def left(self, remote: RemoteStore) -> list[int]:
+        """The numbers of the steps that have objects."""
+        names = (name for name, _ in remote.objects.list() if name.startswith("step_"))
+        return sorted({int(name.partition("/")[0].removeprefix("step_")) for name in names})
+
+    def test_what_nobody_will_go_on_with_is_removed(
+        self,
+        store: CheckpointStore,
+        remote: RemoteStore,
+        url: tuple[str, Path],
+        monkeypatch: pytest.MonkeyPatch,
+    ):
+        """Objects of cut uploads and deletions: after a day, and at the run's end at once."""
+        for step in (1, 2, 3, 4, 5, 9):
+            make_step(store.root, step, {"a": bytes([step])})
+        uploader = self.uploader(store, remote, remote_keep_last=2, remote_interval=1)
+        for step, cut in ((1, None), (2, None), (3, "remote.uncommitted"), (4, "remote.before_manifest")):
+            with monkeypatch.context() as patch:
+                patch.setattr("cairn.checkpoint.remote.store.fault_point", die_at(cut or "nowhere"))
+                with pytest.raises(KeyboardInterrupt) if cut else contextlib.nullcontext():
+                    uploader.upload(step)
+        store.delete(4)  # given up
+        put(remote, *make_step(store.root.parent / "aside", 7, {"a": b"1"}))
+        assert remote.set_aside_after(3, "branch_1") == [7]
+        below = RemoteStore(Objects(f"{remote}/step_6"))
+        put(below, *make_step(store.root.parent / "below", 1, {"a": b"1"}))
+        assert (remote.steps(), self.left(remote)) == ([2, 3], [1, 2, 3, 4, 6, 7])
+        uploader.begin()
+        assert self.left(remote) == [1, 2, 3, 4, 6, 7], "somebody may go on with it"
+        for path in url[1].glob("step_*/**/*"):
+            os.utime(path, (time.time() - 90_000,) * 2)
+        remote.objects.put("step_4/b", b"not so old")
+        remote.objects.put("step_5/a", b"it waits")
+        os.utime(url[1] / "step_5/a", (time.time() - 90_000,) * 2)
+        uploader.begin()
+        assert self.left(remote) == [2, 3, 4, 5, 6, 7]
+        uploader.upload(5)
+        uploader.upload(9)
+        remote.claim("run", "run:2")
+        uploader.end()
+        assert self.left(remote) == [4, 5, 6, 7, 9], "it is another attempt's by now"
+        remote.claim("run", "run:1")
+        uploader.end()
+        assert self.left(remote) == [5, 6, 7, 9]
+        assert below.steps() == [1]
+
+    def test_an_object_that_can_not_be_deleted_is_no_reason_to_upload_nothing(
+        self, store: CheckpointStore, remote: RemoteStore, caplog: pytest.LogCaptureFixture
+    ):
+        """It is logged."""
+        make_step(store.root, 9, {"a": b"1"})
+        uploader = self.uploader(store, remote)
+        remote.objects.put("step_1/a", b"1")
+
+        def refuse(names: Sequence[str]) -> None:
+            raise RemoteError(f"{names[0]}: access was denied")
+
+        remote.objects.delete = refuse
+        uploader.begin()
+        assert not caplog.text
+        uploader.upload(9)
+        uploader.end()
+        assert "may be left: step_1/a: access was denied" in caplog.text
 
     def test_the_best_are_uploaded_once(self, store: CheckpointStore, remote: RemoteStore):
         """Also where a step on the local disk is better than the others here, but not than those there."""

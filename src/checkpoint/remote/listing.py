@@ -37,3 +37,11 @@ def listed(store: "ObjectStore", prefix: str) -> dict[str, Listed]:
         for page in pages
         for entry in page
     }
+
+
+def folders(store: "ObjectStore") -> list[str]:
+    """The names of the folders at the top; one request for every thousand."""
+    import obstore
+
+    found = obstore.list_with_delimiter(store)  # pyright: ignore[reportUnknownMemberType]
+    return [path.rstrip("/") for path in found["common_prefixes"]]

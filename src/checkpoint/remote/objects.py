@@ -14,7 +14,7 @@ from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.credentials import s3_credentials
 from cairn.checkpoint.remote.errors import Exists, RemoteError, Unsure
-from cairn.checkpoint.remote.listing import Listed, listed, tag
+from cairn.checkpoint.remote.listing import Listed, folders, listed, tag
 from cairn.checkpoint.remote.sent import SentParts
 from cairn.run.addresses import SCHEMES
 from cairn.run.errors import UsageError
@@ -245,6 +245,11 @@ class Objects:
         """What a list tells of these objects, by name."""
         self._look_anew(prefix)
         return self._try(prefix, lambda: listed(self._store, prefix))
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders below the URL; one request for every thousand."""
+        self._look_anew("")
+        return self._try("", lambda: folders(self._store))
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object within the store, without reading it here."""

@@ -2,7 +2,7 @@
 
 import datetime
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cairn.checkpoint.remote.multipart import Unfinished
 
 COMMITTED = "committed"
+ABANDONED = "abandoned"
 CLAIM = "run.json"
 FETCHES = 8
 """Ranges that are read at once."""
@@ -154,7 +155,7 @@ class RemoteStore:
         Raises:
             Damaged: an object is missing, or has another size.
         """
-        found = self._look(manifest.step)
+        found = self.look(manifest.step)
         for name, entry in manifest.files.items():
             if name not in found or found[name].size != entry.size:
                 what = "is missing" if name not in found else f"has {found[name].size} bytes"
@@ -163,7 +164,7 @@ class RemoteStore:
                 )
         return found
 
-    def _look(self, step: int) -> dict[str, Listed]:
+    def look(self, step: int) -> dict[str, Listed]:
         """What lies in the folder of a step, by names in it."""
         folder = f"step_{step}/"
         found = self.objects.look(folder.rstrip("/"))
@@ -193,8 +194,8 @@ class RemoteStore:
             sent: notes what was sent, for a later process. What was replaced since, as by another attempt
                 that had this step, is sent again.
             pace: called before bytes are sent, with their number; it may wait.
-            guard: called right before each object of the step is replaced; an error that it raises ends the
-                upload.
+            guard: called right before each object of the step is replaced, and before those are deleted that
+                an earlier step of its number has left; an error that it raises ends the upload.
             check: called right before the step is committed; an error that it raises ends the upload.
 
         Raises:
@@ -206,7 +207,7 @@ class RemoteStore:
             return
         before = self._content_of_newest()
         prefix = f"step_{step}/"
-        there = self._look(step)
+        there = self.look(step)
 
         def upload(name: str) -> None:
             entry, found = manifest.files[name], there.get(name)
@@ -232,7 +233,10 @@ class RemoteStore:
         names = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         with ThreadPoolExecutor(UPLOADS) as pool:
             list(pool.map(upload, names))
-        self._check_sent(manifest, sent)
+        there = self._check_sent(manifest, sent)
+        if foreign := strangers(there, {*manifest.files, FILE_NAME}):
+            guard()
+            self.objects.delete([prefix + name for name in foreign])
         check()
         fault_point("remote.before_manifest")
         text = manifest.to_json()
@@ -247,8 +251,10 @@ class RemoteStore:
         fault_point("remote.done")
         catalog.update(self.objects, self._manifests(), self._read)
 
-    def _check_sent(self, manifest: Manifest, sent: Sent) -> None:
+    def _check_sent(self, manifest: Manifest, sent: Sent) -> dict[str, Listed]:
         """Check that the objects of a step are those that were sent; one with another ETag is read.
+
+        Returns all that are there.
 
         Raises:
             RemoteError: an object is missing or was replaced; the next upload sends it again.
@@ -259,6 +265,7 @@ class RemoteStore:
             for name in changed:
                 for chunk in range(len(manifest.files[name].crc64nvme)):
                     chunks.check(self.objects, manifest, (name, chunk))
+            return found
         except Damaged as error:
             raise RemoteError(str(error)) from None
 
@@ -307,7 +314,7 @@ class RemoteStore:
         """
         later = [number for number in self.steps() if number > step]
         for number in later:
-            self.objects.copy(_committed(number), f"abandoned/{name}/step_{number}.json")
+            self.objects.copy(_committed(number), f"{ABANDONED}/{name}/step_{number}.json")
             self.objects.delete([_committed(number), f"step_{number}/{FILE_NAME}"])
         return later
 
@@ -372,6 +379,13 @@ class RemoteStore:
         if not isinstance(content, dict):
             raise RemoteError(f"{self}/{CLAIM}: is damaged; if the prefix is this run's, delete the object")
         return cast("dict[str, Any]", content)
+
+
+def strangers(found: Collection[str], wanted: Collection[str]) -> list[str]:
+    """The names in a step's folder that are not wanted; none if the folder is the prefix of another run."""
+    if CLAIM in found or any(map(STEP_NAME.match, found)):
+        return []
+    return [name for name in found if name not in wanted]
 
 
 def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.ratings import ratings_in
 from cairn.checkpoint.remote.content import OnBytes
 from cairn.checkpoint.remote.errors import Refused, RemoteError
+from cairn.checkpoint.remote.leftovers import FORGOTTEN, leftovers
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import RemoteStore, Taken
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
@@ -29,8 +30,6 @@ logger = logging.getLogger(__name__)
 
 NOTES = ".remote"
 """Name of the folder beside the steps for notes about uploads."""
-FORGOTTEN = timedelta(days=1)
-"""Age from which the parts of a step are given up that this machine does not have."""
 
 
 @dataclass(frozen=True)
@@ -173,7 +172,8 @@ class Uploader:
     def begin(self) -> None:
         """Compare the notes with what the object store has, and delete there what is of no use.
 
-        That is what the rules of remote steps do not keep, and parts of uploads that nobody will go on with.
+        That is what the rules of remote steps do not keep, and parts and objects of steps that nobody will go
+        on with.
 
         Raises:
             Taken: another attempt has taken the prefix over.
@@ -184,18 +184,35 @@ class Uploader:
         self._delete_unkept()
         waiting = self.uploads.missing()
         now = datetime.now(UTC)
-        self._abort(lambda step, begun: step not in waiting and now - begun > FORGOTTEN)
+
+        def forgotten(step: int, begun: datetime) -> bool:
+            return step not in waiting and now - begun > FORGOTTEN
+
+        self._abort(forgotten)
+        try:
+            self._remove_leftovers(forgotten)
+        except RemoteError as error:
+            logger.warning("objects of unfinished uploads may be left: %s", error)
 
     def end(self) -> None:
-        """Forget the parts of all uploads that were not completed, once the run's last step is there.
+        """Forget the parts and objects of all steps that do not exist, once the run's last step is there.
 
         Nothing is done if another attempt has taken the prefix over, or if the object store fails.
         """
         try:
             self.remote.check_owner(self.owner)
             self._abort(lambda step, begun: True)
+            self._remove_leftovers(lambda step, begun: True)
         except (RemoteError, Taken) as error:
-            logger.warning("parts of unfinished uploads may be left: %s", error)
+            logger.warning("parts and objects of unfinished uploads may be left: %s", error)
+
+    def _remove_leftovers(self, useless: Callable[[int, datetime], bool]) -> None:
+        """Delete what is left of steps that don't exist, if step and time of the newest object say so."""
+        for left in leftovers(self.remote):
+            if useless(left.step, left.newest):
+                logger.warning("removing what is left of step %d in %s", left.step, self.remote)
+                self.remote.check_owner(self.owner)
+                self.remote.objects.delete(left.names)
 
     def _abort(self, useless: Callable[[int, datetime], bool]) -> None:
         """Abort the unfinished uploads whose step and time of beginning say so, or whose step is there."""
