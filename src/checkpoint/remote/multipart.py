@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from xml.sax.saxutils import escape
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, join_crcs
+from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.errors import Refused, RemoteError
 from cairn.checkpoint.remote.listing import tag
@@ -65,6 +65,8 @@ class Multipart:
         self._has = has
         self._concurrent = concurrent
         self._left: dict[str, list[str]] = {}
+        self._uncopied: set[str] = set()
+        """URLs from which nothing can be copied."""
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         """The uploads of objects whose names begin with `prefix`; later ones of these objects continue them.
@@ -124,7 +126,8 @@ class Multipart:
             noted = self._begun(name, parts, notes)
             upload = str(noted.upload)
             try:
-                self._send(name, content, notes, [part for part in parts if not _arrived(part, noted)])
+                missing = [part for part in parts if not _arrived(part, noted)]
+                self._send(name, content, notes, missing, copies=not last)
                 content.guard()
                 etag = self._complete(name, parts, noted)
             except LocalError as error:
@@ -197,19 +200,48 @@ class Multipart:
                 return found
             query["part-number-marker"] = page.text("NextPartNumberMarker")
 
-    def _send(self, name: str, content: Content, notes: SentParts, missing: list[_Part]) -> None:
-        """Send parts, several at a time, and note each."""
+    def _send(
+        self, name: str, content: Content, notes: SentParts, missing: list[_Part], *, copies: bool
+    ) -> None:
+        """Send parts, several at a time, or copy what the object store has already, and note each."""
         content.on_bytes(content.size - sum(part.size for part in missing))
         upload = str(notes.noted().upload)
 
         def send(part: _Part) -> None:
-            etag = self._put_part(name, upload, part, content)
+            etag = self._copy_part(name, upload, part, content) if copies else None
+            etag = etag or self._put_part(name, upload, part, content)
             notes.add(part.number, etag, part.crc)
             content.on_bytes(part.size)
             fault_point("remote.sent_part")
 
         with ThreadPoolExecutor(self._concurrent) as pool:
             list(pool.map(send, missing))
+
+    def _copy_part(self, name: str, upload: str, part: _Part, content: Content) -> str | None:
+        """Copy a part from where the object store has its content, and return its ETag.
+
+        None if there is no such place, or S3 does not tell that the copy has the checksum of the part: it is
+        to be sent then. A store that tells no checksums of copies, or refuses them, is not asked again.
+        """
+        place = content.known(content.chunks(part.chunks))
+        if place is None or place.url in self._uncopied:
+            return None
+        headers = {
+            "x-amz-copy-source": self._s3.source(place.url, place.name),
+            "x-amz-copy-source-range": f"bytes={place.first}-{place.first + part.size - 1}",
+        }
+        try:
+            query: dict[str, str | int] = {"partNumber": part.number, "uploadId": upload}
+            copied = self._s3.request("PUT", name, query, headers=headers).xml()
+        except Refused as error:
+            if error.code == "NoSuchUpload":
+                raise
+            if error.code != "NoSuchKey":
+                self._uncopied.add(place.url)
+            return None
+        if not (crc := copied.text("ChecksumCRC64NVME")):
+            self._uncopied.add(place.url)
+        return copied.text("ETag") if crc == _text(part.crc) else None
 
     def _put_part(self, name: str, upload: str, part: _Part, content: Content) -> str:
         """Send a part, and return its ETag."""
@@ -257,14 +289,13 @@ class Multipart:
 
 def _parts(content: Content) -> list[_Part]:
     """The parts of a file that is not empty."""
-    crcs = content.crcs()
-    each = -(-len(crcs) // MOST_PARTS)
+    count = len(content.crcs())
+    each = -(-count // MOST_PARTS)
     parts: list[_Part] = []
-    for number, first in enumerate(range(0, len(crcs), each), 1):
-        chunks = range(first, min(first + each, len(crcs)))
-        sizes = [min(CHUNK_BYTES, content.size - chunk * CHUNK_BYTES) for chunk in chunks]
-        crc = join_crcs((crcs[chunk], size) for chunk, size in zip(chunks, sizes, strict=True))
-        parts.append(_Part(number, chunks, sum(sizes), crc))
+    for number, first in enumerate(range(0, count, each), 1):
+        numbers = range(first, min(first + each, count))
+        chunks = content.chunks(numbers)
+        parts.append(_Part(number, numbers, sum(size for _, size in chunks), join_crcs(chunks)))
     return parts
 
 

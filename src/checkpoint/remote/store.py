@@ -15,7 +15,6 @@ from cairn.checkpoint.manifest import (
     STEP_NAME,
     CheckpointError,
     Damaged,
-    FileEntry,
     Manifest,
     parse,
 )
@@ -23,6 +22,7 @@ from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote import catalog, chunks
 from cairn.checkpoint.remote.content import Content, OnBytes
 from cairn.checkpoint.remote.errors import Exists, RemoteError
+from cairn.checkpoint.remote.known import known_there
 from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.sent import Sent
@@ -41,10 +41,6 @@ FETCHES = 8
 """Ranges that are read at once."""
 UPLOADS = 2
 """Files that are uploaded at once, each in several parts at a time."""
-WORTH_COPYING = 1 << 20
-"""Smaller files are sent again rather than copied within the object store."""
-MOST_COPIED = 5 << 30
-"""The largest object that S3 copies in one request."""
 
 
 class Taken(UsageError):
@@ -55,10 +51,14 @@ class RemoteStore:
     """The steps below a URL: a `checkpoint.tiers.Tier`.
 
     Every method raises RemoteError if the object store refuses or fails.
+
+    Args:
+        origin: the URL of the step that the run was forked from, for the first upload.
     """
 
-    def __init__(self, objects: Objects):
+    def __init__(self, objects: Objects, origin: str | None = None):
         self.objects = objects
+        self.origin = origin
 
     def __str__(self) -> str:
         return self.objects.url
@@ -186,8 +186,7 @@ class RemoteStore:
         """Upload a committed local step.
 
         Every chunk is compared with the manifest as it is read. Files and parts that `sent` lists are not
-        sent again if they are there; files whose content the newest remote step has are copied within the
-        object store.
+        sent again if they are there; what the object store has already is copied there (`known_there`).
 
         Args:
             folder: the step's folder.
@@ -205,7 +204,7 @@ class RemoteStore:
         step = manifest.step
         if self._is_there(manifest):
             return
-        before = self._content_of_newest()
+        known = known_there(self, self.objects.url, self.origin, lambda url: RemoteStore(Objects(url)))
         prefix = f"step_{step}/"
         there = self.look(step)
 
@@ -215,12 +214,13 @@ class RemoteStore:
                 on_bytes(entry.size)
                 return
             etag = None
-            if (source := before.get(_content(entry))) and WORTH_COPYING <= entry.size <= MOST_COPIED:
+            if source := known.file(entry):
                 guard()
                 self.objects.copy(source, prefix + name)
                 on_bytes(entry.size)
             else:
-                content = Content(folder / name, entry, pace=pace, on_bytes=on_bytes, guard=guard)
+                path = folder / name
+                content = Content(path, entry, pace=pace, on_bytes=on_bytes, guard=guard, known=known.place)
                 if entry.size <= CHUNK_BYTES:
                     data = b"".join(content.pieces())
                     guard()
@@ -282,16 +282,6 @@ class RemoteStore:
                 f"(ckpt prune), or give the run another ckpt.remote"
             )
         return text is not None
-
-    def _content_of_newest(self) -> dict[tuple[int, tuple[str, ...]], str]:
-        """Names of the objects of the newest step, by their content."""
-        for step in reversed(self.steps()):
-            try:
-                files = self.manifest(step).files
-            except CheckpointError:
-                continue
-            return {_content(entry): f"step_{step}/{name}" for name, entry in files.items()}
-        return {}
 
     def unfinished(self) -> Iterator["tuple[int, Unfinished]"]:
         """The uploads in parts that were not completed, with their steps; not those of runs below."""
@@ -386,10 +376,6 @@ def strangers(found: Collection[str], wanted: Collection[str]) -> list[str]:
     if CLAIM in found or any(map(STEP_NAME.match, found)):
         return []
     return [name for name in found if name not in wanted]
-
-
-def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
-    return entry.size, tuple(entry.crc64nvme)
 
 
 def _committed(step: int) -> str:

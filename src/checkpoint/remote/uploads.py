@@ -30,6 +30,22 @@ logger = logging.getLogger(__name__)
 
 NOTES = ".remote"
 """Name of the folder beside the steps for notes about uploads."""
+ORIGIN = "origin.json"
+"""Name of the note that says where the run was forked from."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where the run was forked from: the URL of a step."""
+
+    url: str
+
+
+def note_origin(store: CheckpointStore, url: str) -> None:
+    """Note the URL of the step that a run begins with, so that its first upload copies what that has."""
+    folder = store.root / NOTES
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / ORIGIN, asdict(_Origin(url)))
 
 
 @dataclass(frozen=True)
@@ -83,6 +99,11 @@ class RunUploads:
         """Note it."""
         self.notes.mkdir(parents=True, exist_ok=True)
         write_json(self._file, asdict(uploaded))
+
+    def origin(self) -> str | None:
+        """The URL of the step that the run was forked from, if that is noted."""
+        found = read_note(self.notes / ORIGIN, _Origin)
+        return found.url if found else None
 
     def due(self, steps: Iterable[int]) -> list[int]:
         """Those of `steps` that have to be uploaded, oldest first."""
