@@ -18,7 +18,10 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.remote import Objects, RemoteStore
 from cairn.checkpoint.remote.catalog import summary
+from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
 from cairn.launch import main
 
 MANY = 10_000
@@ -181,6 +184,17 @@ def test_imports_from_there(ckpt, url: str, model: Path, tmp_path: Path):
         assert (refused.code, message in refused.output) == (2, True), refused.output
     assert not (tmp_path / "x").exists()
     assert not list(tmp_path.glob(".cairn-*"))
+
+
+def test_a_fork_knows_where_its_step_was_uploaded_to(ckpt, url: str, model: Path, tmp_path: Path):
+    """From the settings of the run, if that has an object store; nothing is asked there."""
+    for remote_url in (url, None):
+        run, there = tmp_path / f"run_{remote_url is None}", tmp_path / f"fork_{remote_url is None}"
+        step = commit(run, model, 4)
+        (run / "config.json").write_text(json.dumps({"ckpt": {"remote": remote_url}}))
+        assert ckpt("fork", step, there).code == 0
+        uploads = RunUploads(CheckpointStore(there / "checkpoints"), CkptConfig(), last=9)
+        assert uploads.origin() == (f"{url}/step_4" if remote_url else None)
 
 
 def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
