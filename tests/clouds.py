@@ -167,9 +167,16 @@ def _google_handler() -> type[http.server.BaseHTTPRequestHandler]:
         do_HEAD = do_GET
 
         def list(self) -> None:
-            """A page of the list of objects, of three at most."""
+            """A page of the list of objects, of three at most; or all folders, if the request wants those."""
             prefix, after = self.query.get("prefix", ""), self.query.get("continuation-token", "")
             names = sorted(name for name in objects if name.startswith(prefix) and name > after)
+            if "delimiter" in self.query:
+                rest = (name.removeprefix(prefix) for name in names)
+                folders = sorted({prefix + text.partition("/")[0] for text in rest if "/" in text})
+                rows = "".join(
+                    f"<CommonPrefixes><Prefix>{escape(name)}/</Prefix></CommonPrefixes>" for name in folders
+                )
+                return self.xml(f"<ListBucketResult>{rows}</ListBucketResult>")
             page, more = names[:3], len(names) > 3
             rows = "".join(
                 f"<Contents><Key>{escape(name)}</Key><Size>{len(objects[name][0])}</Size>"

@@ -89,6 +89,10 @@ class BadNetwork:
         """Requests that are being answered."""
         self.counting = threading.Lock()
         self.arrived: Counter[tuple[str, int]] = Counter()
+        self.copied: Counter[tuple[str, int]] = Counter()
+        """The same of parts that were copied within the store."""
+        self.tells = True
+        """Whether the checksums of such parts are told."""
         self.uploads: dict[str, Upload] = {}
         """By their ids."""
         self.denied: set[str] = set()
@@ -138,7 +142,8 @@ class BadNetwork:
                     return
                 if mood == "damage" and number % 4 == 0 and len(body) > 4096:
                     body = body[:2000] + bytes([body[2000] ^ 1]) + body[2001:]
-                if self.command in network.denied:
+                method = "COPY" if "x-amz-copy-source-range" in self.headers else self.command
+                if method in network.denied:
                     self.fail(403, "AccessDenied")
                     return
                 if problem := self.problem(body):
@@ -159,6 +164,9 @@ class BadNetwork:
                 finally:
                     connection.close()
                 self.take_note(body, answer, content)
+                if b"<CopyPartResult" in content and network.tells:
+                    crc = f"<ChecksumCRC64NVME>{_crc(self.source())}</ChecksumCRC64NVME></CopyPartResult>"
+                    content = content.replace(b"</CopyPartResult>", crc.encode())
                 if self.command == "GET":
                     path = self.path.partition("?")[0]
                     network.bytes_down[path] += len(content)
@@ -254,10 +262,23 @@ class BadNetwork:
                     upload = content.decode().partition("<UploadId>")[2].partition("<")[0]
                     network.uploads[upload] = Upload(key)
                 elif "partNumber" in query:
-                    network.uploads[query["uploadId"]].parts[int(query["partNumber"])] = body
-                    network.arrived[key, int(query["partNumber"])] += 1
+                    copied = "x-amz-copy-source" in self.headers
+                    number = int(query["partNumber"])
+                    network.uploads[query["uploadId"]].parts[number] = self.source() if copied else body
+                    (network.copied if copied else network.arrived)[key, number] += 1
                 elif "uploadId" in query:
                     network.uploads.pop(query["uploadId"], None)
+
+            def source(self) -> bytes:
+                """The bytes that the request copies."""
+                connection = http.client.HTTPConnection(host, int(port), timeout=60)
+                try:
+                    place = f"/{self.headers['x-amz-copy-source']}"
+                    asked = {"Range": self.headers["x-amz-copy-source-range"]}
+                    connection.request("GET", place, headers=asked)
+                    return connection.getresponse().read()
+                finally:
+                    connection.close()
 
             def fail(self, code: int, name: str) -> None:
                 self.answer(code, [], f"<Error><Code>{name}</Code></Error>".encode())

@@ -9,6 +9,7 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.ratings import Ratings, ratings_in
+from cairn.checkpoint.remote.errors import RemoteError
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.checkpoint.tiers import Tier
@@ -161,8 +162,13 @@ def apply_retention(store: CheckpointStore, rules: CkptConfig, spare: Spare = sp
 def delete_unkept(
     tier: Tier, rules: CkptConfig, pinned: set[int], ratings: Ratings, spare: Spare = spare_none
 ) -> list[int]:
-    """Delete the steps of a tier that neither the rules nor `spare` keep, and return them; failures are
-    logged.
+    """Delete the steps of a tier that neither the rules nor `spare` keep, and return them.
+
+    A step that can't be deleted is logged and left, and so are all after one that an object store refuses to
+    delete, or fails to.
+
+    Raises:
+        RemoteError: the tier is an object store that refuses to tell its steps, or fails.
     """
     # Read manifests only if a rule needs their metrics.
     steps = read_steps(tier, ratings) if rules.keep_best else [Step(number, {}) for number in tier.steps()]
@@ -184,6 +190,9 @@ def delete_unkept(
                 )
         except OSError as error:
             logger.warning("could not delete checkpoint %d: %s", number, error)
+        except RemoteError as error:  # the next one would take as long to fail
+            logger.warning("could not delete remote checkpoint %d: %s", number, error)
+            break
     return deleted
 
 

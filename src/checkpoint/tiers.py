@@ -25,5 +25,6 @@ class Tier(Protocol):
 
         Raises:
             OSError: it can't be deleted.
+            RemoteError: likewise, in an object store.
         """
         ...

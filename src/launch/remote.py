@@ -18,6 +18,7 @@ from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
 from cairn.checkpoint.remote.beginnings import bring_beginnings
 from cairn.checkpoint.remote.errors import NoCredentials, Unsure
 from cairn.checkpoint.remote.probing import probe
+from cairn.checkpoint.remote.uploads import note_origin
 from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore
@@ -72,6 +73,8 @@ def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Pat
                 away = _Nearest(config, needs).bring()
         if ckpt.resume and is_url(ckpt.resume):
             fetched = {"resume": str(_fetched(run, ckpt.resume))}
+            if ckpt.remote:
+                note_origin(CheckpointStore(run.checkpoints), ckpt.resume)
             return config.sharing(ckpt=ckpt.model_copy(update=fetched)), away
         return config, away
     finally:

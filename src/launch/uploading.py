@@ -86,7 +86,7 @@ def _uploader(uploads: RunUploads, run: RunDirectory, owner: str, attempt: Attem
     rate = bytes_of(ckpt.remote_bandwidth) if ckpt.remote_bandwidth else None
     # Repeating a request for longer would keep the end of the run waiting beyond its limit.
     objects = Objects(ckpt.remote, retry_seconds=min(RETRY_SECONDS, ckpt.remote_timeout))
-    remote, files = RemoteStore(objects), small_files(run)
+    remote, files = RemoteStore(objects, uploads.origin()), small_files(run)
     return Uploader(uploads, remote, owner, attempt=attempt, run_files=files, limit=Limit(rate))
 
 

@@ -9,6 +9,7 @@ from typing import Any
 from cairn.checkpoint.diff import compare
 from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
+from cairn.checkpoint.remote.uploads import note_origin
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import UsageError
@@ -22,7 +23,7 @@ from cairn.tools.ckpt_output import (
     print_manifest,
     say,
 )
-from cairn.tools.ckpt_paths import STORE_HELP, store_in
+from cairn.tools.ckpt_paths import STORE_HELP, run_config, store_in
 from cairn.tools.ckpt_remote import local_run, local_target, place
 from cairn.tools.ckpt_retention import add_list, add_prune, list_steps, prune_steps
 from cairn.tools.ckpt_steps import add_average, add_copy, average, copy
@@ -162,6 +163,8 @@ def _fork(arguments: argparse.Namespace) -> int:
 
     with ckpt_remote.local(arguments.step, near=arguments.output_dir) as step:
         folder, forked = fork(_step(step), arguments.output_dir, link=arguments.link)
+        if url := arguments.step if isinstance(arguments.step, str) else _uploaded(_step(step)):
+            note_origin(CheckpointStore(folder.parent), url)
     if arguments.json:
         parent = forked.parent.model_dump() if forked.parent else None
         print_json({"folder": str(folder), "run_id": forked.run_id, "parent": parent})
@@ -169,6 +172,12 @@ def _fork(arguments: argparse.Namespace) -> int:
         say(f"{folder} is step {forked.step} of the new run {forked.run_id}; resume it with")
         say(f"  --output-dir {arguments.output_dir} --ckpt.resume latest")
     return 0
+
+
+def _uploaded(step: Path) -> str | None:
+    """Where the step was uploaded to, if its run has an object store."""
+    url = (run_config(step.parent).get("ckpt") or {}).get("remote")
+    return f"{url}/{step.name}" if isinstance(url, str) else None
 
 
 def _audit(arguments: argparse.Namespace) -> int:

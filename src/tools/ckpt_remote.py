@@ -4,6 +4,7 @@ import argparse
 import contextlib
 import tempfile
 from collections.abc import Generator
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 from urllib.parse import unquote, urlsplit
@@ -20,6 +21,7 @@ from cairn.checkpoint.manifest import (
 from cairn.checkpoint.ratings import RATINGS, Ratings
 from cairn.checkpoint.remote import Objects, RemoteStore
 from cairn.checkpoint.remote.catalog import LISTED_METRICS
+from cairn.checkpoint.remote.leftovers import FORGOTTEN, Leftovers, forget, leftovers, set_aside
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import COMMITTED
 from cairn.checkpoint.retention import PINS, Step, read_steps, reasons_to_keep
@@ -156,11 +158,15 @@ def verify(url: str) -> list[dict[str, Any]]:
     return results
 
 
-def prune(url: str, rules: CkptConfig, *, dry_run: bool) -> dict[str, Any]:
+def prune(url: str, rules: CkptConfig, *, abandoned: bool = False, dry_run: bool) -> dict[str, Any]:
     """Delete the remote steps that no rule keeps; returns the content of `ckpt prune --json`.
 
-    Only whole steps are deleted, so one that is being uploaded is left alone. The newest step whose objects
-    are all there always stays, and so do steps that were pinned when the run last uploaded one.
+    The newest step whose objects are all there always stays, and so do steps that were pinned when the run
+    last uploaded one. What is left of other steps is deleted if nothing was sent of them for a day, so that
+    one that is being uploaded is left alone.
+
+    Args:
+        abandoned: whether to delete steps that were set aside, too.
 
     Raises:
         UsageError: the URL is of a single step.
@@ -182,17 +188,32 @@ def prune(url: str, rules: CkptConfig, *, dry_run: bool) -> dict[str, Any]:
     else:
         kept = {number: reasons or ["none is good"] for number, reasons in kept.items()}
     deleted = [number for number, reasons in kept.items() if not reasons]
-    for number in [] if dry_run else deleted:
-        remote.delete(number)
+    aside, debris = set_aside(remote) if abandoned else [], _debris(remote)
+    if not dry_run:
+        for number in deleted:
+            remote.delete(number)
+        for one in aside:
+            forget(remote, one)
+        for left in debris:
+            remote.objects.delete(left.names)
     return {
         "deleted": [f"{remote}/step_{number}" for number in deleted],
-        "debris": [],
-        "abandoned": [],
+        "debris": [f"{remote}/step_{left.step}" for left in debris],
+        "abandoned": [
+            f"{remote}/{folder}" for folder in sorted({str(Path(one.note).parent) for one in aside})
+        ],
         "kept": {str(number): reasons for number, reasons in kept.items() if reasons},
         "damaged": damaged,
         "failed": [],
         "dry_run": dry_run,
     }
+
+
+def _debris(remote: RemoteStore) -> list[Leftovers]:
+    """What is left of steps that nobody is uploading: nothing was sent of them for a day."""
+    since = datetime.now(UTC) - FORGOTTEN
+    busy = {step for step, unfinished in remote.unfinished() if unfinished.begun > since}
+    return [left for left in leftovers(remote) if left.newest < since and left.step not in busy]
 
 
 def _with_metrics(remote: RemoteStore, rules: CkptConfig) -> list[Step]:

@@ -138,19 +138,19 @@ def _pruned_remote(arguments: argparse.Namespace) -> dict[str, Any]:
     Raises:
         UsageError: an argument makes sense for local steps only, or there is no rule.
     """
-    for name in ("pin", "unpin", "abandoned"):
+    for name in ("pin", "unpin"):
         if getattr(arguments, name):
             raise UsageError(
                 f"--{name}: is for a run directory, and {arguments.path} is a URL; a run's pins go there "
-                "with the next step that it uploads, and steps that it set aside make room for new ones"
+                "with the next step that it uploads"
             )
     rules = _rules_by(arguments, CkptConfig())
-    if rules.keep_last is None and rules.keep_best is None:
+    if rules.keep_last is None and rules.keep_best is None and not arguments.abandoned:
         raise UsageError(
             f"{arguments.path}: the run's rules are not there, so give --keep-last or --keep-best; without "
             "either, all steps are kept"
         )
-    return ckpt_remote.prune(arguments.path, rules, dry_run=arguments.dry_run)
+    return ckpt_remote.prune(arguments.path, rules, abandoned=arguments.abandoned, dry_run=arguments.dry_run)
 
 
 def _rules_by(arguments: argparse.Namespace, rules: CkptConfig) -> CkptConfig:

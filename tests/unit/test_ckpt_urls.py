@@ -1,8 +1,10 @@
 """`ckpt` commands on URLs: steps in a real S3 server, as source and as target."""
 
 import contextlib
+import hashlib
 import json
 import os
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -17,7 +19,10 @@ from stores import BadNetwork, make_step, s3_bucket
 from cairn.checkpoint.manifest import load_manifest
 from cairn.checkpoint.remote import Objects, RemoteStore
 from cairn.checkpoint.remote.catalog import summary
+from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.steps import verify
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
 from cairn.launch import main
 
 MANY = 10_000
@@ -200,6 +205,17 @@ def test_imports_from_there(ckpt, url: str, model: Path, tmp_path: Path):
     assert not list(tmp_path.glob(".cairn-*"))
 
 
+def test_a_fork_knows_where_its_step_was_uploaded_to(ckpt, url: str, model: Path, tmp_path: Path):
+    """From the settings of the run, if that has an object store; nothing is asked there."""
+    for remote_url in (url, None):
+        run, there = tmp_path / f"run_{remote_url is None}", tmp_path / f"fork_{remote_url is None}"
+        step = commit(run, model, 4)
+        (run / "config.json").write_text(json.dumps({"ckpt": {"remote": remote_url}}))
+        assert ckpt("fork", step, there).code == 0
+        uploads = RunUploads(CheckpointStore(there / "checkpoints"), CkptConfig(), last=9)
+        assert uploads.origin() == (f"{url}/step_4" if remote_url else None)
+
+
 def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
     """The best, the last and pinned ones stay; what is being uploaded is left alone; damage is not newest."""
     for step, loss in ((2, 0.1), (4, 0.9), (6, 0.8), (8, 0.7), (10, 0.6)):
@@ -229,12 +245,37 @@ def test_prunes_by_rules(ckpt, url: str, model: Path, tmp_path: Path):
         ((url,), "give --keep-last or --keep-best"),
         ((f"{url}/step_4", "--keep-last", 1), "is a single step"),
         ((url, "--keep-last", 1, "--pin", 4), "--pin: is for a run directory"),
-        ((url, "--keep-last", 1, "--abandoned"), "--abandoned: is for a run directory"),
         ((url, "--keep-best", 1), "needs metric and mode"),
     ]:
         refused = ckpt("prune", *arguments)
         assert (refused.code, message in refused.output) == (2, True), refused.output
     assert there.steps() == [2, 4, 8, 10]
+
+
+def test_prunes_what_is_left(ckpt, url: str, bucket: Path, model: Path, tmp_path: Path):
+    """Of uploads that were cut a day ago; and, if asked, the steps that were set aside."""
+    for step in (2, 4, 6):
+        assert ckpt("copy", commit(tmp_path / "run", model, step), url).code == 0
+    there = remote(url)
+    assert there.set_aside_after(2, "branch_1") == [4, 6]
+    there.objects.put("step_6/model/new", b"of a step that is being uploaded")
+    for name in ("step_1/a", "step_3/a"):
+        there.objects.put(name, b"1")
+    os.utime(bucket / tmp_path.name / "step_1/a", (time.time() - 90_000,) * 2)
+    os.utime(bucket / tmp_path.name / "abandoned/branch_1/step_6.json", (time.time() - 60,) * 2)
+
+    def left() -> set[str]:
+        return {name.partition("/")[0] for name, _ in there.objects.list()} - {"catalog.json", "run.json"}
+
+    dry = json.loads(ckpt("prune", url, "--keep-last", 1, "--dry-run", "--json").output)
+    pruned = json.loads(ckpt("prune", url, "--keep-last", 1, "--json").output)
+    assert pruned == {**dry, "dry_run": False}
+    assert (pruned["debris"], pruned["abandoned"]) == ([f"{url}/step_1"], [])
+    assert left() == {"committed", "abandoned", "step_2", "step_3", "step_4", "step_6"}
+    printed = ckpt("prune", url, "--abandoned").output
+    assert f"deleted {url}/abandoned/branch_1" in printed
+    assert left() == {"committed", "step_2", "step_3", "step_6"}, "step 6 may be that of the new branch"
+    assert there.verify(2)
 
 
 def test_many_steps_are_listed_with_few_requests(
@@ -246,7 +287,8 @@ def test_many_steps_are_listed_with_few_requests(
     (folder / "committed").mkdir(parents=True)
     for step in range(1, MANY + 1):
         (folder / f"committed/step_{step}.json").touch()
-    rows = [{**summary(manifest), "step": step} for step in range(1, MANY)]
+    etag = hashlib.md5(b"").hexdigest()
+    rows = [{**summary(manifest), "step": step, "etag": etag} for step in range(1, MANY)]
     (folder / "catalog.json").write_text(json.dumps(rows))
     last = manifest.model_copy(update={"step": MANY})
     (folder / f"committed/step_{MANY}.json").write_bytes(last.to_json())

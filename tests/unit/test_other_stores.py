@@ -11,6 +11,7 @@ from stores import make_step
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
+from cairn.checkpoint.remote.leftovers import leftovers
 from cairn.checkpoint.remote.objects import Exists
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
@@ -73,6 +74,17 @@ def test_an_upload_that_was_cut_goes_on(remote: RemoteStore, tmp_path):
     (folder / "model/model.safetensors").unlink()
     remote.put(folder, manifest, Sent(tmp_path / "sent", manifest))
     assert remote.verify(4) == manifest
+
+
+def test_what_nobody_owns_is_found(remote: RemoteStore, tmp_path):
+    """What a deletion has left that was cut, and no step that is there."""
+    for step in (4, 5):
+        folder, manifest = make_step(tmp_path, step, {"a": b"1"})
+        remote.put(folder, manifest, Sent(tmp_path / "sent", manifest))
+    remote.objects.delete(["committed/step_4.json"])
+    assert [(left.step, left.names) for left in leftovers(remote)] == [
+        (4, ("step_4/a", "step_4/manifest.json"))
+    ]
 
 
 def test_nobody_replaces_what_commits_a_step(remote: RemoteStore, tmp_path):

@@ -17,12 +17,15 @@ from stores import BadNetwork, Upload, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64, join_crcs
 from cairn.checkpoint.manifest import Damaged, Manifest
-from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, multipart, objects, s3
+from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, known, multipart, objects, s3
 from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.uploads import RunUploads, Uploader
+from cairn.checkpoint.remote.uploads import RunUploads, Uploader, note_origin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.config.trainer import SFTConfig
+from cairn.launch import main
+from cairn.launch.remote import with_remote
 from cairn.run.waiting import wait_for
 
 PARTS = 4
@@ -279,6 +282,116 @@ def test_files_with_more_chunks_than_parts_are_allowed(
     put(remote, step)
     assert numbers(network.arrived) == Counter({1: 1, 2: 1})
     assert remote.verify(4) == step[1]
+
+
+def changed(step: tuple[Path, Manifest], root: Path, number: int) -> tuple[Path, Manifest]:
+    """A step whose large file differs in its second chunk only."""
+    content = LARGE[:CHUNK_BYTES] + b"x" + LARGE[CHUNK_BYTES + 1 :]
+    return make_step(root, number, {FILE: content, "trainer/state.json": b"[]"})
+
+
+@pytest.mark.parametrize("most", [multipart.MOST_PARTS, 2])
+def test_chunks_that_the_newest_step_has_are_copied_there(
+    remote: RemoteStore,
+    network: BadNetwork,
+    step: tuple[Path, Manifest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    most: int,
+):
+    """Each with its checksum; also where a part has several, which then lie in a row."""
+    monkeypatch.setattr(multipart, "MOST_PARTS", most)
+    put(remote, step)
+    network.arrived.clear()
+    network.bytes_up = 0
+    newer = changed(step, tmp_path / "there", 6)
+    counted: list[int] = []
+    paced: list[int] = []
+    remote.put(*newer, note_of(newer), on_bytes=counted.append, pace=paced.append)
+    sent = {2} if most > 2 else {1}
+    assert set(numbers(network.arrived)) == sent
+    assert set(numbers(network.copied)) == set(range(1, min(PARTS, most) + 1)) - sent
+    assert sum(counted) == newer[1].nbytes
+    assert sum(paced) < 3 * CHUNK_BYTES
+    assert remote.verify(6) == newer[1]
+
+
+@pytest.mark.parametrize("problem", ["damaged", "gone", "silent", "refused"])
+def test_copies_that_do_not_succeed_are_sent(
+    remote: RemoteStore,
+    network: BadNetwork,
+    server: tuple[str, Path],
+    step: tuple[Path, Manifest],
+    tmp_path: Path,
+    problem: str,
+):
+    """Nothing that is damaged in one step becomes part of the next."""
+    put(remote, step)
+    there = server[1] / tmp_path.name / "a run+/step_4" / FILE
+    if problem == "damaged":
+        there.write_bytes(b"y" + LARGE[1:])
+    elif problem == "gone":
+        there.unlink()
+    elif problem == "silent":
+        network.tells = False
+    else:
+        network.denied.add("COPY")
+    network.arrived.clear()
+    newer = changed(step, tmp_path / "there", 6)
+    put(remote, newer)
+    assert {1, 2} <= set(numbers(network.arrived))
+    assert (4 in numbers(network.arrived)) == (problem != "damaged")
+    assert remote.verify(6) == newer[1]
+    assert network.uploads == {}
+
+
+def test_files_that_are_too_large_for_one_copy(
+    remote: RemoteStore,
+    network: BadNetwork,
+    step: tuple[Path, Manifest],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+):
+    """They are copied by chunks."""
+    monkeypatch.setattr(known, "MOST_COPIED", len(LARGE) - 1)
+    put(remote, step)
+    network.arrived.clear()
+    again = make_step(tmp_path / "there", 6, {FILE: LARGE})
+    put(remote, again)
+    assert not network.arrived
+    assert set(numbers(network.copied)) == set(range(1, PARTS + 1))
+    assert remote.verify(6) == again[1]
+
+
+@pytest.mark.parametrize("way", ["ckpt fork", "--ckpt.resume", "deleted", "another bucket"])
+def test_a_fork_copies_from_where_it_came(
+    remote: RemoteStore, network: BadNetwork, step: tuple[Path, Manifest], tmp_path: Path, way: str
+):
+    """Its first step has chunks of the step that it began with; the URL of that is noted in its folder."""
+    put(remote, step)
+    store = CheckpointStore(tmp_path / "fork/checkpoints")
+    url = f"s3://bucket/{tmp_path.name}/fork"
+    if way == "ckpt fork":
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("sys.argv", ["ckpt", "fork", f"{remote}/step_4", str(tmp_path / "fork")])
+            assert main.ckpt() == 0
+        newer = store.folder(4), store.manifest(4)
+    else:
+        resume = CkptConfig(remote=url, resume=f"{remote}/step_4")
+        with_remote(SFTConfig(output_dir=str(tmp_path / "fork"), ckpt=resume), ["trainer"])
+        newer = changed(step, store.root, 6)
+    if way == "deleted":
+        remote.delete(4)
+    elif way == "another bucket":
+        note_origin(store, "s3://elsewhere/run/step_4")
+    uploads = RunUploads(store, CkptConfig(remote=url), last=9)
+    fork = RemoteStore(Objects(url, retry_seconds=5), origin=uploads.origin())
+    network.arrived.clear()
+    put(fork, newer)
+    sent = {"ckpt fork": set[int](), "--ckpt.resume": {2}}.get(way, set(range(1, PARTS + 1)))
+    assert set(numbers(network.arrived)) == sent
+    assert set(numbers(network.copied)) == set(range(1, PARTS + 1)) - sent
+    assert fork.verify(newer[1].step) == newer[1]
 
 
 def test_crcs_of_bytes_in_a_row():

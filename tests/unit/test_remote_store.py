@@ -6,9 +6,11 @@ import http.server
 import json
 import os
 import random
+import shutil
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +23,7 @@ from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
 from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.errors import Unsure
+from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
@@ -36,6 +39,7 @@ from cairn.launch.start import Start, choose_start
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
+from cairn.tools.ckpt_remote import prune
 
 
 @pytest.fixture(scope="module")
@@ -67,6 +71,16 @@ FILES = {"model/model.safetensors": LARGE, "trainer/state.json": b"{}", "model/e
 def put(remote: RemoteStore, folder: Path, manifest: Manifest, **how: Any) -> None:
     """Upload a step with a note beside it."""
     remote.put(folder, manifest, Sent(folder.parent / "notes" / folder.name, manifest), **how)
+
+
+def die_at(point: str) -> Callable[[str], None]:
+    """A `fault_point` that ends a process there, as far as a test can have it."""
+
+    def fault_point(name: str) -> None:
+        if name == point:
+            raise KeyboardInterrupt
+
+    return fault_point
 
 
 def test_a_step_goes_there_and_comes_back(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
@@ -151,11 +165,56 @@ def test_a_note_of_another_attempts_step_does_not_count(remote: RemoteStore, tmp
     _, manifest = make_step(tmp_path, 4, FILES)
     note = tmp_path / "note"
     sent = Sent(note, manifest)
-    sent.add("trainer/state.json", manifest.files["trainer/state.json"])
-    assert Sent(note, manifest).has("trainer/state.json", manifest.files["trainer/state.json"])
+    sent.add("trainer/state.json", "an ETag")
+    assert Sent(note, manifest).etag("trainer/state.json") == "an ETag"
     other = manifest.model_copy(update={"attempt": 2})
-    assert not Sent(note, other).has("trainer/state.json", manifest.files["trainer/state.json"])
-    assert not Sent(note, manifest).has("trainer/state.json", manifest.files["trainer/state.json"])
+    assert Sent(note, other).etag("trainer/state.json") is None
+    assert Sent(note, manifest).etag("trainer/state.json") is None
+
+
+def test_what_was_sent_and_replaced_since_is_sent_again(remote: RemoteStore, tmp_path: Path):
+    """Another attempt sent a step of the same sizes, and did not commit it; its bytes become no step."""
+    larger = random.Random(3).randbytes(len(LARGE))
+    folder, manifest = make_step(tmp_path / "one", 4, FILES)
+    others = make_step(tmp_path / "two", 4, {"model/model.safetensors": larger, "trainer/state.json": b"[]"})
+
+    def end() -> None:
+        raise KeyboardInterrupt
+
+    for cut in ((folder, manifest), others):
+        with pytest.raises(KeyboardInterrupt):
+            put(remote, *cut, check=end)
+    put(remote, folder, manifest)
+    assert remote.verify(4) == manifest
+
+
+def test_what_is_replaced_before_the_commit_is_found(remote: RemoteStore, tmp_path: Path):
+    """By its ETag; what is the same in spite of another ETag counts, and so does no note without one."""
+    folder, manifest = make_step(tmp_path, 4, FILES)
+    look, state = remote.objects.look, "step_4/trainer/state.json"
+    for content, error in ((b"[]", "state.json: changed between"), (b"{}", None)):
+
+        def replaced(prefix: str, content: bytes = content) -> Mapping[str, Listed]:
+            if state in (found := dict(look(prefix))):
+                remote.objects.put(state, content)
+                found[state] = replace(found[state], etag="another")
+            return found
+
+        remote.objects.look = replaced
+        with pytest.raises(RemoteError, match=error) if error else contextlib.nullcontext():
+            put(remote, folder, manifest)
+        assert remote.steps() == ([] if error else [4])
+    assert remote.verify(4) == manifest
+
+
+def test_notes_of_an_older_version_prove_nothing(tmp_path: Path):
+    """They name files without ETags."""
+    _, manifest = make_step(tmp_path, 4, FILES)
+    note, entry = tmp_path / "note", manifest.files["trainer/state.json"]
+    Sent(note, manifest)
+    with open(note, "a") as file:
+        file.write(json.dumps(["trainer/state.json", entry.size, *entry.crc64nvme]) + "\n")
+    assert Sent(note, manifest).etag("trainer/state.json") is None
 
 
 def test_what_the_newest_step_has_is_copied_there(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
@@ -219,6 +278,25 @@ def test_steps_of_a_branch_that_was_left_make_room(remote: RemoteStore, tmp_path
     assert remote.verify(4) == manifest
     left = json.loads(remote.objects.get("abandoned/branch_1/step_4.json") or b"")
     assert left["branch"] == "branch_1"
+
+
+def test_a_committed_step_has_its_own_files_only(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
+    """Those of an earlier step of its number are gone, unless another attempt has the prefix by now."""
+    shards = {f"model/model-0000{n}-of-00002.safetensors": b"1" for n in (1, 2)}
+    put(remote, *make_step(tmp_path / "one", 8, shards))
+    remote.set_aside_after(4, "branch_1")
+    newer = make_step(tmp_path / "two", 8, {"model/model.safetensors": b"1"}, branch="branch_2")
+    remote.claim("run", "run:1")
+    remote.objects.put("step_8/model/model.safetensors", b"1")
+    Sent(tmp_path / "two/notes/step_8", newer[1]).add(
+        "model/model.safetensors", remote.look(8)["model/model.safetensors"].etag
+    )
+    with pytest.raises(Taken):
+        put(remote, *newer, guard=lambda: remote.check_owner("run:0"))
+    assert shards.keys() <= remote.look(8).keys()
+    put(remote, *newer)
+    shutil.copytree(url[1] / "step_8", tmp_path / "copied/step_8")
+    assert verify(tmp_path / "copied/step_8") == newer[1]
 
 
 def test_two_runs_can_not_have_one_prefix(remote: RemoteStore):
@@ -457,8 +535,8 @@ def test_many_steps_are_listed_with_few_requests(remote: RemoteStore, tmp_path: 
     for step in (1, 2, 3):
         put(remote, *make_step(tmp_path, step, {"a": b"1"}, metrics={"loss": step / 2, "lr": 1.0}))
     asked: list[str] = []
-    get = remote.objects.get
-    remote.objects.get = lambda name: asked.append(name) or get(name)
+    get = remote.objects.tagged
+    remote.objects.tagged = lambda name: asked.append(name) or get(name)
     rows = remote.summaries()
     assert [(row["step"], row["bytes"], row["metrics"]) for row in rows] == [
         (1, 1, {"loss": 0.5}),
@@ -513,6 +591,49 @@ def test_a_store_that_ignores_ranges(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(RemoteError, match="s3://bucket/run/a: the object store ignores"):
             list(Objects("s3://bucket/run", retry_seconds=1).pieces("a", 2, 2))
         server.shutdown()
+
+
+@pytest.mark.parametrize("old", [False, True])
+def test_the_catalog_is_believed_only_of_the_manifest_that_is_there(
+    remote: RemoteStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, old: bool
+):
+    """A step took the place of one that was set aside, and its uploader was killed right after the commit."""
+    for step, loss in ((4, 0.1), (8, 0.5)):
+        put(remote, *make_step(tmp_path / "one", step, {"a": b"1"}, metrics={"loss": loss}))
+    remote.set_aside_after(2, "branch_1")
+    if old:  # rows of older versions don't tell what they were made of
+        rows = json.loads(remote.objects.get("catalog.json") or b"")
+        rows = [{name: row[name] for name in row if name != "etag"} for row in rows]
+        remote.objects.put("catalog.json", json.dumps(rows).encode())
+    newer = make_step(tmp_path / "two", 4, {"a": b"2"}, metrics={"loss": 9.0}, branch="branch_2")
+    with monkeypatch.context() as patch:
+        patch.setattr("cairn.checkpoint.remote.store.fault_point", die_at("remote.done"))
+        with pytest.raises(KeyboardInterrupt):
+            put(remote, *newer)
+    assert [(row["step"], row["metrics"]["loss"]) for row in remote.summaries()] == [(4, 9.0)]
+    put(remote, *make_step(tmp_path / "two", 6, {"a": b"3"}, metrics={"loss": 2.0}, branch="branch_2"))
+    written = json.loads(remote.objects.get("catalog.json") or b"")
+    assert [(row["step"], row["metrics"]["loss"]) for row in written] == [(4, 9.0), (6, 2.0)]
+    best = prune(str(remote), CkptConfig(keep_best=1, metric="loss", mode="min"), dry_run=True)
+    assert best["kept"] == {"6": ["newest", "best"]}
+
+
+def test_a_step_is_there_without_the_catalog(remote: RemoteStore, tmp_path: Path):
+    """Whether another manifest is damaged or the store fails: the upload has succeeded."""
+    put(remote, *make_step(tmp_path, 1, {"a": b"1"}))
+    remote.objects.put("committed/step_1.json", b"{")
+    put(remote, *make_step(tmp_path, 2, {"a": b"1"}))
+    assert [row["step"] for row in json.loads(remote.objects.get("catalog.json") or b"")] == [2]
+    store_put = remote.objects.put
+
+    def refuse(name: str, content: bytes) -> str | None:
+        if name == "catalog.json":
+            raise RemoteError("access was denied")
+        return store_put(name, content)
+
+    remote.objects.put = refuse
+    put(remote, *make_step(tmp_path, 3, {"a": b"1"}))
+    assert remote.steps() == [1, 2, 3]
 
 
 @pytest.mark.parametrize("mood", ["storm", "drops", "damage", "slow"])
@@ -627,6 +748,102 @@ class TestUploads:
         assert uploader.next_step() is None
         uploader.begin()
         assert uploader.next_step() is None, "its rules would delete step 3 again"
+
+    def test_a_step_that_can_not_be_deleted_is_no_failed_upload(
+        self, store: CheckpointStore, remote: RemoteStore, caplog: pytest.LogCaptureFixture
+    ):
+        """It is logged, and tried again after the next upload."""
+        for step in (1, 2, 3, 4):
+            make_step(store.root, step, {"a": b"1"})
+        uploader = self.uploader(store, remote, remote_keep_last=1)
+        uploader.upload(1)
+        delete = remote.objects.delete
+
+        def refuse(names: Sequence[str]) -> None:
+            raise RemoteError(f"{names[0]}: access was denied")
+
+        remote.objects.delete = refuse
+        uploader.upload(2)
+        assert "could not delete remote checkpoint 1: committed/step_1.json: access was denied" in caplog.text
+        assert uploader.uploads.read() == Uploaded((1, 2))
+        steps = remote.steps
+
+        def fail_once_committed() -> list[int]:
+            if 3 in (found := steps()):
+                raise RemoteError("503 SlowDown")
+            return found
+
+        remote.steps = fail_once_committed
+        uploader.upload(3)
+        assert "no remote checkpoint is deleted: 503 SlowDown" in caplog.text
+        remote.objects.delete, remote.steps = delete, steps
+        uploader.upload(4)
+        assert uploader.uploads.read() == Uploaded((4,), dropped=(1, 2, 3))
+        assert remote.steps() == [4]
+
+    def left(self, remote: RemoteStore) -> list[int]:
+        """The numbers of the steps that have objects."""
+        names = (name for name, _ in remote.objects.list() if name.startswith("step_"))
+        return sorted({int(name.partition("/")[0].removeprefix("step_")) for name in names})
+
+    def test_what_nobody_will_go_on_with_is_removed(
+        self,
+        store: CheckpointStore,
+        remote: RemoteStore,
+        url: tuple[str, Path],
+        monkeypatch: pytest.MonkeyPatch,
+    ):
+        """Objects of cut uploads and deletions: after a day, and at the run's end at once."""
+        for step in (1, 2, 3, 4, 5, 9):
+            make_step(store.root, step, {"a": bytes([step])})
+        uploader = self.uploader(store, remote, remote_keep_last=2, remote_interval=1)
+        for step, cut in ((1, None), (2, None), (3, "remote.uncommitted"), (4, "remote.before_manifest")):
+            with monkeypatch.context() as patch:
+                patch.setattr("cairn.checkpoint.remote.store.fault_point", die_at(cut or "nowhere"))
+                with pytest.raises(KeyboardInterrupt) if cut else contextlib.nullcontext():
+                    uploader.upload(step)
+        store.delete(4)  # given up
+        put(remote, *make_step(store.root.parent / "aside", 7, {"a": b"1"}))
+        assert remote.set_aside_after(3, "branch_1") == [7]
+        below = RemoteStore(Objects(f"{remote}/step_6"))
+        put(below, *make_step(store.root.parent / "below", 1, {"a": b"1"}))
+        assert (remote.steps(), self.left(remote)) == ([2, 3], [1, 2, 3, 4, 6, 7])
+        uploader.begin()
+        assert self.left(remote) == [1, 2, 3, 4, 6, 7], "somebody may go on with it"
+        for path in url[1].glob("step_*/**/*"):
+            os.utime(path, (time.time() - 90_000,) * 2)
+        remote.objects.put("step_4/b", b"not so old")
+        remote.objects.put("step_5/a", b"it waits")
+        os.utime(url[1] / "step_5/a", (time.time() - 90_000,) * 2)
+        uploader.begin()
+        assert self.left(remote) == [2, 3, 4, 5, 6, 7]
+        uploader.upload(5)
+        uploader.upload(9)
+        remote.claim("run", "run:2")
+        uploader.end()
+        assert self.left(remote) == [4, 5, 6, 7, 9], "it is another attempt's by now"
+        remote.claim("run", "run:1")
+        uploader.end()
+        assert self.left(remote) == [5, 6, 7, 9]
+        assert below.steps() == [1]
+
+    def test_an_object_that_can_not_be_deleted_is_no_reason_to_upload_nothing(
+        self, store: CheckpointStore, remote: RemoteStore, caplog: pytest.LogCaptureFixture
+    ):
+        """It is logged."""
+        make_step(store.root, 9, {"a": b"1"})
+        uploader = self.uploader(store, remote)
+        remote.objects.put("step_1/a", b"1")
+
+        def refuse(names: Sequence[str]) -> None:
+            raise RemoteError(f"{names[0]}: access was denied")
+
+        remote.objects.delete = refuse
+        uploader.begin()
+        assert not caplog.text
+        uploader.upload(9)
+        uploader.end()
+        assert "may be left: step_1/a: access was denied" in caplog.text
 
     def test_the_best_are_uploaded_once(self, store: CheckpointStore, remote: RemoteStore):
         """Also where a step on the local disk is better than the others here, but not than those there."""

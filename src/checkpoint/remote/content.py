@@ -1,7 +1,8 @@
 """A local file on its way to an object store."""
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
@@ -12,6 +13,18 @@ OnBytes = Callable[[int], None]
 BLOCK_BYTES = 256 << 10
 """Bytes that are read, checked and sent at a time, while they are in the processor's cache."""
 
+Chunk = tuple[int, int]
+"""CRC-64/NVME of a chunk, and its size in bytes."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where bytes lie: in the object `name` below `url`, from the byte `first` on."""
+
+    url: str
+    name: str
+    first: int
+
 
 class Content:
     """A file of a step, of which every chunk is compared with the manifest before it is sent.
@@ -21,6 +34,7 @@ class Content:
         on_bytes: called when bytes have arrived, or need not be sent.
         guard: called right before the object appears (if not in S3: before its first byte is sent); an error
             that it raises ends the upload.
+        known: says where the object store has some chunks already.
     """
 
     def __init__(
@@ -31,12 +45,14 @@ class Content:
         pace: OnBytes = lambda count: None,
         on_bytes: OnBytes = lambda count: None,
         guard: Callable[[], None] = lambda: None,
+        known: Callable[[Sequence[Chunk]], Place | None] = lambda chunks: None,
     ):
         self.path = path
         self.entry = entry
         self.pace = pace
         self.on_bytes = on_bytes
         self.guard = guard
+        self.known = known
 
     @property
     def size(self) -> int:
@@ -46,6 +62,11 @@ class Content:
     def crcs(self) -> list[int]:
         """The CRC-64/NVME of each chunk, from the manifest."""
         return [int(crc, 16) for crc in self.entry.crc64nvme]
+
+    def chunks(self, numbers: range) -> list[Chunk]:
+        """Checksums and sizes of some chunks, from the manifest."""
+        crcs = self.crcs()
+        return [(crcs[n], min(CHUNK_BYTES, self.size - n * CHUNK_BYTES)) for n in numbers]
 
     def blocks(self, chunks: range) -> Iterator[memoryview]:
         """The bytes of some chunks, in blocks that are valid until the next one is asked for.

@@ -43,3 +43,8 @@ def denial(text: str) -> str:
     if any(words in text for words in OF_WRONG_CLOCKS):
         return f"this machine's clock is wrong, so requests are denied; set the clock ({text})"
     return f"access was denied; check the credentials ({text})"
+
+
+def said(error: Exception) -> str:
+    """The beginning of an error of obstore, which goes on with a debugging form of the same."""
+    return str(error).split("\n\nDebug source:")[0].strip()[:600]

@@ -13,9 +13,10 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from xml.sax.saxutils import escape
 
-from cairn.checkpoint.checksums import CHUNK_BYTES, join_crcs
+from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.errors import Refused, RemoteError
+from cairn.checkpoint.remote.listing import tag
 from cairn.checkpoint.remote.s3 import S3, LocalError
 from cairn.checkpoint.remote.sent import Noted, SentParts
 from cairn.run.faults import fault_point
@@ -55,15 +56,17 @@ class Multipart:
     """Uploads in parts below a URL.
 
     Args:
-        has: whether an object of this name has this content.
+        has: the ETag of the object of this name if it has this content, else None.
         concurrent: parts of an object that are sent at once.
     """
 
-    def __init__(self, s3: S3, has: Callable[[str, Content], bool], concurrent: int):
+    def __init__(self, s3: S3, has: Callable[[str, Content], str | None], concurrent: int):
         self._s3 = s3
         self._has = has
         self._concurrent = concurrent
         self._left: dict[str, list[str]] = {}
+        self._uncopied: set[str] = set()
+        """URLs from which nothing can be copied."""
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         """The uploads of objects whose names begin with `prefix`; later ones of these objects continue them.
@@ -110,8 +113,8 @@ class Multipart:
         if upload in self._left.get(name, []):
             self._left[name].remove(upload)
 
-    def put(self, name: str, content: Content, notes: SentParts) -> None:
-        """Upload an object; parts that have arrived before are not sent again.
+    def put(self, name: str, content: Content, notes: SentParts) -> str | None:
+        """Upload an object, and return its ETag; parts that have arrived before are not sent again.
 
         Raises:
             RemoteError: the object store refuses or fails; the parts that have arrived stay there.
@@ -123,9 +126,10 @@ class Multipart:
             noted = self._begun(name, parts, notes)
             upload = str(noted.upload)
             try:
-                self._send(name, content, notes, [part for part in parts if not _arrived(part, noted)])
+                missing = [part for part in parts if not _arrived(part, noted)]
+                self._send(name, content, notes, missing, copies=not last)
                 content.guard()
-                self._complete(name, parts, noted)
+                etag = self._complete(name, parts, noted)
             except LocalError as error:
                 notes.begin(None)
                 self._try_to_abort(name, upload)
@@ -136,14 +140,16 @@ class Multipart:
                 notes.begin(None)
                 self._try_to_abort(name, upload)
                 # Perhaps it was completed, and the answer was lost.
-                if error.code != "NoSuchUpload" or not self._has(name, content):
+                etag = self._has(name, content) if error.code == "NoSuchUpload" else None
+                if etag is None:
                     if last:
                         raise
                     continue
             for other in self._left.pop(name, []):
                 if other != upload:
                     self._try_to_abort(name, other)
-            return
+            return etag
+        raise AssertionError
 
     def _begun(self, name: str, parts: list[_Part], notes: SentParts) -> Noted:
         """An upload to go on with: the noted one, one that the object store has, or a new one."""
@@ -194,19 +200,48 @@ class Multipart:
                 return found
             query["part-number-marker"] = page.text("NextPartNumberMarker")
 
-    def _send(self, name: str, content: Content, notes: SentParts, missing: list[_Part]) -> None:
-        """Send parts, several at a time, and note each."""
+    def _send(
+        self, name: str, content: Content, notes: SentParts, missing: list[_Part], *, copies: bool
+    ) -> None:
+        """Send parts, several at a time, or copy what the object store has already, and note each."""
         content.on_bytes(content.size - sum(part.size for part in missing))
         upload = str(notes.noted().upload)
 
         def send(part: _Part) -> None:
-            etag = self._put_part(name, upload, part, content)
+            etag = self._copy_part(name, upload, part, content) if copies else None
+            etag = etag or self._put_part(name, upload, part, content)
             notes.add(part.number, etag, part.crc)
             content.on_bytes(part.size)
             fault_point("remote.sent_part")
 
         with ThreadPoolExecutor(self._concurrent) as pool:
             list(pool.map(send, missing))
+
+    def _copy_part(self, name: str, upload: str, part: _Part, content: Content) -> str | None:
+        """Copy a part from where the object store has its content, and return its ETag.
+
+        None if there is no such place, or S3 does not tell that the copy has the checksum of the part: it is
+        to be sent then. A store that tells no checksums of copies, or refuses them, is not asked again.
+        """
+        place = content.known(content.chunks(part.chunks))
+        if place is None or place.url in self._uncopied:
+            return None
+        headers = {
+            "x-amz-copy-source": self._s3.source(place.url, place.name),
+            "x-amz-copy-source-range": f"bytes={place.first}-{place.first + part.size - 1}",
+        }
+        try:
+            query: dict[str, str | int] = {"partNumber": part.number, "uploadId": upload}
+            copied = self._s3.request("PUT", name, query, headers=headers).xml()
+        except Refused as error:
+            if error.code == "NoSuchUpload":
+                raise
+            if error.code != "NoSuchKey":
+                self._uncopied.add(place.url)
+            return None
+        if not (crc := copied.text("ChecksumCRC64NVME")):
+            self._uncopied.add(place.url)
+        return copied.text("ETag") if crc == _text(part.crc) else None
 
     def _put_part(self, name: str, upload: str, part: _Part, content: Content) -> str:
         """Send a part, and return its ETag."""
@@ -229,8 +264,8 @@ class Multipart:
                 raise Refused(f"{self._s3.url}/{name}: the object store names no ETag of a part", "NoETag")
         raise AssertionError
 
-    def _complete(self, name: str, parts: list[_Part], noted: Noted) -> None:
-        """Make the parts an object."""
+    def _complete(self, name: str, parts: list[_Part], noted: Noted) -> str | None:
+        """Make the parts an object, and return its ETag."""
         rows = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(noted.parts[part.number][0])}</ETag>"
             f"<ChecksumCRC64NVME>{_text(part.crc)}</ChecksumCRC64NVME></Part>"
@@ -242,7 +277,9 @@ class Multipart:
         )
         crc = join_crcs((part.crc, part.size) for part in parts)
         headers = {CRC_HEADER: _text(crc), "x-amz-checksum-type": "FULL_OBJECT"}
-        self._s3.request("POST", name, {"uploadId": str(noted.upload)}, headers=headers, body=body.encode())
+        query = {"uploadId": str(noted.upload)}
+        answer = self._s3.request("POST", name, query, headers=headers, body=body.encode())
+        return tag(answer.xml().text("ETag"))
 
     def _try_to_abort(self, name: str, upload: str) -> None:
         """End an upload that is of no use, if the object store is in the mood for it."""
@@ -252,14 +289,13 @@ class Multipart:
 
 def _parts(content: Content) -> list[_Part]:
     """The parts of a file that is not empty."""
-    crcs = content.crcs()
-    each = -(-len(crcs) // MOST_PARTS)
+    count = len(content.crcs())
+    each = -(-count // MOST_PARTS)
     parts: list[_Part] = []
-    for number, first in enumerate(range(0, len(crcs), each), 1):
-        chunks = range(first, min(first + each, len(crcs)))
-        sizes = [min(CHUNK_BYTES, content.size - chunk * CHUNK_BYTES) for chunk in chunks]
-        crc = join_crcs((crcs[chunk], size) for chunk, size in zip(chunks, sizes, strict=True))
-        parts.append(_Part(number, chunks, sum(sizes), crc))
+    for number, first in enumerate(range(0, count, each), 1):
+        numbers = range(first, min(first + each, count))
+        chunks = content.chunks(numbers)
+        parts.append(_Part(number, numbers, sum(size for _, size in chunks), join_crcs(chunks)))
     return parts
 
 

@@ -3,27 +3,31 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
-from datetime import datetime, timedelta
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from datetime import datetime
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content
-from cairn.checkpoint.remote.credentials import s3_credentials
-from cairn.checkpoint.remote.errors import OF_WRONG_CLOCKS, Exists, NoCredentials, RemoteError, Unsure, denial
+from cairn.checkpoint.remote.errors import (
+    OF_WRONG_CLOCKS,
+    Exists,
+    NoCredentials,
+    RemoteError,
+    Unsure,
+    denial,
+    said,
+)
+from cairn.checkpoint.remote.listing import Listed, folders, listed, tag
+from cairn.checkpoint.remote.opening import open_store
 from cairn.checkpoint.remote.sent import SentParts
-from cairn.run.addresses import NO_CREDENTIALS, SCHEMES, holds_credentials
-from cairn.run.errors import UsageError
 from cairn.run.file_system import look_anew
 from cairn.run.files import sync
 
 if TYPE_CHECKING:
-    from obstore import ObjectMeta
-    from obstore.store import ObjectStore
-
     from cairn.checkpoint.remote.multipart import Multipart, Unfinished
     from cairn.checkpoint.remote.s3 import S3
 
@@ -54,18 +58,19 @@ class Objects:
 
     def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS):
         self.url = url.rstrip("/")
-        self._store = _open(self.url, retry_seconds)
+        self._store = open_store(self.url, retry_seconds, REQUEST_SECONDS)
         parts = urlsplit(self.url)
         self._folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
         self._retry_seconds = retry_seconds
         self._s3 = self._past_obstore() if parts.scheme == "s3" else None
         self._multipart = self._in_parts(self._s3) if self._s3 is not None else None
 
-    def put(self, name: str, content: bytes) -> None:
-        """Put a small object; one of that name is replaced."""
+    def put(self, name: str, content: bytes) -> str | None:
+        """Put a small object; one of that name is replaced. Returns its ETag, if the store tells it."""
         import obstore
 
-        self._try(name, lambda: obstore.put(self._store, name, content, use_multipart=False))
+        put = self._try(name, lambda: obstore.put(self._store, name, content, use_multipart=False))
+        return tag(put["e_tag"])
 
     def put_new(self, name: str, content: bytes) -> None:
         """Put a small object unless one of that name exists, in one atomic request.
@@ -81,18 +86,18 @@ class Objects:
             if self.get(name) != content:  # else the answer to an earlier request was lost
                 raise
 
-    def put_parts(self, name: str, content: Content, notes: SentParts) -> None:
+    def put_parts(self, name: str, content: Content, notes: SentParts) -> str | None:
         """Put an object of any size but none, which appears when its last part has arrived.
 
-        In S3, parts that have arrived before are not sent again; other stores get the object anew.
+        In S3, parts that have arrived before are not sent again; other stores get the object anew. Returns
+        the object's ETag, if the store tells it.
 
         Raises:
             Damaged: the file is not what the manifest says.
             OSError: it can't be read.
         """
         if self._multipart is not None:
-            self._multipart.put(name, content, notes)
-            return
+            return self._multipart.put(name, content, notes)
         import obstore
 
         failed: list[BaseException] = []
@@ -104,19 +109,20 @@ class Objects:
                 failed.append(error)
                 raise
 
-        def put() -> None:
+        def put() -> str | None:
             content.guard()  # not later: obstore can't be called while it asks for bytes
             try:
-                obstore.put(
+                put = obstore.put(
                     self._store, name, watched(), chunk_size=CHUNK_BYTES, max_concurrency=CONCURRENT_PARTS
                 )
+                return tag(put["e_tag"])
             except BaseException:
                 if failed:
                     raise _Local(failed[0]) from None
                 raise
 
         try:
-            self._try(name, put)
+            return self._try(name, put)
         except _Local as error:
             raise error.cause from None
 
@@ -134,11 +140,17 @@ class Objects:
 
     def get(self, name: str) -> bytes | None:
         """The content of a small object; None if there is none."""
+        found = self.tagged(name)
+        return None if found is None else found[0]
+
+    def tagged(self, name: str) -> tuple[bytes, str | None] | None:
+        """The content of a small object, and the ETag that lists show for it; None if there is no object."""
         import obstore
 
-        def get() -> bytes | None:
+        def get() -> tuple[bytes, str | None] | None:
             try:
-                return bytes(obstore.get(self._store, name).bytes())
+                answer = obstore.get(self._store, name)
+                return bytes(answer.bytes()), tag(answer.meta["e_tag"])
             except FileNotFoundError:
                 return None
 
@@ -215,15 +227,17 @@ class Objects:
 
         return Multipart(s3, self._has, CONCURRENT_PARTS)
 
-    def _has(self, name: str, content: Content) -> bool:
-        """Whether an object has this content; it is read in full."""
-        if dict(self.list(name.rpartition("/")[0])).get(name) != content.size:
-            return False
+    def _has(self, name: str, content: Content) -> str | None:
+        """The ETag of an object if it has this content; it is read in full."""
+        found = self.look(name.rpartition("/")[0]).get(name)
+        if found is None or found.size != content.size:
+            return None
         starts = range(0, content.size, CHUNK_BYTES)
-        return all(
+        same = all(
             crc64(self.read(name, first, min(CHUNK_BYTES, content.size - first))) == crc
             for first, crc in zip(starts, content.crcs(), strict=True)
         )
+        return found.etag if same else None
 
     def modified(self, name: str) -> datetime:
         """When an object was put, by the clock of the object store."""
@@ -245,14 +259,17 @@ class Objects:
 
     def list(self, prefix: str = "") -> Sequence[tuple[str, int]]:
         """Names and sizes in bytes of the objects whose names begin with the folder `prefix`."""
-        import obstore
+        return [(name, found.size) for name, found in self.look(prefix).items()]
 
-        def pages() -> Sequence[tuple[str, int]]:
-            found: Iterable[Sequence[ObjectMeta]] = obstore.list(self._store, prefix or None)  # pyright: ignore[reportUnknownMemberType]
-            return [(entry["path"], entry["size"]) for page in found for entry in page]
-
+    def look(self, prefix: str) -> Mapping[str, Listed]:
+        """What a list tells of these objects, by name."""
         self._look_anew(prefix)
-        return self._try(prefix, pages)
+        return self._try(prefix, lambda: listed(self._store, prefix))
+
+    def folders(self) -> Sequence[str]:
+        """The names of the folders below the URL; one request for every thousand."""
+        self._look_anew("")
+        return self._try("", lambda: folders(self._store))
 
     def copy(self, source: str, target: str) -> None:
         """Copy an object within the store, without reading it here."""
@@ -311,9 +328,9 @@ class Objects:
         except exceptions.AlreadyExistsError:
             raise Exists(f"{where}: exists already") from None
         except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise RemoteError(f"{where}: {denial(_first(error))}") from None
+            raise RemoteError(f"{where}: {denial(said(error))}") from None
         except (exceptions.BaseError, OSError) as error:
-            text = _first(error)
+            text = said(error)
             if any(service in text for service in METADATA_SERVICES):
                 raise NoCredentials(
                     f"{where}: the environment has no credentials, and the machine gives none ({text})"
@@ -329,68 +346,3 @@ class _Local(Exception):
     def __init__(self, cause: BaseException):
         super().__init__()
         self.cause = cause
-
-
-def _first(error: Exception) -> str:
-    """The beginning of an error of obstore, which goes on with a debugging form of the same."""
-    text = str(error).split("\n\nDebug source:")[0].strip()
-    return text[:600]
-
-
-def _open(url: str, retry_seconds: float) -> "ObjectStore":
-    """The store behind a URL.
-
-    Raises:
-        UsageError: the URL can't be used.
-    """
-    from obstore.exceptions import BaseError
-    from obstore.store import from_url
-
-    parts = urlsplit(url)
-    if holds_credentials(url):
-        raise UsageError(f"{parts.scheme}://: {NO_CREDENTIALS}")
-    if parts.scheme not in SCHEMES:
-        raise UsageError(
-            f"{url}: is no URL of an object store; known are {', '.join(f'{s}://' for s in SCHEMES)}"
-        )
-    if parts.scheme == "file" and parts.netloc:
-        raise UsageError(f"{url}: a file URL needs three slashes, as in file:///mnt/checkpoints")
-    if parts.scheme != "file" and not parts.netloc:
-        raise UsageError(f"{url}: names no bucket, as in {parts.scheme}://bucket/prefix")
-    options: dict[str, Any] = {}
-    if parts.scheme != "file":
-        retry = {
-            "max_retries": 20,
-            "retry_timeout": timedelta(seconds=retry_seconds),
-            "backoff": {
-                "init_backoff": timedelta(milliseconds=100),
-                "max_backoff": timedelta(seconds=15),
-                "base": 2,
-            },
-        }
-        client = {"timeout": f"{REQUEST_SECONDS}s", "connect_timeout": "10s", "allow_http": _plain_http()}
-        options = {"retry_config": retry, "client_options": client}
-    else:
-        options = {"mkdir": True}
-    if parts.scheme == "s3":
-        # S3 verifies the CRC-64 of each part, so its SHA-256, which takes much longer, need not be signed.
-        options |= {"checksum_algorithm": "CRC64NVME", "unsigned_payload": True}
-        # Some servers don't know DeleteObjects, and a step has few objects.
-        options |= {"disable_bulk_delete": True, **s3_credentials()}
-    try:
-        return from_url(url, **options)
-    except BaseError as error:
-        whose = "; AZURE_STORAGE_ACCOUNT_NAME must be set" if parts.scheme == "az" else ""
-        raise UsageError(f"{url}: {_first(error)}{whose}") from None
-
-
-def _plain_http() -> bool:
-    """Whether the environment names an endpoint without TLS, such as one on this machine."""
-    names = (
-        "AWS_ENDPOINT_URL_S3",
-        "AWS_ENDPOINT_URL",
-        "AWS_ENDPOINT",
-        "AZURE_STORAGE_ENDPOINT",
-        "GOOGLE_BASE_URL",
-    )
-    return any(os.environ.get(name, "").startswith("http://") for name in names)

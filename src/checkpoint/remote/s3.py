@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
 from typing import TYPE_CHECKING, Any
-from urllib.parse import parse_qs, quote, urlencode, urlsplit
+from urllib.parse import parse_qs, quote, unquote, urlencode, urlsplit
 from xml.etree import ElementTree
 
 import urllib3
@@ -104,6 +104,11 @@ class S3:
     def key(self, name: str) -> str:
         """The key in the bucket of the object `name` below the URL."""
         return f"{self._store.prefix}/{name}" if self._store.prefix else name
+
+    def source(self, url: str, name: str) -> str:
+        """What names the object `name` below the URL of a bucket, as the source of a copy."""
+        parts = urlsplit(url)
+        return quote("/".join(filter(None, (parts.netloc, unquote(parts.path).strip("/"), name))), safe="/")
 
     def request(
         self,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.checksums import crc64
-from cairn.checkpoint.manifest import FileEntry, Manifest
+from cairn.checkpoint.manifest import Manifest
 from cairn.run.files import sync
 
 SYNC_SECONDS = 5.0
@@ -32,8 +32,8 @@ class Noted:
 class Sent:
     """A local note of the files of a step, and of the parts of large files, that were sent.
 
-    A later process need not send them again. The note counts for one manifest only: the files of another
-    attempt's step of the same number may have replaced those that an older note lists.
+    A later process need not send them again. The note counts for one manifest only. Objects are noted with
+    their ETags: another attempt's step of the same number may have replaced them since.
 
     Args:
         path: the file of the note; a line that was cut is ignored.
@@ -44,7 +44,7 @@ class Sent:
         self.path = path
         self._writing = threading.Lock()
         self._synced = time.monotonic()
-        self._files = set[str]()
+        self._files: dict[str, str | None] = {}
         self.uploads: dict[str, Noted] = {}
         """Unfinished uploads by the names of files."""
         title = f"{crc64(memoryview(manifest.to_json())):016x}"
@@ -59,11 +59,14 @@ class Sent:
             sync(path.parent)
 
     def _take(self, line: str) -> None:
-        """Read one line."""
-        self._files.add(line)
+        """Read one line; those of files without an ETag, which older versions wrote, prove nothing."""
         try:
             row = json.loads(line)
-            if "upload" in row:
+            if "etag" in row and "part" not in row:
+                self._files[row["file"]] = row["etag"]
+                # Completing it again is no error in S3, and would not bring back what was replaced since.
+                self.uploads.pop(row["file"], None)
+            elif "upload" in row:
                 self.uploads[row["file"]] = Noted(row["upload"], int(row["part_bytes"]))
             elif "part" in row:
                 parts = self.uploads[row["file"]].parts
@@ -71,13 +74,15 @@ class Sent:
         except (ValueError, TypeError, KeyError):
             pass
 
-    def has(self, name: str, entry: FileEntry) -> bool:
-        """Whether the file was sent with this content."""
-        return _line(name, entry) in self._files
+    def etag(self, name: str) -> str | None:
+        """The ETag that the object of this file had when it was sent; None if it was not, or is not known."""
+        return self._files.get(name)
 
-    def add(self, name: str, entry: FileEntry) -> None:
-        """Note that the file was sent."""
-        self.append(_line(name, entry))
+    def add(self, name: str, etag: str | None) -> None:
+        """Note that the file was sent, and the ETag of its object, if that is known."""
+        self._files[name] = etag
+        self.uploads.pop(name, None)
+        self.append(json.dumps({"file": name, "etag": etag}))
 
     def parts(self, name: str) -> "SentParts":
         """The notes about the parts of one file."""
@@ -120,7 +125,3 @@ class SentParts:
 
     def _append(self, row: dict[str, Any], *, at_once: bool = False) -> None:
         self._sent.append(json.dumps({"file": self._name, **row}), at_once=at_once)
-
-
-def _line(name: str, entry: FileEntry) -> str:
-    return json.dumps([name, entry.size, *entry.crc64nvme])

@@ -1,6 +1,6 @@
 """The steps of a run in an object store; see the package's docstring for what lies where."""
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -13,15 +13,16 @@ from cairn.checkpoint.manifest import (
     STEP_NAME,
     CheckpointError,
     Damaged,
-    FileEntry,
     Manifest,
     parse,
 )
 from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote import catalog, chunks
-from cairn.checkpoint.remote.claims import Claims
+from cairn.checkpoint.remote.claims import CLAIM, Claims
 from cairn.checkpoint.remote.content import Content, OnBytes
 from cairn.checkpoint.remote.errors import Exists, RemoteError
+from cairn.checkpoint.remote.known import known_there
+from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
@@ -32,14 +33,11 @@ if TYPE_CHECKING:
     from cairn.checkpoint.remote.multipart import Unfinished
 
 COMMITTED = "committed"
+ABANDONED = "abandoned"
 FETCHES = 8
 """Ranges that are read at once."""
 UPLOADS = 2
 """Files that are uploaded at once, each in several parts at a time."""
-WORTH_COPYING = 1 << 20
-"""Smaller files are sent again rather than copied within the object store."""
-MOST_COPIED = 5 << 30
-"""The largest object that S3 copies in one request."""
 
 
 class AnotherStep(CheckpointError):
@@ -54,10 +52,14 @@ class RemoteStore(Claims):
     """The steps below a URL: a `checkpoint.tiers.Tier`.
 
     Every method raises RemoteError if the object store refuses or fails.
+
+    Args:
+        origin: the URL of the step that the run was forked from, for the first upload.
     """
 
-    def __init__(self, objects: Objects):
+    def __init__(self, objects: Objects, origin: str | None = None):
         self.objects = objects
+        self.origin = origin
 
     def __str__(self) -> str:
         return self.objects.url
@@ -66,9 +68,13 @@ class RemoteStore(Claims):
 
     def steps(self) -> list[int]:
         """The steps that exist, oldest first; one request for every thousand."""
-        names = (Path(name) for name, _ in self.objects.list(COMMITTED))
-        found = (STEP_NAME.fullmatch(path.stem) for path in names if path.suffix == ".json")
-        return sorted(int(match[1]) for match in found if match)
+        return sorted(self._manifests())
+
+    def _manifests(self) -> dict[int, str | None]:
+        """The ETags of the objects that commit steps, by step."""
+        found = ((Path(name), listed.etag) for name, listed in self.objects.look(COMMITTED).items())
+        paths = ((STEP_NAME.fullmatch(path.stem), etag) for path, etag in found if path.suffix == ".json")
+        return {int(match[1]): etag for match, etag in paths if match}
 
     def manifest(self, step: int) -> Manifest:
         """The manifest of a step.
@@ -76,25 +82,28 @@ class RemoteStore(Claims):
         Raises:
             CheckpointError: the step does not exist, or its manifest is damaged.
         """
+        return self._read(step)[0]
+
+    def _read(self, step: int) -> tuple[Manifest, str | None]:
+        """The manifest of a step, and the ETag of the object that commits it."""
         name = _committed(step)
-        text = self.objects.get(name)
-        where = f"{self}/{name}"
-        if text is None:
+        where, found = f"{self}/{name}", self.objects.tagged(name)
+        text, etag = found or (b"", None)
+        if found is None:
             raise CheckpointError(f"{self}: there is no step {step}")
         if len(text) > MAX_BYTES:
             raise Damaged(f"{where}: not a manifest: it is larger than {MAX_BYTES} bytes")
         manifest = parse(text, where)
         if manifest.step != step:
             raise Damaged(f"{where}: belongs to step {manifest.step}")
-        return manifest
+        return manifest, etag
 
     def summaries(self) -> list[dict[str, Any]]:
         """What lists of steps show of each step, oldest first; see `catalog.summary`.
 
-        One object has it for all steps; a manifest is read only for a step that the object lacks.
+        One object has it for all steps; a manifest is read only for a step that the object does not describe.
         """
-        known = catalog.read(self.objects)
-        return [known.get(step) or catalog.summary(self.manifest(step)) for step in self.steps()]
+        return catalog.summaries(self.objects, self._manifests(), self._read)
 
     def fetch(self, step: int, store: CheckpointStore, *, on_bytes: OnBytes = lambda n: None) -> Path:
         """Download a step into the local store; returns its folder.
@@ -141,18 +150,26 @@ class RemoteStore(Claims):
             sync(folder / name)
         check_tables(folder, manifest.contents)
 
-    def check_sizes(self, manifest: Manifest) -> None:
-        """Compare names and sizes of a step's objects with the manifest.
+    def check_sizes(self, manifest: Manifest) -> dict[str, Listed]:
+        """Compare names and sizes of a step's objects with the manifest; returns all that are there.
 
         Raises:
             Damaged: an object is missing, or has another size.
         """
-        folder = f"step_{manifest.step}/"
-        found = {name.removeprefix(folder): size for name, size in self.objects.list(folder.rstrip("/"))}
+        found = self.look(manifest.step)
         for name, entry in manifest.files.items():
-            if found.get(name) != entry.size:
-                what = "is missing" if name not in found else f"has {found[name]} bytes"
-                raise Damaged(f"{self}/{folder}{name}: {what}, but should have {entry.size} bytes")
+            if name not in found or found[name].size != entry.size:
+                what = "is missing" if name not in found else f"has {found[name].size} bytes"
+                raise Damaged(
+                    f"{self}/step_{manifest.step}/{name}: {what}, but should have {entry.size} bytes"
+                )
+        return found
+
+    def look(self, step: int) -> dict[str, Listed]:
+        """What lies in the folder of a step, by names in it."""
+        folder = f"step_{step}/"
+        found = self.objects.look(folder.rstrip("/"))
+        return {name.removeprefix(folder): listed for name, listed in found.items()}
 
     # Writing
 
@@ -170,15 +187,16 @@ class RemoteStore(Claims):
         """Upload a committed local step.
 
         Every chunk is compared with the manifest as it is read. Files and parts that `sent` lists are not
-        sent again if they are there; files whose content the newest remote step has are copied within the
-        object store.
+        sent again if they are there; what the object store has already is copied there (`known_there`).
 
         Args:
             folder: the step's folder.
-            sent: notes what was sent, for a later process.
+            sent: notes what was sent, for a later process. What was replaced since, as by another attempt
+                that had this step, is sent again.
             pace: called before bytes are sent, with their number; it may wait.
-            guard: called right before each object of the step is replaced, and before the one is put that
-                commits it; an error that it raises ends the upload.
+            guard: called right before each object of the step is replaced, before those are deleted that an
+                earlier step of its number has left, and before the one is put that commits it; an error that
+                it raises ends the upload.
             check: called when all files are there; an error that it raises ends the upload.
 
         Raises:
@@ -188,37 +206,39 @@ class RemoteStore(Claims):
         step = manifest.step
         if self._is_there(manifest):
             return
-        before = self._content_of_newest()
+        known = known_there(self, self.objects.url, self.origin, lambda url: RemoteStore(Objects(url)))
         prefix = f"step_{step}/"
-        there = dict(self.objects.list(f"step_{step}"))
+        there = self.look(step)
 
         def upload(name: str) -> None:
-            entry = manifest.files[name]
-            if sent.has(name, entry) and there.get(prefix + name) == entry.size:
+            entry, found = manifest.files[name], there.get(name)
+            if found and found.size == entry.size and found.etag and found.etag == sent.etag(name):
                 on_bytes(entry.size)
                 return
-            if (source := before.get(_content(entry))) and WORTH_COPYING <= entry.size <= MOST_COPIED:
+            etag = None
+            if source := known.file(entry):
                 guard()
                 self.objects.copy(source, prefix + name)
                 on_bytes(entry.size)
             else:
-                content = Content(folder / name, entry, pace=pace, on_bytes=on_bytes, guard=guard)
+                path = folder / name
+                content = Content(path, entry, pace=pace, on_bytes=on_bytes, guard=guard, known=known.place)
                 if entry.size <= CHUNK_BYTES:
                     data = b"".join(content.pieces())
                     guard()
-                    self.objects.put(prefix + name, data)
+                    etag = self.objects.put(prefix + name, data)
                 else:
-                    self.objects.put_parts(prefix + name, content, sent.parts(name))
+                    etag = self.objects.put_parts(prefix + name, content, sent.parts(name))
             fault_point("remote.sent_file")
-            sent.add(name, entry)
+            sent.add(name, etag)
 
         names = sorted(manifest.files, key=lambda name: -manifest.files[name].size)
         with ThreadPoolExecutor(UPLOADS) as pool:
             list(pool.map(upload, names))
-        try:
-            self.check_sizes(manifest)
-        except Damaged as error:  # of what is there; the next upload sends it again
-            raise RemoteError(str(error)) from None
+        there = self._check_sent(manifest, sent)
+        if foreign := strangers(there, {*manifest.files, FILE_NAME}):
+            guard()
+            self.objects.delete([prefix + name for name in foreign])
         check()
         fault_point("remote.before_manifest")
         text = manifest.to_json()
@@ -234,7 +254,25 @@ class RemoteStore(Claims):
             if not self._is_there(manifest):  # it raises, as a rule: the step is another attempt's
                 raise RemoteError(f"{self}/{_committed(step)}: was there and is not any more") from None
         fault_point("remote.done")
-        catalog.add(self.objects, manifest, self.steps())
+        catalog.update(self.objects, self._manifests(), self._read)
+
+    def _check_sent(self, manifest: Manifest, sent: Sent) -> dict[str, Listed]:
+        """Check that the objects of a step are those that were sent; one with another ETag is read.
+
+        Returns all that are there.
+
+        Raises:
+            RemoteError: an object is missing or was replaced; the next upload sends it again.
+        """
+        try:
+            found = self.check_sizes(manifest)
+            changed = [n for n in manifest.files if sent.etag(n) not in (None, found[n].etag)]
+            for name in changed:
+                for chunk in range(len(manifest.files[name].crc64nvme)):
+                    chunks.check(self.objects, manifest, (name, chunk))
+            return found
+        except Damaged as error:
+            raise RemoteError(str(error)) from None
 
     def _is_there(self, manifest: Manifest) -> bool:
         """Whether the step is committed with this content.
@@ -254,16 +292,6 @@ class RemoteStore(Claims):
                 found,
             )
         return True
-
-    def _content_of_newest(self) -> dict[tuple[int, tuple[str, ...]], str]:
-        """Names of the objects of the newest step, by their content."""
-        for step in reversed(self.steps()):
-            try:
-                files = self.manifest(step).files
-            except CheckpointError:
-                continue
-            return {_content(entry): f"step_{step}/{name}" for name, entry in files.items()}
-        return {}
 
     def unfinished(self) -> Iterator["tuple[int, Unfinished]"]:
         """The uploads in parts that were not completed, with their steps; not those of runs below."""
@@ -291,12 +319,15 @@ class RemoteStore(Claims):
         number replaces them.
         """
         for step in steps:
-            self.objects.copy(_committed(step), f"abandoned/{name}/step_{step}.json")
+            self.objects.copy(_committed(step), f"{ABANDONED}/{name}/step_{step}.json")
             self.objects.delete([_committed(step), f"step_{step}/{FILE_NAME}"])
 
 
-def _content(entry: FileEntry) -> tuple[int, tuple[str, ...]]:
-    return entry.size, tuple(entry.crc64nvme)
+def strangers(found: Collection[str], wanted: Collection[str]) -> list[str]:
+    """The names in a step's folder that are not wanted; none if the folder is the prefix of another run."""
+    if CLAIM in found or any(map(STEP_NAME.match, found)):
+        return []
+    return [name for name in found if name not in wanted]
 
 
 def _committed(step: int) -> str:

@@ -10,7 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import asdict, dataclass, replace
-from datetime import UTC, datetime, timedelta
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ from cairn.checkpoint.ratings import ratings_in
 from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.content import OnBytes
 from cairn.checkpoint.remote.errors import Refused, RemoteError
+from cairn.checkpoint.remote.leftovers import FORGOTTEN, leftovers
 from cairn.checkpoint.remote.overtaken import Overtaken
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import AnotherStep, RemoteStore
@@ -32,8 +33,22 @@ logger = logging.getLogger(__name__)
 
 NOTES = ".remote"
 """Name of the folder beside the steps for notes about uploads."""
-FORGOTTEN = timedelta(days=1)
-"""Age from which the parts of a step are given up that this machine does not have."""
+ORIGIN = "origin.json"
+"""Name of the note that says where the run was forked from."""
+
+
+@dataclass(frozen=True)
+class _Origin:
+    """Where the run was forked from: the URL of a step."""
+
+    url: str
+
+
+def note_origin(store: CheckpointStore, url: str) -> None:
+    """Note the URL of the step that a run begins with, so that its first upload copies what that has."""
+    folder = store.root / NOTES
+    folder.mkdir(parents=True, exist_ok=True)
+    write_json(folder / ORIGIN, asdict(_Origin(url)))
 
 
 TRIES = 3
@@ -91,6 +106,11 @@ class RunUploads:
         """Note it."""
         self.notes.mkdir(parents=True, exist_ok=True)
         write_json(self._file, asdict(uploaded))
+
+    def origin(self) -> str | None:
+        """The URL of the step that the run was forked from, if that is noted."""
+        found = read_note(self.notes / ORIGIN, _Origin)
+        return found.url if found else None
 
     def due(self, steps: Iterable[int]) -> list[int]:
         """Those of `steps` that have to be uploaded, oldest first."""
@@ -183,7 +203,8 @@ class Uploader:
     def begin(self) -> None:
         """Compare the notes with what the object store has, and delete there what is of no use.
 
-        That is what the rules of remote steps do not keep, and parts of uploads that nobody will go on with.
+        That is what the rules of remote steps do not keep, and parts and objects of steps that nobody will go
+        on with.
 
         Raises:
             Taken: another attempt has taken the prefix over.
@@ -194,12 +215,20 @@ class Uploader:
         self._delete_unkept()
         waiting = self.uploads.missing()
         now = datetime.now(UTC)
-        self._abort(lambda step, begun: step not in waiting and now - begun > FORGOTTEN)
+
+        def forgotten(step: int, begun: datetime) -> bool:
+            return step not in waiting and now - begun > FORGOTTEN
+
+        self._abort(forgotten)
+        try:
+            self._remove_leftovers(forgotten)
+        except RemoteError as error:
+            logger.warning("objects of unfinished uploads may be left: %s", error)
 
     def end(self) -> None:
         """Forget what is left of this run's attempts, once its last step is there.
 
-        That is the parts of all uploads that were not completed, and steps of attempts that were overtaken.
+        That is parts and objects of all steps that do not exist, and steps of attempts that were overtaken.
 
         Nothing is done if another attempt has taken the prefix over, or if the object store fails.
         """
@@ -207,8 +236,19 @@ class Uploader:
             self.remote.check_owner(self.owner)
             self._set_overtaken_aside()
             self._abort(lambda step, begun: True)
+            self._remove_leftovers(lambda step, begun: True)
         except (RemoteError, Taken) as error:
-            logger.warning("parts of unfinished uploads, or steps of other attempts, may be left: %s", error)
+            logger.warning(
+                "what earlier attempts have left in the object store may still be there: %s", error
+            )
+
+    def _remove_leftovers(self, useless: Callable[[int, datetime], bool]) -> None:
+        """Delete what is left of steps that don't exist, if step and time of the newest object say so."""
+        for left in leftovers(self.remote):
+            if useless(left.step, left.newest):
+                logger.warning("removing what is left of step %d in %s", left.step, self.remote)
+                self.remote.check_owner(self.owner)
+                self.remote.objects.delete(left.names)
 
     def _abort(self, useless: Callable[[int, datetime], bool]) -> None:
         """Abort the unfinished uploads whose step and time of beginning say so, or whose step is there."""
@@ -311,16 +351,19 @@ class Uploader:
         self._seen.update(path for path in self.run_files if path.exists())
 
     def _delete_unkept(self) -> None:
-        """Delete remote steps by their own rules; pinned steps stay here as on the local disk."""
+        """Delete remote steps by their own rules; pinned steps stay here as on the local disk.
+
+        What fails is logged: the step before it is there all the same. The next call tries it again.
+        """
         rules = self.uploads.ckpt.remote_rules()
         if rules.keep_last is None and rules.keep_best is None:
             return
         try:
             pinned, ratings = pins(self.uploads.store), ratings_in(self.uploads.store.root)
-        except CheckpointError as error:
+            deleted = delete_unkept(self.remote, rules, pinned, ratings)
+        except (CheckpointError, RemoteError) as error:
             logger.warning("no remote checkpoint is deleted: %s", error)
             return
-        deleted = delete_unkept(self.remote, rules, pinned, ratings)
         found = self.uploads.read()
         left = tuple(step for step in found.steps if step not in deleted)
         self.uploads.write(replace(found, steps=left, dropped=(*found.dropped, *deleted)))
