@@ -239,7 +239,7 @@ class Uploader:
             self._remove_leftovers(lambda step, begun: True)
         except (RemoteError, Taken) as error:
             logger.warning(
-                "what earlier attempts have left in the object store may still be there: %s", error
+                "parts and objects of earlier uploads, or steps of other attempts, may be left: %s", error
             )
 
     def _remove_leftovers(self, useless: Callable[[int, datetime], bool]) -> None:
