@@ -14,10 +14,12 @@ Place = tuple[str, int]
 
 
 def places(manifest: Manifest) -> Iterator[Place]:
-    """File and number of every chunk of a step."""
-    for name, entry in manifest.files.items():
-        for chunk in range(len(entry.crc64nvme)):
-            yield name, chunk
+    """File and number of every chunk of a step.
+
+    Files take turns, since a file system lets one thread at a time write to a file.
+    """
+    found = ((name, chunk) for name, entry in manifest.files.items() for chunk in range(len(entry.crc64nvme)))
+    yield from sorted(found, key=lambda place: place[1])
 
 
 def check(objects: Objects, manifest: Manifest, place: Place) -> int:

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from cairn.checkpoint.remote.s3 import S3
 
 CONCURRENT_PARTS = 8
-PIECE_BYTES = 512 << 10
+PIECE_BYTES = 1 << 20
 """Least bytes that a reader of an object gets at a time; they stay in the processor's cache meanwhile."""
 REQUEST_SECONDS = 120
 """Longest time of a request, its body included: a part at 140 kB/s."""
@@ -172,20 +172,24 @@ class Objects:
         bytes that are missing.
         """
         at, end = first, first + count
-        arriving: Iterator[memoryview] | None = None
 
-        def following() -> memoryview | None:
-            nonlocal arriving
-            try:
-                arriving = arriving or self._source(name, at, end)
-                return next(arriving, None)
-            except BaseException:
-                arriving = None
-                raise
+        def begin() -> tuple[memoryview | None, Iterator[memoryview]]:
+            arriving = self._arriving(name, at, end)
+            return next(arriving, None), arriving
 
-        while at < end and (piece := self._try(name, following)) is not None:
-            yield piece[: end - at]
-            at += len(piece)
+        while at < end:
+            piece, arriving = self._try(name, begin)
+            with contextlib.suppress(Unsure):
+                while piece is not None:
+                    yield piece[: end - at]
+                    at += len(piece)
+                    piece = next(arriving, None)
+                return
+
+    def _arriving(self, name: str, at: int, end: int) -> Iterator[memoryview]:
+        """What one request brings; errors are as for `_try`."""
+        with self._errors(name):
+            yield from self._source(name, at, end)
 
     def _source(self, name: str, at: int, end: int) -> Iterator[memoryview]:
         """One request for the bytes from `at` until `end`."""
