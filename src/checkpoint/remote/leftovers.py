@@ -43,9 +43,8 @@ def leftovers(remote: RemoteStore) -> Iterator[Leftovers]:
     Raises:
         RemoteError: the object store refuses or fails.
     """
-    folders = (
-        remote.objects.folders()
-    )  # before the steps, so that one that is committed now is not among them
+    # Folders come before steps, so that a step that is committed meanwhile does not count as left over.
+    folders = remote.objects.folders()
     there, aside = remote.steps(), set_aside(remote)
     numbers = {int(match[1]) for folder in folders if (match := STEP_NAME.fullmatch(folder))}
     for step in sorted(numbers.difference(there)):
