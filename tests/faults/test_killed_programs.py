@@ -14,6 +14,7 @@ import pytest
 from errands import Servers
 from runs import CONFIGS, REPOSITORY
 
+from cairn.config.advantage import AdvantageConfig
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.ledger import read_ledger
@@ -30,13 +31,11 @@ TURNS, SAMPLES = 20, 2
 POINTS = "orchestrator.turn:kill@1", "orchestrator.call:kill@1"
 AGENT_TURNS = 6
 AGENT = """
-import fcntl, json, os, sys, urllib.request
+import json, os, sys, urllib.request
 
 problem = json.load(open(os.environ["CAIRN_PROBLEM"]))
 headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
 url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
-alone = open(problem["log"] + ".lock", "w")
-fcntl.flock(alone, fcntl.LOCK_EX)  # who is killed at one agent's turn does not kill another's on its way
 messages = [{"role": "user", "content": problem["prompt"]}]
 for turn in range(int(sys.argv[1])):
     body = json.dumps({"model": os.environ["OPENAI_MODEL"], "messages": messages}).encode()
@@ -49,8 +48,13 @@ for turn in range(int(sys.argv[1])):
 
 
 def configuration(folder: Path) -> OrchestratorConfig:
-    """One batch of one prompt, of the environment that the folder is named after."""
+    """One batch of `SAMPLES` answers, of the environment that the folder is named after.
+
+    Agents answer a prompt each and go one by one, up to their rewards: a kill at what one has done does not
+    find another's request or reward on its way.
+    """
     kind = folder.parent.name
+    prompts, samples = (SAMPLES, 1) if kind == "agent" else (1, SAMPLES)
     arguments = {"turns": TURNS, "problems": 3, "log": str(folder / "visits")}
     environment = EnvironmentConfig(name=f"errands:{kind}", args=arguments)
     if kind == "agent":
@@ -67,10 +71,11 @@ def configuration(folder: Path) -> OrchestratorConfig:
         output_dir=str(folder / "run"),
         environment=environment,
         sampling=SamplingConfig(max_tokens=8),
-        prompts_per_step=1,
-        samples_per_prompt=SAMPLES,
+        prompts_per_step=prompts,
+        samples_per_prompt=samples,
+        advantage=AdvantageConfig(type="grpo" if samples > 1 else "reinforce_plus_plus"),
         max_off_policy_steps=0,
-        max_in_flight=SAMPLES,
+        max_in_flight=samples,
         max_steps=1,
         self_check=False,
     )
@@ -174,12 +179,8 @@ def test_agents_killed_at_every_turn(processes: multiprocessing.context.ForkServ
         row = {"prompt": "ab", "log": str(folder / "visits")}
         (folder / "problems.jsonl").write_text(f"{json.dumps(row)}\n" * 3)
     assert run(processes, calm, "") == 0
-    deaths = [0, 0]
-    for point, fault in enumerate(POINTS):
-        while deaths[point] < (AGENT_TURNS + 2, 4)[point] and run(processes, stormy, fault) != 0:
-            deaths[point] += 1
-    assert deaths[0] == AGENT_TURNS + 2  # at each turn of one agent, and at two of the other
-    assert deaths[1] == 4  # at the end of each agent, and at each reward
+    for fault in ([POINTS[0]] * AGENT_TURNS + [POINTS[1]] * 2) * SAMPLES:  # each turn, the end, the reward
+        assert run(processes, stormy, fault) != 0, "the batch was shipped before all of it was asked"
     assert run(processes, stormy, "") == 0
     assert shipped(stormy).digest() == shipped(calm).digest()
     for name in ("rewards", "requests"):
@@ -187,7 +188,10 @@ def test_agents_killed_at_every_turn(processes: multiprocessing.context.ForkServ
         assert set(lines(stormy, name).values()) == {1}
     assert len(lines(stormy, "rewards")) == SAMPLES
     assert len(lines(stormy, "requests")) == AGENT_TURNS * SAMPLES
-    assert lines(stormy, "visits").keys() == lines(calm, "visits").keys(), "an agent has done something else"
+    visits = lines(stormy, "visits")
+    assert visits.keys() == lines(calm, "visits").keys(), "an agent has done something else"
+    # at each turn it starts again, once it has ended never
+    assert all(count == AGENT_TURNS - int(visit.split()[1]) for visit, count in visits.items()), visits
     audit(stormy, AGENT_TURNS)
 
 
