@@ -90,9 +90,9 @@ class BadNetwork:
         self.counting = threading.Lock()
         self.arrived: Counter[tuple[str, int]] = Counter()
         self.copied: Counter[tuple[str, int]] = Counter()
-        """The same of parts that were copied within the store."""
+        """The same of parts that were copied within the store; whole objects have the number 0."""
         self.tells = True
-        """Whether the checksums of such parts are told."""
+        """Whether the checksums of copies are told."""
         self.uploads: dict[str, Upload] = {}
         """By their ids."""
         self.denied: set[str] = set()
@@ -142,7 +142,7 @@ class BadNetwork:
                     return
                 if mood == "damage" and number % 4 == 0 and len(body) > 4096:
                     body = body[:2000] + bytes([body[2000] ^ 1]) + body[2001:]
-                method = "COPY" if "x-amz-copy-source-range" in self.headers else self.command
+                method = "COPY" if "x-amz-copy-source" in self.headers else self.command
                 if method in network.denied:
                     self.fail(403, "AccessDenied")
                     return
@@ -164,9 +164,9 @@ class BadNetwork:
                 finally:
                     connection.close()
                 self.take_note(body, answer, content)
-                if b"<CopyPartResult" in content and network.tells:
-                    crc = f"<ChecksumCRC64NVME>{_crc(self.source())}</ChecksumCRC64NVME></CopyPartResult>"
-                    content = content.replace(b"</CopyPartResult>", crc.encode())
+                if "x-amz-copy-source" in self.headers and network.tells:
+                    crc = f"<ChecksumCRC64NVME>{_crc(self.source())}</ChecksumCRC64NVME></Copy"
+                    content = content.replace(b"</Copy", crc.encode())
                 if self.command == "GET":
                     path = self.path.partition("?")[0]
                     network.bytes_down[path] += len(content)
@@ -268,14 +268,16 @@ class BadNetwork:
                     (network.copied if copied else network.arrived)[key, number] += 1
                 elif "uploadId" in query:
                     network.uploads.pop(query["uploadId"], None)
+                elif "x-amz-copy-source" in self.headers:
+                    network.copied[key, 0] += 1
 
             def source(self) -> bytes:
                 """The bytes that the request copies."""
                 connection = http.client.HTTPConnection(host, int(port), timeout=60)
                 try:
                     place = f"/{self.headers['x-amz-copy-source']}"
-                    asked = {"Range": self.headers["x-amz-copy-source-range"]}
-                    connection.request("GET", place, headers=asked)
+                    asked = self.headers["x-amz-copy-source-range"]
+                    connection.request("GET", place, headers={"Range": asked} if asked else {})
                     return connection.getresponse().read()
                 finally:
                     connection.close()

@@ -180,6 +180,13 @@ def load_manifest(folder: Path) -> Manifest:
     return manifest
 
 
+def split_step(url: str) -> tuple[str, int] | None:
+    """What comes before the name of the step that ends a URL, and the step's number; None: no step does."""
+    prefix, _, name = url.rstrip("/").rpartition("/")
+    match = STEP_NAME.fullmatch(name)
+    return (prefix, int(match[1])) if match else None
+
+
 def holds_tensors(name: str) -> bool:
     """Whether the file is one of those that `tensors.load_step` verifies while loading."""
     return name.endswith(".safetensors") or holds_blocks(name)

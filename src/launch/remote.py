@@ -12,7 +12,7 @@ from collections.abc import Collection, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files
+from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files, split_step
 from cairn.checkpoint.ratings import RATINGS
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
 from cairn.checkpoint.remote.beginnings import bring_beginnings
@@ -283,20 +283,20 @@ def _fetched(run: RunDirectory, url: str) -> Path:
     Raises:
         UsageError: the URL does not end with the name of a step, or there is no such step.
     """
-    prefix, _, name = url.rstrip("/").rpartition("/")
-    number = name.removeprefix("step_")
-    if name == number or not number.isdecimal():
+    found = split_step(url)
+    if found is None:
         raise UsageError(f"--ckpt.resume {url}: must end with the name of a step, such as /step_20")
+    prefix, step = found
     store = CheckpointStore(run.path / FETCHED)
     remote = RemoteStore(Objects(prefix))
     with _looking_for("--ckpt.resume", url):
-        wanted = remote.manifest(int(number))
+        wanted = remote.manifest(step)
         if store.exists(wanted.step) and store.manifest(wanted.step) == wanted:
             return store.folder(wanted.step)
         shutil.rmtree(store.root, ignore_errors=True)
         print(f"downloading {url}", flush=True)
         with progress_bars() as stage:
-            return remote.fetch(wanted.step, store, on_bytes=stage(name, wanted.nbytes))
+            return remote.fetch(wanted.step, store, on_bytes=stage(f"step_{step}", wanted.nbytes))
 
 
 @contextlib.contextmanager

@@ -12,11 +12,11 @@ from urllib.parse import unquote, urlsplit
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import (
     FILE_NAME,
-    STEP_NAME,
     CheckpointError,
     Damaged,
     Manifest,
     load_manifest,
+    split_step,
 )
 from cairn.checkpoint.ratings import RATINGS, Ratings
 from cairn.checkpoint.remote import Objects, RemoteStore
@@ -95,10 +95,8 @@ def split(url: str, *, new: bool = False) -> tuple[RemoteStore, int | None]:
     place = urlsplit(url)
     if not new and place.scheme == "file" and not Path(unquote(place.path)).exists():
         raise UsageError(f"{url}: there is no such folder")
-    prefix, _, name = url.rstrip("/").rpartition("/")
-    if match := STEP_NAME.fullmatch(name):
-        return RemoteStore(Objects(prefix)), int(match[1])
-    return RemoteStore(Objects(url)), None
+    prefix, step = split_step(url) or (url, None)
+    return RemoteStore(Objects(prefix)), step
 
 
 def one_step(url: str) -> tuple[RemoteStore, int]:

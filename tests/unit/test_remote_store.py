@@ -218,14 +218,14 @@ def test_notes_of_an_older_version_prove_nothing(tmp_path: Path):
 
 
 def test_what_the_newest_step_has_is_copied_there(remote: RemoteStore, url: tuple[str, Path], tmp_path: Path):
-    """Frozen weights are sent once."""
+    """Frozen weights are sent once, but to a server of S3's protocol that tells no checksums of copies."""
     put(remote, *make_step(tmp_path, 1, FILES))
     folder, manifest = make_step(tmp_path, 2, {**FILES, "trainer/state.json": b"[]"})
     read: list[str] = []
     put_parts = remote.objects.put_parts
     remote.objects.put_parts = lambda name, *rest: read.append(name) or put_parts(name, *rest)
     put(remote, folder, manifest)
-    assert read == []
+    assert read == (["step_2/model/model.safetensors"] if url[0].startswith("s3") else [])
     assert remote.verify(2) == manifest
 
 

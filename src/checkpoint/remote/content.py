@@ -17,6 +17,14 @@ Chunk = tuple[int, int]
 """CRC-64/NVME of a chunk, and its size in bytes."""
 
 
+def chunks_of(entry: FileEntry) -> list[Chunk]:
+    """The chunks of a file, from its manifest."""
+    return [
+        (int(crc, 16), min(CHUNK_BYTES, entry.size - number * CHUNK_BYTES))
+        for number, crc in enumerate(entry.crc64nvme)
+    ]
+
+
 @dataclass(frozen=True)
 class Place:
     """Where bytes lie: in the object `name` below `url`, from the byte `first` on."""
@@ -65,8 +73,7 @@ class Content:
 
     def chunks(self, numbers: range) -> list[Chunk]:
         """Checksums and sizes of some chunks, from the manifest."""
-        crcs = self.crcs()
-        return [(crcs[n], min(CHUNK_BYTES, self.size - n * CHUNK_BYTES)) for n in numbers]
+        return chunks_of(self.entry)[numbers.start : numbers.stop]
 
     def blocks(self, chunks: range) -> Iterator[memoryview]:
         """The bytes of some chunks, in blocks that are valid until the next one is asked for.

@@ -5,8 +5,8 @@ from collections.abc import Callable, Sequence
 from urllib.parse import urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
-from cairn.checkpoint.manifest import STEP_NAME, CheckpointError, FileEntry, Manifest
-from cairn.checkpoint.remote.content import Chunk, Place
+from cairn.checkpoint.manifest import CheckpointError, FileEntry, Manifest, split_step
+from cairn.checkpoint.remote.content import Chunk, Place, chunks_of
 from cairn.checkpoint.remote.errors import RemoteError
 from cairn.checkpoint.tiers import Tier
 from cairn.run.errors import UsageError
@@ -31,10 +31,8 @@ class Known:
             if files:
                 self._files[_content(entry)] = name
             if entry.size > CHUNK_BYTES:  # S3 copies no ranges of small objects
-                for number, crc in enumerate(entry.crc64nvme):
-                    first = number * CHUNK_BYTES
-                    chunk = int(crc, 16), min(CHUNK_BYTES, entry.size - first)
-                    self._chunks[chunk] = Place(url, name, first)
+                for number, chunk in enumerate(chunks_of(entry)):
+                    self._chunks[chunk] = Place(url, name, number * CHUNK_BYTES)
 
     def file(self, entry: FileEntry) -> str | None:
         """The name of an object with this content that one request copies."""
@@ -68,12 +66,13 @@ def known_there(remote: Tier, url: str, origin: str | None, tier_at: Callable[[s
         with contextlib.suppress(CheckpointError):
             known.add(url, remote.manifest(step), files=True)
             return known
-    prefix, _, name = (origin or "").rstrip("/").rpartition("/")
-    here, there = urlsplit(url), urlsplit(prefix)
-    if (match := STEP_NAME.fullmatch(name)) and ("s3", here.netloc) == (there.scheme, there.netloc):
-        # It only saves bytes: it may have been deleted, or not be permitted.
-        with contextlib.suppress(CheckpointError, RemoteError, UsageError):
-            known.add(prefix, tier_at(prefix).manifest(int(match[1])), files=False)
+    if found := split_step(origin or ""):
+        prefix, step = found
+        here, there = urlsplit(url), urlsplit(prefix)
+        if ("s3", here.netloc) == (there.scheme, there.netloc):
+            # It only saves bytes: it may have been deleted, or not be permitted.
+            with contextlib.suppress(CheckpointError, RemoteError, UsageError):
+                known.add(prefix, tier_at(prefix).manifest(step), files=False)
     return known
 
 

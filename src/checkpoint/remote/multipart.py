@@ -5,7 +5,6 @@ with the CRC-64/NVME that the manifest has for it, so S3 refuses what differs fr
 completed with the CRC-64/NVME that follows from those.
 """
 
-import base64
 import contextlib
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -15,9 +14,10 @@ from xml.sax.saxutils import escape
 
 from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.remote.content import Content
+from cairn.checkpoint.remote.copies import ALGORITHM, Copies
 from cairn.checkpoint.remote.errors import Refused, RemoteError
 from cairn.checkpoint.remote.listing import tag
-from cairn.checkpoint.remote.s3 import S3, LocalError
+from cairn.checkpoint.remote.s3 import CRC_HEADER, S3, LocalError, crc_number, crc_text
 from cairn.checkpoint.remote.sent import Noted, SentParts
 from cairn.run.faults import fault_point
 
@@ -25,7 +25,6 @@ MOST_PARTS = 10_000
 """Of an object of S3."""
 TRIES = 3
 """How often a part is sent that S3 finds damaged."""
-CRC_HEADER = "x-amz-checksum-crc64nvme"
 GONE = {"NoSuchUpload", "InvalidPart", "BadDigest"}
 """S3's names for reasons why an upload can't be completed: another one has to begin."""
 
@@ -56,17 +55,17 @@ class Multipart:
     """Uploads in parts below a URL.
 
     Args:
+        copies: copies what the object store has already.
         has: the ETag of the object of this name if it has this content, else None.
         concurrent: parts of an object that are sent at once.
     """
 
-    def __init__(self, s3: S3, has: Callable[[str, Content], str | None], concurrent: int):
+    def __init__(self, s3: S3, copies: Copies, has: Callable[[str, Content], str | None], concurrent: int):
         self._s3 = s3
+        self._copies = copies
         self._has = has
         self._concurrent = concurrent
         self._left: dict[str, list[str]] = {}
-        self._uncopied: set[str] = set()
-        """URLs from which nothing can be copied."""
 
     def unfinished(self, prefix: str) -> list[Unfinished]:
         """The uploads of objects whose names begin with `prefix`; later ones of these objects continue them.
@@ -163,7 +162,7 @@ class Multipart:
         return notes.noted()
 
     def _create(self, name: str) -> str:
-        headers = {"x-amz-checksum-algorithm": "CRC64NVME", "x-amz-checksum-type": "FULL_OBJECT"}
+        headers = ALGORITHM | {"x-amz-checksum-type": "FULL_OBJECT"}
         answer = self._s3.request("POST", name, {"uploads": ""}, headers=headers).xml()
         if upload := answer.text("UploadId"):
             return upload
@@ -195,7 +194,7 @@ class Multipart:
                 return {}
             for row in page.all("Part"):
                 if crc := row.text("ChecksumCRC64NVME"):
-                    found[int(row.text("PartNumber"))] = row.text("ETag"), _number(crc)
+                    found[int(row.text("PartNumber"))] = row.text("ETag"), crc_number(crc)
             if page.text("IsTruncated") != "true":
                 return found
             query["part-number-marker"] = page.text("NextPartNumberMarker")
@@ -218,30 +217,11 @@ class Multipart:
             list(pool.map(send, missing))
 
     def _copy_part(self, name: str, upload: str, part: _Part, content: Content) -> str | None:
-        """Copy a part from where the object store has its content, and return its ETag.
-
-        None if there is no such place, or S3 does not tell that the copy has the checksum of the part: it is
-        to be sent then. A store that tells no checksums of copies, or refuses them, is not asked again.
-        """
+        """Copy a part from where the object store has its content, and return its ETag; None: send it."""
         place = content.known(content.chunks(part.chunks))
-        if place is None or place.url in self._uncopied:
+        if place is None:
             return None
-        headers = {
-            "x-amz-copy-source": self._s3.source(place.url, place.name),
-            "x-amz-copy-source-range": f"bytes={place.first}-{place.first + part.size - 1}",
-        }
-        try:
-            query: dict[str, str | int] = {"partNumber": part.number, "uploadId": upload}
-            copied = self._s3.request("PUT", name, query, headers=headers).xml()
-        except Refused as error:
-            if error.code == "NoSuchUpload":
-                raise
-            if error.code != "NoSuchKey":
-                self._uncopied.add(place.url)
-            return None
-        if not (crc := copied.text("ChecksumCRC64NVME")):
-            self._uncopied.add(place.url)
-        return copied.text("ETag") if crc == _text(part.crc) else None
+        return self._copies.part(name, upload, part.number, place, (part.crc, part.size))
 
     def _put_part(self, name: str, upload: str, part: _Part, content: Content) -> str:
         """Send a part, and return its ETag."""
@@ -251,7 +231,7 @@ class Multipart:
                     "PUT",
                     name,
                     {"partNumber": part.number, "uploadId": upload},
-                    headers={CRC_HEADER: _text(part.crc)},
+                    headers={CRC_HEADER: crc_text(part.crc)},
                     body=lambda: content.blocks(part.chunks),
                     size=part.size,
                 )
@@ -268,7 +248,7 @@ class Multipart:
         """Make the parts an object, and return its ETag."""
         rows = "".join(
             f"<Part><PartNumber>{part.number}</PartNumber><ETag>{escape(noted.parts[part.number][0])}</ETag>"
-            f"<ChecksumCRC64NVME>{_text(part.crc)}</ChecksumCRC64NVME></Part>"
+            f"<ChecksumCRC64NVME>{crc_text(part.crc)}</ChecksumCRC64NVME></Part>"
             for part in parts
         )
         body = (
@@ -276,7 +256,7 @@ class Multipart:
             f"{rows}</CompleteMultipartUpload>"
         )
         crc = join_crcs((part.crc, part.size) for part in parts)
-        headers = {CRC_HEADER: _text(crc), "x-amz-checksum-type": "FULL_OBJECT"}
+        headers = {CRC_HEADER: crc_text(crc), "x-amz-checksum-type": "FULL_OBJECT"}
         query = {"uploadId": str(noted.upload)}
         answer = self._s3.request("POST", name, query, headers=headers, body=body.encode())
         return tag(answer.xml().text("ETag"))
@@ -302,12 +282,3 @@ def _parts(content: Content) -> list[_Part]:
 def _arrived(part: _Part, noted: Noted) -> bool:
     """Whether the object store has this part with this content."""
     return part.number in noted.parts and noted.parts[part.number][1] == part.crc
-
-
-def _text(crc: int) -> str:
-    """A CRC as S3 writes it."""
-    return base64.b64encode(crc.to_bytes(8, "big")).decode()
-
-
-def _number(crc: str) -> int:
-    return int.from_bytes(base64.b64decode(crc), "big")

@@ -28,6 +28,8 @@ from cairn.run.file_system import look_anew
 from cairn.run.files import sync
 
 if TYPE_CHECKING:
+    from cairn.checkpoint.manifest import FileEntry
+    from cairn.checkpoint.remote.copies import Copies
     from cairn.checkpoint.remote.multipart import Multipart, Unfinished
     from cairn.checkpoint.remote.s3 import S3
 
@@ -63,7 +65,7 @@ class Objects:
         self._folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
         self._retry_seconds = retry_seconds
         self._s3 = self._past_obstore() if parts.scheme == "s3" else None
-        self._multipart = self._in_parts(self._s3) if self._s3 is not None else None
+        self._copies, self._multipart = self._within(self._s3) if self._s3 is not None else (None, None)
 
     def put(self, name: str, content: bytes) -> str | None:
         """Put a small object; one of that name is replaced. Returns its ETag, if the store tells it."""
@@ -225,11 +227,13 @@ class Objects:
         assert isinstance(self._store, S3Store), "made for an s3:// URL"
         return S3(self.url, self._store, self._retry_seconds)
 
-    def _in_parts(self, s3: "S3") -> "Multipart":
-        """Uploads that go on where they ended; obstore has none."""
+    def _within(self, s3: "S3") -> "tuple[Copies, Multipart]":
+        """Copies with checksums, and uploads that go on where they ended; obstore has neither."""
+        from cairn.checkpoint.remote.copies import Copies
         from cairn.checkpoint.remote.multipart import Multipart
 
-        return Multipart(s3, self._has, CONCURRENT_PARTS)
+        copies = Copies(s3)
+        return copies, Multipart(s3, copies, self._has, CONCURRENT_PARTS)
 
     def _has(self, name: str, content: Content) -> str | None:
         """The ETag of an object if it has this content; it is read in full."""
@@ -280,6 +284,24 @@ class Objects:
         import obstore
 
         self._try(source, lambda: obstore.copy(self._store, source, target))
+
+    def copy_file(self, source: str, target: str, entry: "FileEntry") -> str | None:
+        """Copy an object that should have this content, and return the copy's ETag; None: it is to be sent.
+
+        S3 tells whether the copy has the content; other stores copy whatever the object has.
+        """
+        if self._copies is not None:
+            return self._copies.file(source, target, entry)
+        import obstore
+
+        def copy() -> str | None:
+            try:
+                obstore.copy(self._store, source, target)
+            except FileNotFoundError:
+                return None
+            return tag(obstore.head(self._store, target)["e_tag"])
+
+        return self._try(source, copy)
 
     def delete(self, names: Sequence[str]) -> None:
         """Delete objects; one that does not exist is no error."""

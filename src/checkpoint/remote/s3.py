@@ -4,6 +4,7 @@ Address, region and the objects' names in it are obstore's; the signatures are a
 urllib3's.
 """
 
+import base64
 import contextlib
 import importlib
 import random
@@ -36,6 +37,7 @@ FIRST_PAUSE, LONGEST_PAUSE = 0.1, 15.0
 """Seconds before a failed request is made again: first, and at most."""
 TRANSIENT = {"RequestTimeout", "SlowDown", "InternalError", "ServiceUnavailable", "OperationAborted"}
 """S3's names for errors that may pass."""
+CRC_HEADER = "x-amz-checksum-crc64nvme"
 Body = Callable[[], Iterator[memoryview]]
 
 
@@ -299,6 +301,16 @@ def _error(where: str, status: int, content: bytes) -> RemoteError:
     if status in (401, 403):
         return Refused(f"{where}: {denial(f'{status} {code} {said}')}", code)
     return Refused(text, code)
+
+
+def crc_text(crc: int) -> str:
+    """A CRC as S3 writes it."""
+    return base64.b64encode(crc.to_bytes(8, "big")).decode()
+
+
+def crc_number(text: str) -> int:
+    """A CRC that S3 has written."""
+    return int.from_bytes(base64.b64decode(text), "big")
 
 
 @cache

@@ -218,7 +218,8 @@ class RemoteStore(Claims):
             etag = None
             if source := known.file(entry):
                 guard()
-                self.objects.copy(source, prefix + name)
+                etag = self.objects.copy_file(source, prefix + name, entry)
+            if etag is not None:
                 on_bytes(entry.size)
             else:
                 path = folder / name
