@@ -37,8 +37,8 @@ from cairn.run.waiting import Patience
 
 GRACE = 5.0
 """Seconds that a server has to stop by itself before it is killed."""
-
-
+LAST_WORDS_SECONDS = 2.0
+"""Seconds in which a server that is dying writes the cause to its log."""
 ANSWER_SECONDS = 10.0
 """Seconds that a busy server may take to answer a status request."""
 
@@ -169,6 +169,9 @@ class Server:
         """Raise `ServerFailed` if the server, once ready, has died without having been stopped."""
         # When its engine dies, vLLM exits with code 0, or hangs without listening if requests were in flight.
         if not self.alive or not self._listening():
+            if self._process is not None:
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    self._process.wait(LAST_WORDS_SECONDS)
             raise ServerFailed(f"the inference server died; {self._log_tail()}")
 
     def status(self, timeout: float = ANSWER_SECONDS) -> dict[str, Any] | None:
