@@ -119,7 +119,8 @@ async def _ask(url: str, patience: float) -> ServerStatus:
             try:
                 return await client.status()
             except ServerUnavailable as error:
-                if time.monotonic() > end:
+                # Patience allows for a second look, however long the first one took.
+                if time.monotonic() > end and (waiting or not patience):
                     raise
                 if not waiting:
                     print(

@@ -24,6 +24,7 @@ from cairn.run.metrics import MetricsLog
 from cairn.run.rates import Rates
 from cairn.run.rewinds import RewindLog
 from cairn.run.versions import PolicyVersions
+from cairn.run.waiting import POLL_SECONDS, Patience
 
 if TYPE_CHECKING:
     from pydantic import BaseModel
@@ -40,9 +41,9 @@ JOURNALS = ("-wal", "-shm", "-journal")
 """Ends of the names of SQLite's journals, which belong to the file that is named like them without it."""
 RESERVE_SECONDS = 2.0
 """Seconds before a deadline that are left for ending processes, and for a scheduler's commands after them."""
-LOCK_TRIES, LOCK_SECONDS = 5, 0.02
-"""How often a launcher tries to lock a run directory before it says that another one is at work, and how long
-it waits in between."""
+LOOKERS_SECONDS = 10.0
+"""How long a launcher waits for whoever only looks whether a run directory is locked, which takes an instant
+unless that process is stopped in it."""
 
 
 @dataclass(frozen=True)
@@ -234,14 +235,18 @@ class RunDirectory:
             return True
         path = self.path / ".lock"
         fd = open_lock(path)  # closes with the process
-        for _ in range(LOCK_TRIES):  # whoever only looks, as `is_locked` does, holds it for an instant
-            try:
+        patience = Patience(LOOKERS_SECONDS)
+        while not patience.over:
+            with contextlib.suppress(BlockingIOError):
                 flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
-            except BlockingIOError:
-                time.sleep(LOCK_SECONDS)
-            else:
                 self._lock = fd
                 return True
+            try:  # whoever only looks, as `is_locked` does, shares it
+                flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB, path)
+            except BlockingIOError:
+                break
+            flock(fd, fcntl.LOCK_UN, path)
+            time.sleep(POLL_SECONDS)
         os.close(fd)
         return False
 

@@ -149,13 +149,14 @@ def _set_share(process: int, niceness: int) -> None:
     """Set the niceness of a process's session among sessions, where Linux has autogroups."""
     end = time.monotonic() + AUTOGROUP_SECONDS
     while True:
+        last = time.monotonic() > end  # before the try, as this process may be stopped after it
         try:
             if os.getsid(process) == process:  # else it would be somebody else's session
                 with open(f"/proc/{process}/autogroup", "w") as file:
                     file.write(str(niceness))
             return
         except BlockingIOError:  # without privileges the kernel allows one such change in 0.1 s
-            if time.monotonic() > end:
+            if last:
                 return
             time.sleep(0.02)
         except OSError:  # it has none, or they are switched off, or the process has ended

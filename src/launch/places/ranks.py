@@ -38,8 +38,11 @@ logger = logging.getLogger(__name__)
 POLL_SECONDS = 0.2
 SETTLED_STEPS = 2
 """A spare is started after this many steps: by then the ranks have allocated all their memory."""
-SETTLE_SECONDS = 5.0
-"""Seconds that the other ranks have, after one failed, to notice it and leave the process group."""
+SETTLE_SECONDS = 20.0
+"""Seconds that the other ranks have, after one failed, to notice it and leave the process group.
+
+It is also how long Ray has to report a death after another rank has noticed it: on a busy machine, seconds.
+"""
 
 
 @dataclass
