@@ -175,7 +175,11 @@ def result_of(script: str, arguments: list[object], threads: int) -> dict:
 
 @contextlib.contextmanager
 def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[tuple[float, dict]]]:
-    """Run a Cairn command; yields an iterator of (time of appearance, row of metrics)."""
+    """Run a Cairn command; yields an iterator of (time of appearance, row of metrics).
+
+    On a busy machine several rows are read at once, so only the first one's time is that of the look at it;
+    how long after it the others were written is what they say themselves.
+    """
     metrics = JsonLines(run / "metrics.jsonl")
     resumed = max((row["step"] for row in metrics.rows()), default=0)
     log = run.with_suffix(".log")
@@ -189,10 +193,14 @@ def followed(command: list[str], run: Path, threads: int) -> Iterator[Iterator[t
         )
 
     def rows() -> Iterator[tuple[float, dict]]:
+        began: float | None = None
         while True:
             ended = child.poll() is not None
-            now = time.perf_counter()
-            yield from ((now, row) for row in metrics.new_rows() if row["step"] > resumed)
+            for row in metrics.new_rows():
+                if row["step"] > resumed:
+                    wall = row["run/wall_seconds"]
+                    began = time.perf_counter() - wall if began is None else began
+                    yield began + wall, row
             if ended:
                 if child.returncode:
                     raise RuntimeError(f"exited with {child.returncode}:\n{log.read_text()[-3000:]}")

@@ -10,11 +10,13 @@ import functools
 import json
 import multiprocessing
 import os
+import secrets
 import shutil
 import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator, Mapping
 from dataclasses import dataclass
@@ -38,6 +40,8 @@ REPOSITORY = Path(__file__).resolve().parents[1]
 CONFIGS = "configs/reverse_text"
 DEADLINE = 240.0
 """Seconds after which a test gives up waiting."""
+LOWEST_PORT = 20_000
+"""Of those that `free_port` draws."""
 
 
 ABOUT = {
@@ -118,11 +122,13 @@ class Command:
     def wait_until(self, condition: Callable[[], T | None], deadline: float = DEADLINE) -> T:
         """Wait until `condition` is true while the command runs; returns its value."""
         end = time.monotonic() + deadline
-        while not (value := condition()):
-            assert self.process.poll() is None, f"ended too early; it printed:\n{self.output}"
+        while True:
+            ended = self.process.poll() is not None  # before the look: then nothing comes after it
+            if value := condition():
+                return value
+            assert not ended, f"ended too early; it printed:\n{self.output}"
             assert time.monotonic() < end, f"waited {deadline:g} s; it printed:\n{self.output}"
             time.sleep(0.01)
-        return value
 
     def listening(self) -> set[str]:
         """The addresses at which its processes are seen to listen."""
@@ -148,7 +154,10 @@ class Command:
     def workers(self) -> list[int]:
         """Process ids of the trainer's ranks, which are Ray actors."""
         self.family()
-        return [process[0] for process in self.survivors() if "ray::Worker" in _name(process)]
+        named = {process[0] for process in self.survivors() if "ray::Worker" in _name(process)}
+        processes = _processes()
+        # A child of a rank has its name until it has become another program.
+        return [pid for pid in named if processes.get(pid, ("", 0))[1] not in named]
 
     def assert_nothing_survives(self, deadline: float = 30.0) -> None:
         """Assert that all descendants end within the deadline."""
@@ -223,9 +232,17 @@ def vllm_cache() -> Path:
 
 
 def free_port() -> int:
-    """A port that nobody listens on."""
-    with socket.create_server(("127.0.0.1", 0)) as listening:
-        return listening.getsockname()[1]
+    """A port that nobody listens on.
+
+    It is none of those that the system gives to whoever asks for any: until a server listens, which takes
+    vLLM half a minute, connections of other tests would get it.
+    """
+    first = int(Path("/proc/sys/net/ipv4/ip_local_port_range").read_text().split()[0])
+    while True:
+        # Not by `random`, of which tests set the seed. Ray's own processes have ports up to 19,999.
+        port = LOWEST_PORT + secrets.randbelow(first - LOWEST_PORT) if first > LOWEST_PORT else 0
+        with contextlib.suppress(OSError), socket.create_server(("127.0.0.1", port)) as listening:
+            return listening.getsockname()[1]
 
 
 # What a run leaves behind
@@ -236,15 +253,19 @@ forkable = multiprocessing.get_context("forkserver")
 forkable.set_forkserver_preload(["cairn.trainer.models.model", "toy"])
 
 
+_one_thread = threading.Lock()
+
+
 def ensure_forkserver() -> None:
     """Start that process, where it finds the modules of our tests."""
-    before = os.environ.get("PYTHONPATH")
     here = Path(__file__).parent
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here / "faults"), before]))
-    try:
-        forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
+    with _one_thread:
+        before = os.environ.get("PYTHONPATH")
+        os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(here), str(here / "faults"), before]))
+        try:
+            forkserver.ensure_running()
+        finally:
+            os.environ.pop("PYTHONPATH") if before is None else os.environ.update(PYTHONPATH=before)
 
 
 def start_ranks(
@@ -269,10 +290,10 @@ def priority_of(pid: int) -> set[tuple[int, int, int]]:
 
     The session has none where Linux has no autogroups; then it counts as what it would be.
     """
-    threads = {
-        (os.getpriority(os.PRIO_PROCESS, int(name)), os.sched_getscheduler(int(name)))
-        for name in os.listdir(f"/proc/{pid}/task")
-    }
+    threads = set()
+    for name in os.listdir(f"/proc/{pid}/task"):
+        with contextlib.suppress(ProcessLookupError):  # the thread has ended meanwhile
+            threads.add((os.getpriority(os.PRIO_PROCESS, int(name)), os.sched_getscheduler(int(name))))
     with contextlib.suppress(OSError):
         if words := Path(f"/proc/{pid}/autogroup").read_text().split():
             return {(nice, policy, int(words[-1])) for nice, policy in threads}

@@ -1,12 +1,12 @@
 """The process that exports a run's steps dies, or nobody wants to wait for it: no export is lost or half."""
 
-import os
+import fcntl
 import signal
 from pathlib import Path
 
 import pytest
 import torch
-from runs import CONFIGS, Command, Shell, read, rows, step_folder, steps
+from runs import CONFIGS, Shell, read, rows, step_folder, steps
 from safetensors.torch import load_file
 
 from cairn.checkpoint.exports import UNFINISHED
@@ -22,12 +22,6 @@ SFT = (
 )
 
 
-def exporter_at_work(command: Command, run: Path) -> int:
-    """Wait until the exporter is in the middle of a step; its process id."""
-    command.wait_until(lambda: any((run / "exports").glob(f"*{UNFINISHED}")))
-    return read(run / "roles.json")["roles"]["exporter"]["pid"]
-
-
 def assert_exported(run: Path) -> None:
     """Every step, whole, as bfloat16; and of the checkpoints only the newest stays."""
     assert sorted(path.name for path in (run / "exports").iterdir() if path.name[0] != ".") == sorted(
@@ -41,13 +35,17 @@ def assert_exported(run: Path) -> None:
 
 
 def test_a_killed_exporter_is_started_again(shell: Shell, tmp_path: Path):
-    """Training does not notice; retention keeps what waits meanwhile, and then deletes it."""
-    run = tmp_path / "run"
-    with shell.start(*SFT, "--output-dir", run) as command:
-        os.kill(exporter_at_work(command, run), signal.SIGKILL)
+    """In the middle of a step. Training does not notice; retention keeps what waits meanwhile, and then
+    deletes it."""
+    run, once = tmp_path / "run", tmp_path / "once"
+    once.mkdir()
+    (once / "export.write:kill").touch()
+    faults = {"CAIRN_FAULT": "export.write:kill", "CAIRN_FAULT_ONCE": str(once)}
+    with shell.start(*SFT, "--output-dir", run, environment=faults) as command:
         finished = command.finish()
         command.assert_nothing_survives()
     assert finished.code == 0, finished.output
+    assert not list(once.iterdir())
     assert "exporter died (exit code -9) and is started again" in finished.output
     assert f"exported to {run / 'exports'}" in finished.output
     assert_exported(run)
@@ -61,14 +59,19 @@ def test_a_stop_does_not_wait_for_exports(shell: Shell, tmp_path: Path):
     """The message says what is missing; the same command then finishes the exports of the complete run."""
     run = tmp_path / "run"
     with shell.start(*SFT, "--output-dir", run, "--ckpt.resume", "auto") as command:
-        os.kill(exporter_at_work(command, run), signal.SIGSTOP)
-        command.wait_until(lambda: read(run / "roles.json")["roles"]["trainer"]["state"] == "done")
-        command.process.send_signal(signal.SIGTERM)
-        finished = command.finish()
+        command.wait_until((run / "logs" / "exporter.log").exists)
+        with open(run / "exports" / ".lock") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)  # so that the exporter waits before its first step
+            command.wait_until(
+                lambda: read(run / "roles.json")["roles"].get("trainer", {}).get("state") == "done"
+            )
+            command.process.send_signal(signal.SIGTERM)
+            finished = command.finish()
         command.assert_nothing_survives()
     assert finished.code == 75, finished.output
     assert "stopped before all was exported" in finished.output
     assert f"step {STEPS[-1]}: not begun" in finished.output
+    (run / "exports" / f"step_{STEPS[0]}{UNFINISHED}").mkdir()  # as one that is killed may leave
     again = shell.run(*SFT, "--output-dir", run, "--ckpt.resume", "auto")
     assert again.code == 0, again.output
     assert "the run is complete, but its exports are not" in again.output

@@ -198,6 +198,8 @@ class Job:
     def goes_on_after(self, step: int) -> None:
         """Check that it has started a second time, and went on from the saved `step` or a later one."""
         self.slurm.start_again(self.number)
+        # Until it has, metrics.jsonl holds what the first attempt did after its newest step.
+        wait_until(lambda: (attempt := RunDirectory(self.run).attempt()) is not None and attempt.number == 2)
         self.reaches(step + 20)
         self.slurm("scancel", "--batch", "--signal=INT", self.number)
         job = self.ends()
@@ -222,18 +224,19 @@ def submitted(shell: Shell, slurm: Slurm, run: Path, *settings: object) -> Job:
 def test_a_job_is_queued_again_until_it_is_complete(shell: Shell, slurm: Slurm, tmp_path: Path):
     """What Slurm does itself: it sends the notice, takes the job back, and starts it a second time."""
     run = tmp_path / "run"
-    settings = ("--max-steps", 40, "--ckpt.keep-last", 2, "--slurm.time", 10)
+    last = 400  # it must not be there before the signal has come through Slurm
+    settings = ("--max-steps", last, "--ckpt.keep-last", 2, "--slurm.time", 10)
     job = submitted(shell, slurm, run, *settings)
     job.reaches(3)
     slurm("scancel", "--batch", "--signal=TERM", job.number)  # as Slurm does before the end of the time limit
     wait_until(lambda: slurm.job(job.number)["JobState"] == "PENDING")
     assert "sft ended with exit code 75" in job.log
     newest = steps(run)[-1]
-    assert 3 <= newest < 40
+    assert 3 <= newest < last
     slurm.start_again(job.number)
     ended = job.ends()
     assert (ended["JobState"], ended["ExitCode"], ended["Restarts"]) == ("COMPLETED", "0:0", "1"), job.log
-    assert [row["step"] for row in rows(run)] == list(range(1, 41))
+    assert [row["step"] for row in rows(run)] == list(range(1, last + 1))
     assert "s are left" in job.log
 
 

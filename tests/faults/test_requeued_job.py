@@ -9,8 +9,12 @@ from pathlib import Path
 import pytest
 from runs import CONFIGS, Shell, assert_same_bits, rows, step_folder, tensors, untimed, whole_rows
 
-LAST = 30
-SETTINGS = ("--seq-len", 32, "--data.batch-size", 8, "--max-steps", LAST, "--ckpt.interval", 10)
+from cairn.run.directory import RunDirectory
+
+pytestmark = pytest.mark.timeout(900)
+
+LAST = 100
+SETTINGS = ("--seq-len", 32, "--data.batch-size", 8, "--max-steps", LAST, "--ckpt.interval", 25)
 JOB = str(os.getpid())
 """Its number also decides at which port its Ray listens, on more than one node."""
 SBATCH = """#!/bin/bash
@@ -53,7 +57,11 @@ def test_a_job_is_stopped_and_queued_again(shell: Shell, slurm: dict[str, str], 
 
     with shell.start("/bin/bash", script, environment=slurm) as first:
         first.wait_until(lambda: len(rows(run)) >= 3)
+        (worker,) = first.workers()
+        os.kill(worker, signal.SIGSTOP)  # or it may be done before the script has told the run
         os.kill(first.process.pid, signal.SIGTERM)
+        first.wait_until(RunDirectory(run).stop_requested)
+        os.kill(worker, signal.SIGCONT)
         stopped = first.finish()
     assert stopped.code == 75, stopped.output
     assert (tmp_path / "requeued").exists(), stopped.output

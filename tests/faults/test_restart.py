@@ -29,7 +29,8 @@ from cairn.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)
 
-HANG = ("--heartbeat-timeout", 8)
+SILENCE = 20
+HANG = ("--heartbeat-timeout", SILENCE)
 
 
 def send(run: Path, role: str, number: signal.Signals) -> int:
@@ -44,7 +45,7 @@ def wait_for_successor(command: Command, run: Path, role: str, pid: int) -> None
 
     def taken() -> bool:
         entry = read(run / "roles.json")["roles"][role]
-        return entry["pid"] != pid and entry["state"] == "running"
+        return entry["pid"] != pid and entry["state"] in ("running", "done")
 
     command.wait_until(taken)
 
@@ -105,7 +106,7 @@ def test_reinforcement_learning_survives_its_trainer_and_its_orchestrator(
         finished = command.finish()
     assert finished.code == 0, finished.output
     assert "trainer died (exit code -9) and is started again" in finished.output
-    assert "orchestrator hung (no sign of life for 8 s" in finished.output
+    assert f"orchestrator hung (no sign of life for {SILENCE} s" in finished.output
     assert "--heartbeat-timeout allows more) and is started again" in finished.output
     assert_same_run(run, calm)
     assert '"ok": true' in shell.succeed("ckpt", "audit", run, "--json")
@@ -221,9 +222,10 @@ def test_reinforcement_learning_survives_the_server_that_it_started(
     own = ("--inference", f"@{CONFIGS}/infer.toml", "--inference.port", free_port())
     arguments = _without_url(rl, tmp_path / "orch.toml")
     with shell.start(*arguments, *own, "--output-dir", run) as command:
+        command.wait_until(lambda: len(rows(run)) >= 1)
+        assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         command.wait_until(lambda: len(rows(run)) >= 6)
         before = read(run / "roles.json")["roles"]
-        assert command.listening() <= {"127.0.0.1", "::1", "::ffff:127.0.0.1"}
         command.family()
         for pid in (pid for pid, _ in command.survivors() if "vllm.entrypoints" in cmdline(pid)):
             os.kill(pid, signal.SIGKILL)
@@ -254,10 +256,11 @@ def test_roles_that_take_turns_survive_each_other(
     storm = {"CAIRN_FAULT": ",".join(strikes), "CAIRN_FAULT_ONCE": str(faults)}
     with shell.start(*arguments, *own, "--output-dir", run, environment=storm) as command:
 
-        def in_turn_of_trainer(step: int) -> bool:
+        def trainers_turn(first: int) -> int | None:
+            """The step that the trainer has its turn for, if that is `first` or a later one."""
             attempt = RunDirectory(run).attempt()
             turn = attempt and versions.trainers_turn(attempt)
-            return turn is not None and turn.until == step
+            return turn.until if turn and turn.until and turn.until >= first else None
 
         def kill_server() -> None:
             command.family()
@@ -265,20 +268,20 @@ def test_roles_that_take_turns_survive_each_other(
                 os.kill(pid, signal.SIGKILL)
 
         command.wait_until(lambda: not any(faults.iterdir()))
-        at = len(rows(run)) + 2
-        command.wait_until(lambda: in_turn_of_trainer(at))
+        at = len(rows(run)) + 1
+        at = command.wait_until(lambda: trainers_turn(at + 1))
         pid = send(run, "trainer", signal.SIGKILL)
         wait_for_successor(command, run, "trainer", pid)
-        command.wait_until(lambda: in_turn_of_trainer(at + 1))
+        at = command.wait_until(lambda: trainers_turn(at + 1))
         pid = send(run, "orchestrator", signal.SIGKILL)
         wait_for_successor(command, run, "orchestrator", pid)
-        command.wait_until(lambda: in_turn_of_trainer(at + 2))
+        at = command.wait_until(lambda: trainers_turn(at + 1))
         pid = read(run / "roles.json")["roles"]["inference"]["pid"]
         kill_server()
         wait_for_successor(command, run, "inference", pid)
-        command.wait_until(lambda: in_turn_of_trainer(at + 3))
+        at = command.wait_until(lambda: trainers_turn(at + 1))
         pid = read(run / "roles.json")["roles"]["inference"]["pid"]
-        command.wait_until(lambda: not in_turn_of_trainer(at + 3))
+        command.wait_until(lambda: trainers_turn(at) != at)
         kill_server()
         wait_for_successor(command, run, "inference", pid)
         finished = command.finish()
@@ -308,7 +311,8 @@ def test_fine_tuning_survives_its_trainer_and_a_worker(shell: Shell, trained: Pa
     """
     run = tmp_path / "run"
     arguments = ("--ckpt.interval", 10, "--max-steps", 120, "--spare-workers", 1, "--output-dir", run)
-    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments) as command:
+    patience = ("--heartbeat-timeout", 600)  # a spare gets ready only while nobody else wants the processors
+    with shell.start("sft", "@", f"{CONFIGS}/sft.toml", *arguments, *patience) as command:
         command.wait_until(lambda: len(rows(run)) >= 23)
         worker = read(run / "roles.json")["roles"]["trainer_rank0"]["pid"]
         pid = send(run, "trainer", signal.SIGKILL)
@@ -353,7 +357,7 @@ def test_the_other_ranks_survive_a_rank_that_dies_and_one_that_stops(
     assert second["trainer_rank1"]["pid"] == third["trainer_rank1"]["pid"]
     assert first["trainer"]["pid"] == third["trainer"]["pid"]
     assert "trainer_rank1 died and is started again" in finished.output
-    assert "trainer_rank0 hung (no sign of life for 8 s" in finished.output
+    assert f"trainer_rank0 hung (no sign of life for {SILENCE} s" in finished.output
     assert steps(run) == list(range(1, 41))
     losses = [row["loss"] for row in whole_rows(run, 40)]
     assert losses == pytest.approx([row["loss"] for row in rows(trained)[:40]], rel=1e-4)

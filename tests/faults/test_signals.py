@@ -16,6 +16,9 @@ import psutil
 import pytest
 from runs import CONFIGS, Command, Finished, Shell, free_port, read, rows, steps, whole_rows
 
+from cairn.run.directory import RunDirectory
+from cairn.run.signals import REPEAT_SECONDS
+
 pytestmark = pytest.mark.timeout(900)
 
 INT, TERM, HUP = signal.SIGINT, signal.SIGTERM, signal.SIGHUP
@@ -136,16 +139,19 @@ def send(case: Case, command: Command) -> None:
     if case.to == "key":
         command.process.send_signal(signal.SIGUSR1 if case.signal == INT else signal.SIGUSR2)
         return
-    for number in filter(None, [case.signal, case.then]):
-        if case.to == "launcher":
+    numbers = [number for number in (case.signal, case.then) if number]
+    if case.to == "launcher":
+        for number in numbers:
             command.process.send_signal(number)
-        elif case.to == "group":
+    elif case.to == "group":
+        for number in numbers:
             os.killpg(command.process.pid, number)
-        else:
-            script = case.to == "all but the script"
-            for pid in family if script else [command.process.pid, *family]:
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGCONT)
+    else:
+        script = case.to == "all but the script"
+        for pid in family if script else [command.process.pid, *family]:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+                for number in numbers:  # each process at once: later it would be a second request
                     os.kill(pid, number)
 
 
@@ -228,6 +234,8 @@ def test_a_stop_before_the_first_step(shell: Shell, tmp_path: Path, role: str):
     arguments = (*SFT, "--ckpt", "--max-steps", 3, "--output-dir", run)
     with shell.start(*arguments) as command:
         command.wait_until(lambda: role_runs(run, role))
+        if role == "trainer_rank0":  # else it may be in step 1 before the launcher hears of it
+            os.kill(read(run / "roles.json")["roles"][role]["pid"], signal.SIGSTOP)
         command.process.send_signal(TERM)
         finished = command.finish()
         command.assert_nothing_survives()
@@ -265,8 +273,8 @@ def writers(command: Command) -> list[int]:
 def test_a_stop_during_the_final_save(shell: Shell, tmp_path: Path):
     """All steps are done: the run ends as if nobody had asked."""
     run = tmp_path / "run"
-    with shell.start(*SFT, "--ckpt", "--max-steps", 40, "--output-dir", run) as command:
-        command.wait_until(lambda: len(rows(run)) >= 1)
+    once = ("--ckpt.interval", 1000)  # with an interval the writer is there from the first step on
+    with shell.start(*SFT, *once, "--max-steps", 40, "--output-dir", run) as command:
         (writer,) = command.wait_until(lambda: writers(command))
         os.kill(writer, signal.SIGSTOP)
         command.wait_until(lambda: len(rows(run)) == 40)
@@ -291,7 +299,7 @@ def test_nothing_is_started_again_once_a_stop_is_asked_for(shell: Shell, tmp_pat
         (worker,) = command.workers()
         os.kill(worker, signal.SIGSTOP)
         command.process.send_signal(TERM)
-        time.sleep(1)
+        command.wait_until(RunDirectory(run).stop_requested)
         os.kill(worker, signal.SIGKILL)
         finished = command.finish()
         command.assert_nothing_survives()
@@ -312,11 +320,12 @@ def test_a_second_request_ends_at_once_but_not_before_two_seconds(shell: Shell, 
         command.wait_until(lambda: len(rows(run)) >= 3)
         (worker,) = command.workers()
         os.kill(worker, signal.SIGSTOP)
-        for number in (INT, TERM, HUP, INT):
+        command.process.send_signal(INT)
+        command.wait_until(RunDirectory(run).stop_requested)
+        for number in (TERM, HUP, INT):
             command.process.send_signal(number)
-            time.sleep(0.3)
+        time.sleep(REPEAT_SECONDS)  # after the first request was heeded
         assert command.process.poll() is None
-        time.sleep(1.5)
         command.process.send_signal(INT)
         finished = command.finish()
         command.assert_nothing_survives()
@@ -328,22 +337,23 @@ def test_a_second_request_ends_at_once_but_not_before_two_seconds(shell: Shell, 
 def test_time_in_which_a_run_is_stopped_does_not_count(shell: Shell, tmp_path: Path):
     """All its processes are, and then its launcher alone (Ctrl-Z), for longer than a hang may last."""
     run = tmp_path / "run"
-    limits = ("--heartbeat-timeout", 6, "--max-restarts", 0)
-    with shell.start(*SFT, "--ckpt", "--max-steps", 400, *limits, "--output-dir", run) as command:
+    limits = ("--heartbeat-timeout", 15, "--max-restarts", 0)
+    with shell.start(*SFT, "--ckpt", "--max-steps", 600, *limits, "--output-dir", run) as command:
         command.wait_until(lambda: len(rows(run)) >= 3)
-        everybody = [command.process.pid, *(pid for pid, _ in command.family())]
+        # Parents first, and last when they go on: they watch those that they have started.
+        everybody = [command.process.pid, *sorted(pid for pid, _ in command.family())]
         for number in (signal.SIGSTOP, signal.SIGCONT):
-            for pid in everybody:
+            for pid in everybody if number == signal.SIGSTOP else reversed(everybody):
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(pid, number)
-            time.sleep(7.5 if number == signal.SIGSTOP else 0)
+            time.sleep(16.5 if number == signal.SIGSTOP else 0)
         command.process.send_signal(signal.SIGSTOP)
-        time.sleep(7.5)
+        time.sleep(16.5)
         command.process.send_signal(signal.SIGCONT)
         finished = command.finish()
     assert finished.code == 0, finished.output
     assert "restart" not in finished.output
-    whole_rows(run, 400)
+    whole_rows(run, 600)
 
 
 # Ray

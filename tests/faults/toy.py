@@ -167,7 +167,12 @@ def die_while_the_writer_sleeps(toy: Toy) -> None:
             return
         saver.finish()
         saver.prepare(tensors)
-        (writer,) = children(os.getpid(), "cairn.checkpoint.writer")
+        writer = wait_for(  # the kernel shows its command line a moment after its execve
+            lambda: next(iter(children(os.getpid(), "cairn.checkpoint.writer")), None),
+            seconds=PATIENCE,
+            whom="the writer",
+            setting="PATIENCE",
+        )
         os.kill(writer, signal.SIGSTOP)
         (toy.root / "writer.pid").write_text(str(writer))
         saver.save(step, tensors, {}, _about(toy, step))

@@ -53,14 +53,17 @@ def test_rl():
     tiny = report("rl")["tasks"]["tiny"]
     exact, overlapped = tiny["systems"]["cairn_k0"], tiny["systems"]["cairn_k1"]
     assert exact["staleness"] == 0 <= overlapped["staleness"] <= 1
-    assert 0 < tiny["bound"]["step_s"] < exact["step_s"], "in it, generating and training take turns"
+    assert tiny["bound"]["step_s"] == max(exact["generate_s"], exact["train_s"]) > 0
     assert {"cairn_k0 / cairn_k1", "cairn_k1 / bound"} <= tiny["ratios"].keys()
 
 
 def test_weights():
     (run,) = report("weights")["runs"]
     assert all(len(times) == run["repeats"] for times in run["all"].values())
-    assert 0 < run["empty_s"] < run["publish_s"], "an empty update moves no weights"
+    assert run["empty_s"] > 0
+    times = run["all"]
+    for write, push, publish in zip(times["write"], times["push"], times["publish"], strict=True):
+        assert write + push == pytest.approx(publish)
 
 
 def test_checkpoint(tmp_path: Path):

@@ -52,7 +52,13 @@ def on_the_way_to(server: Server, way: Way) -> Iterator[str]:
             pass
 
     with (
-        httpx.Client(base_url=server.url, timeout=120, trust_env=False) as http,
+        # A connection for each call: a server closes idle ones, and a push that meets this is made again.
+        httpx.Client(
+            base_url=server.url,
+            timeout=120,
+            limits=httpx.Limits(max_keepalive_connections=0),
+            trust_env=False,
+        ) as http,
         ThreadingHTTPServer(("127.0.0.1", 0), Handler) as front,
     ):
         thread = threading.Thread(target=front.serve_forever, daemon=True)

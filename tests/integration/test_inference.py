@@ -9,6 +9,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass, replace
@@ -31,10 +32,12 @@ from cairn.inference.signs import ServerSigns
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
+from cairn.policy.network import PATIENCE
 from cairn.policy.sender import WeightSender
 from cairn.policy.source import Rank, Source
 from cairn.run import heartbeat
-from cairn.run.heartbeat import Watch
+from cairn.run.files import read_note
+from cairn.run.heartbeat import Beat, Watch
 
 PROMPT = list(range(40, 60))
 GREEDY = 48
@@ -586,13 +589,17 @@ def test_a_server_generates_while_it_reads_weights(
 
 
 class Slow(WeightSender):
-    """Takes six seconds before it sends; says that it has too much for the server's memory."""
+    """Sends once it is told to; says that it has too much for the server's memory."""
+
+    def __init__(self, *arguments: Any, **named: Any):
+        self.go = threading.Event()
+        super().__init__(*arguments, **named)
 
     def source(self, step: int, ranks: list[Rank]) -> Source:
         return replace(super().source(step, ranks), bytes=1 << 60)
 
     def _send(self, *arguments: Any) -> dict[str, int]:
-        time.sleep(6)
+        self.go.wait(PATIENCE.total_seconds() / 2)
         return super()._send(*arguments)
 
 
@@ -619,13 +626,17 @@ def test_a_long_update_is_no_hang(
         seen: list[ServerStatus] = []
         while not update.done():
             signs.note(await asyncio.to_thread(inference_server.status, 2.0))
-            for lengthy, supervisor in supervisors.items():
+            beat = read_note(tmp_path / "heartbeat.json", Beat)
+            # Before that file tells of the update, a late sign of life is a problem to both.
+            for lengthy, supervisor in supervisors.items() if beat and beat.lengthy else ():
                 if problem := supervisor.problem():
                     problems[lengthy] = problem
             seen.append(await client.status())
+            paused = [status for status in seen if status.paused]
+            if problems and len(paused) >= 10 and paused[-1].updating["seconds"] > 4:
+                sender.go.set()
             await asyncio.sleep(0.2)
         await update
-        paused = [status for status in seen if status.paused]
         assert len(paused) >= 10
         assert {status.weight_version for status in paused} == {"good"}
         assert max(status.updating["seconds"] for status in paused) > 4
@@ -635,8 +646,11 @@ def test_a_long_update_is_no_hang(
         for generated in await client.generate(PROMPT, SamplingParams(max_tokens=16, seed=1)):
             assert_matches(tiny_model(seed=2), generated)
 
-    with_client(inference_server, job)
-    sender.close()
+    try:
+        with_client(inference_server, job)
+    finally:
+        sender.go.set()
+        sender.close()
 
 
 def test_a_refused_update_does_not_disturb_running_requests(

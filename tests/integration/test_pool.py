@@ -41,7 +41,7 @@ def test_answers_do_not_depend_on_which_servers_live(
             await pool.serve(model, "run:1")
             alone = await answers(pool)
         async with ServerPool([inference_server.url, second.url], PoolSettings(retry_for=60)) as pool:
-            await pool.wait_ready(10)
+            await pool.wait_ready(60)
             await pool.serve(model, "run:1")
             await asyncio.to_thread(second.wait_ready)
             while pool.take_metrics()["servers/healthy"] < 2:  # it joins, with the weights

@@ -8,7 +8,6 @@ import re
 import signal
 import sqlite3
 import statistics
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -367,7 +366,7 @@ def test_a_stop_does_not_wait_for_a_batch(
         *("--orchestrator.environment.args", json.dumps(environment, default=str)),
     )
     with shell.start(*arguments) as command:
-        command.wait_until(lambda: len(rows(run)) >= 4)
+        command.wait_until(lambda: rows(run))  # no later: after 10 steps there is nothing to hold
         (tmp_path / "hold_some").touch()
         command.wait_until((tmp_path / "held").exists)
         last = len(rows(run))
@@ -438,15 +437,19 @@ def test_an_audit_finds_every_prompt_trained_once(shell: Shell, halves: Halves, 
 # Generating while training
 
 
-def assert_proven(run: Path, last: int, found: list[dict], served: Iterable[int]) -> None:
-    """The trainer wrote what the server had to prove itself by, and it did so, also with those `served`."""
+def assert_proven(run: Path, last: int, found: list[dict]) -> None:
+    """The trainer wrote what the server had to prove itself by, and it did so with all that was sampled from.
+
+    Policies that came while it was busy are passed over.
+    """
     probe = read(run / "weights" / f"v{last}" / "probe.json")
     assert len(probe["token_ids"]) == len(probe["logprobs"]) + 1 == 32
     assert [row["servers/quarantined"] for row in found] == [0] * last
     assert not any(key.startswith("servers/disagreed") for row in found for key in row)
     proofs = re.findall(r"has proven version (\S+)", (run / "logs" / "orchestrator.log").read_text())
     attempt = RunDirectory(run).attempt()
-    assert {attempt.version(step) for step in served} <= set(proofs)
+    sampled = {row["step"] - 1 - int(row["staleness/max"]) for row in found}
+    assert {attempt.version(step) for step in sampled} <= set(proofs)
 
 
 def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
@@ -471,7 +474,7 @@ def test_overlapped_and_in_pieces_every_prompt_is_trained_once(
     assert staleness[0] == 0
     assert set(staleness) == {0, 1}
     assert statistics.fmean(staleness) > 0.5, "it was hardly ever ahead"
-    assert_proven(run, 14, found, served=(0, 13))
+    assert_proven(run, 14, found)
     assert all(row["rollout/tokens"] > 4 * PROMPTS * SAMPLES for row in found[-3:])  # several pieces each
     assert rise(run) > 0.05, [row["reward/mean"] for row in found]
     report = json.loads(shell.succeed("ckpt", "audit", run, "--json"))
@@ -500,7 +503,8 @@ def test_two_ranks_send_the_server_their_shards(shell: Shell, server: Server, tr
         assert row["importance/mean"] == pytest.approx(1, abs=1e-3)
         assert 0 < row["entropy"] < 5
         assert row["advantage/std"] == pytest.approx(1, abs=1e-4)
-    assert_proven(run, 5, found, served=range(5))
+    assert {row["staleness/max"] for row in found} == {0}
+    assert_proven(run, 5, found)
     assert set(read(run / "weights" / "v5" / "checksums.json")) == set(
         load_file(run / "weights/v5/model.safetensors")
     )
@@ -518,12 +522,12 @@ def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
     """On two ranks, with two updates a step; the steps after the checkpoint come out the same again."""
     run = tmp_path / "run"
     arguments = (
-        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run, "--max-steps", 7),
+        *("rl", *FILES, "--model.name", step_folder(trained, 200), "--output-dir", run),
         *("--trainer.workers", 2, "--trainer.updates-per-batch", 2, "--ckpt.interval", 3),
         *("--orchestrator.advantage.type", "gae", "--trainer.critic.warmup-steps", 2),
         *("--trainer.critic.optimizer.lr", 1e-3, "--orchestrator.inference-url", server.url),
     )
-    with shell.start(*arguments) as command:
+    with shell.start(*arguments, "--max-steps", 1000) as command:
         command.wait_until(lambda: len(rows(run)) >= 5)
         roles = read(run / "roles.json")
         assert states(roles) == dict.fromkeys((*ROLES, "trainer_rank1"), "running")
@@ -532,10 +536,11 @@ def test_a_critic_learns_and_a_killed_run_goes_on_with_it(
         command.process.wait()
         command.assert_nothing_survives()
     at_kill = rows(run)
-    shell.succeed(*arguments, "--ckpt.resume", "auto")
-    found = whole_rows(run, 7)
+    last = max(7, len(at_kill) + 1)
+    shell.succeed(*arguments, "--max-steps", last, "--ckpt.resume", "auto")
+    found = whole_rows(run, last)
     assert untimed(found[: len(at_kill)]) == untimed(at_kill)
-    assert ["loss" in row for row in found] == [False] * 2 + [True] * 5
+    assert ["loss" in row for row in found] == [False] * 2 + [True] * (last - 2)
     losses = [row["critic/loss"] for row in found]
     assert max(losses[-3:]) < losses[0], losses
     assert found[0]["values/mean"] == 0 < found[-1]["values/mean"]

@@ -22,6 +22,7 @@ def test_a_server_computes_adapters_beside_the_base(shell: Shell, trained: Path,
     )
     with shell.start(*arguments, "--max-steps", 1000) as command:
         command.wait_until(lambda: len(rows(run)) >= 3)
+        command.family()  # afterwards its processes have another parent
         command.process.send_signal(signal.SIGKILL)
         command.finish()
         command.assert_nothing_survives()

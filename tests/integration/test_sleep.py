@@ -42,7 +42,7 @@ def test_a_sleeping_server_refuses_to_generate_and_keeps_its_weights(
         ):
             with pytest.raises(ServerAsleep):
                 await refused
-        async with httpx.AsyncClient(base_url=client.url) as http:
+        async with httpx.AsyncClient(base_url=client.url, timeout=60) as http:
             for route in ("/cairn/sleep", "/cairn/wake", "/resume"):
                 assert (await http.post(route)).status_code == 401, "without the token"
             headers = {"Authorization": f"Bearer {inference_server.token}"}

@@ -282,7 +282,10 @@ def test_a_family_is_whoever_it_started(tmp_path: Path):
     family, other = Family({}), Family({})
     script = "import subprocess, sys; subprocess.Popen(['sleep', '600'], start_new_session=True)"
     family.start(tmp_path / "log", ["python", "-c", script]).wait()
-    (process,) = family.processes()
+    end = time.monotonic() + DEADLINE
+    while not (found := family.processes()) and time.monotonic() < end:  # it may be in its execve
+        time.sleep(0.01)
+    (process,) = found
     assert process.command == "sleep 600"
     assert other.processes() == []
     other.kill()

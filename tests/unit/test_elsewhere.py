@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from clocks import LoopClock
 from errands import Servers
 from runs import REPOSITORY
 from test_programs import complete, digest, runner
@@ -106,21 +107,47 @@ def test_failures_have_reasons_and_the_next_call_is_answered(answer: str, why: s
     asked(configuration("Words"), job)
 
 
-def test_a_process_that_hangs_is_killed_and_started_again(monkeypatch: pytest.MonkeyPatch):
+HANGING = """
+from lonely import Words
+
+
+class Hanging(Words):
+    def reward(self, problem, answer):
+        open(f"{self.log}-{answer}", "w").close()
+        return super().reward(problem, answer)
+"""
+
+
+def test_a_process_that_hangs_is_killed_and_started_again(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, loop_clock: LoopClock
+):
     """Nothing stops a thread: the process is killed once the deadline and the time to stop are over."""
     monkeypatch.setattr(worker_process, "SECONDS_TO_CANCEL", 0.1)
+    (tmp_path / "hanging.py").write_text(HANGING)
+    monkeypatch.setenv("PYTHONPATH", f"{REPOSITORY / 'tests'}:{tmp_path}")
+
+    def let_the_deadline_pass() -> None:
+        """Once the process is at it: a call that it has not begun is just called off."""
+        end = time.monotonic() + 120
+        while not (tmp_path / "log-hang").exists():
+            assert time.monotonic() < end
+            time.sleep(0.01)
+        loop_clock.add(1)
 
     async def job(calls: AskedElsewhere) -> None:
         pid = await process_of(calls)
         calls.calls.timeout = 0.1
+        passing = asyncio.create_task(asyncio.to_thread(let_the_deadline_pass))
         with pytest.raises(EnvironmentFailed, match=r"has not returned within 0\.1 s"):
             await calls.reward(1, "hang")
+        await passing
         calls.calls.timeout = 120
         await asyncio.to_thread(gone, pid)
         assert await calls.reward(1, "four") == (4.0, {})
         assert await process_of(calls) != pid
 
-    asked(configuration("Words"), job)
+    settings = configuration("", {"environment": "hanging:Hanging"}, log=str(tmp_path / "log"))
+    asked(settings, job)
 
 
 def test_a_process_that_is_killed_is_asked_nothing_more(monkeypatch: pytest.MonkeyPatch):

@@ -291,6 +291,7 @@ def test_the_server_is_not_asked_at_every_poll(tmp_path: Path, mount: Mount, mon
     mount("nfs4")
     asked = []
     monkeypatch.setattr(file_system, "_synchronise", lambda folder: asked.append(folder) or True)
+    monkeypatch.setattr(file_system, "LOOK_SECONDS", 3600)
     assert [look_anew(tmp_path) for _ in range(3)] == [True, False, False]
     monkeypatch.setattr(file_system, "LOOK_SECONDS", 0)
     assert look_anew(tmp_path)

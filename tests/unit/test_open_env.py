@@ -8,13 +8,14 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 from errands import Servers
-from runs import REPOSITORY
-from test_programs import CHAT, Power, digest, runner
+from runs import DEADLINE, REPOSITORY
+from test_programs import CHAT, Power, complete, digest, runner
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.orchestrator.environments import (
@@ -22,11 +23,11 @@ from cairn.orchestrator.environments import (
     EnvironmentFailed,
     check_environment,
     make_environment,
+    open_env,
 )
+from cairn.orchestrator.environments.open_env_session import Server, begin
 from cairn.orchestrator.environments.worlds import WorldPrograms
 from cairn.orchestrator.programs import ProgramRunner
-from cairn.orchestrator.prompts import Prompts
-from cairn.orchestrator.rollouts import AnswerGroup
 
 ACTION = {"guess": "{answer}"}
 
@@ -98,22 +99,6 @@ def worlds(folder: Path, settings: EnvironmentConfig, model: Servers, **further:
     return ProgramRunner(
         one.config, WorldPrograms(environment, config), CHAT, model, one.ledger, one.versions
     )
-
-
-def complete(one: ProgramRunner) -> AnswerGroup:
-    """The first prompt, from its beginning, or as far as it has come."""
-
-    async def run() -> AnswerGroup:
-        waiting = one.ledger.waiting()
-        try:
-            return await one.complete(waiting[0] if waiting else Prompts(one.ledger).issue(0))
-        finally:
-            one.environment.close()
-
-    try:
-        return asyncio.run(run())
-    finally:
-        one.ledger.close()
 
 
 def problems_of_three(**args: Any) -> dict[str, Any]:
@@ -204,7 +189,19 @@ def test_a_full_server_is_waited_for_so_long(servers: Any, tmp_path: Path):
     group = complete(worlds(tmp_path / "run", settings, Servers(), reward_retries=0))
     for rollout in group.rollouts:
         assert "has no free session: no session is left, for 0.5 s" in str(rollout.failed)
-    check_environment(OrchestratorConfig(environment=server.environment(connect_timeout=0.5)))
+
+
+def test_a_server_that_is_full_when_a_run_begins_is_one(servers: Any, monkeypatch: pytest.MonkeyPatch):
+    waits: list[float] = []
+
+    def at_once(server: Server, reset: Any) -> Any:
+        waits.append(server.wait)
+        return begin(replace(server, wait=0.0), reset)
+
+    monkeypatch.setattr(open_env, "begin", at_once)
+    settings = servers(sessions=0).environment(connect_timeout=DEADLINE)
+    check_environment(OrchestratorConfig(environment=settings))
+    assert waits == [DEADLINE]
 
 
 def episode(server: OpenEnvServer, answer: str, **args: Any) -> tuple[str, Any, bool]:
@@ -226,7 +223,6 @@ def episode(server: OpenEnvServer, answer: str, **args: Any) -> tuple[str, Any, 
     [
         ("!", {}, r"answers EXECUTION_ERROR: no such move; the action was .* \(tell_errors = true"),
         ("5", {"action": {"guess": "{answer:int}"}}, "answers VALIDATION_ERROR: guess must be text"),
-        ("silence", {"message_timeout": 0.5}, r"has not answered step within 0\.5 s"),
         ("nonsense", {}, "the server's answer to step is no observation: 'what\\?'"),
         ("a", {"observation": "{board}"}, "observation = '{board}' fails: .* has said, steps"),
     ],
@@ -234,6 +230,21 @@ def episode(server: OpenEnvServer, answer: str, **args: Any) -> tuple[str, Any, 
 def test_errors_fail_the_rollout(servers: Any, answer: str, args: dict[str, Any], why: str):
     with pytest.raises(EnvironmentFailed, match=why):
         episode(servers(), answer, **args)
+
+
+def test_a_server_that_does_not_answer_fails_the_rollout(servers: Any):
+    async def run() -> None:
+        environment: Any = make_environment(servers().environment(message_timeout=DEADLINE))
+        session, _ = await environment.start(0, 7)
+        assert session._server.message_timeout == DEADLINE
+        session._server = replace(session._server, message_timeout=0.5)  # which a start may take, too
+        try:
+            with pytest.raises(EnvironmentFailed, match=r"has not answered step within 0\.5 s"):
+                await environment.step(session, "silence")
+        finally:
+            await environment.close(session)
+
+    asyncio.run(run())
 
 
 @pytest.mark.parametrize(

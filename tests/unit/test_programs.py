@@ -290,8 +290,10 @@ async def raises() -> None:
     raise ZeroDivisionError("division by zero")
 
 
-async def hangs(clock: LoopClock) -> None:
-    clock.add(3)
+async def hangs(clock: LoopClock, hanging: list[int]) -> None:
+    hanging.append(1)
+    if len(hanging) % 2 == 0:  # time passes for both rollouts: not before the other one has come here, too
+        clock.add(3)
     await asyncio.Event().wait()
 
 
@@ -316,7 +318,7 @@ def test_a_program_that_fails_is_tried_again_from_the_ledger_and_then_has_failed
 ):
     """It is never taken for 0, nothing is sampled or called again for it, and the reason is kept."""
     value, message = ENDS[end]
-    value = partial(hangs, loop_clock) if value is hangs else value
+    value = partial(hangs, loop_clock, []) if value is hangs else value
     environment, servers = Failing(value), Servers(longest=2)
     group = complete(runner(tmp_path, environment, servers, reward_timeout=2))
     assert (group.whole, group.usable, set(environment.starts.values())) == (True, False, {2})
@@ -391,11 +393,16 @@ def test_an_answer_that_comes_after_a_rollouts_end_is_nothing_of_its(tmp_path: P
 
 def test_a_wait_for_a_free_thread_is_not_the_programs_time(tmp_path: Path, loop_clock: LoopClock):
     """The tools on one thread take longer than a program has; each of them alone does not."""
-    environment = Failing(1.0)
+    environment, gone_on = Failing(1.0), threading.Semaphore(1)
+
+    def slow() -> None:
+        assert gone_on.acquire(timeout=DEADLINE)  # what was called before is not under way any more
+        loop_clock.add(0.3)
 
     async def rollout(problem: int, model: Any) -> float:
         await model.generate([{"role": "user", "content": "a"}])
-        await model.once("slow", lambda: loop_clock.add(0.3))
+        await model.once("slow", slow)
+        gone_on.release()
         return 1.0
 
     environment.rollout = rollout
@@ -410,25 +417,34 @@ def test_a_program_that_fails_once_is_as_if_it_had_not(tmp_path: Path):
     assert group.failure is None
 
 
-def test_a_program_that_blocks_all_others_is_told_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_program_that_blocks_all_others_is_told_so(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loop_clock: LoopClock
+):
     monkeypatch.setattr(program_run, "LAST_SECONDS", 0.1)
-    environment, free, blocks = Failing(1.0), threading.Event(), True
+    environment, free, waiting = Failing(1.0), threading.Event(), list[int]()
 
-    async def rollout(problem: int, model: Any) -> float:
+    async def blocks(problem: int, model: Any) -> float:
         await model.generate([{"role": "user", "content": "a"}])
-        if blocks:
-            free.wait(60)
+        while not free.wait(0.01):
+            loop_clock.add(0.3)
+        return 1.0
+
+    async def waits(problem: int, model: Any) -> float:
+        await model.generate([{"role": "user", "content": "a"}])
+        waiting.append(problem)
+        if len(waiting) == 2:
+            loop_clock.add(0.3)
         await asyncio.Event().wait()
         return 1.0
 
-    environment.rollout = rollout
+    environment.rollout = blocks
     settings = {"reward_retries": 0, "reward_timeout": 0.2}
     try:
         group = complete(runner(tmp_path / "blocked", environment, Servers(), **settings))
     finally:
         free.set()
     assert "event loop that all its rollouts share is blocked" in str(group.rollouts[0].failed)
-    blocks = False
+    environment.rollout = waits
     group = complete(runner(tmp_path / "waits", environment, Servers(), **settings))
     assert str(group.rollouts[0].failed).endswith("(--orchestrator.reward-timeout allows more)")
 

@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from aiohttp import web
 from aiohttp.test_utils import TestServer
+from runs import DEADLINE
 from tiny import EXAMPLE, tokenizer
 
 from cairn.config.orchestrator import OrchestratorConfig
@@ -54,9 +55,7 @@ def made() -> list[Sample]:
     return [*samples, samples[0].unlearned()]
 
 
-def score(
-    server: Server, *, name: str = "", seconds: float = 5, columns: tuple[str, ...] = (TEACHER_LOGPROBS,)
-):
+def score(server: Server, *, name: str = "", columns: tuple[str, ...] = (TEACHER_LOGPROBS,)):
     """Samples that the server has scored."""
 
     async def run() -> list[Sample]:
@@ -66,7 +65,7 @@ def score(
         async with TestServer(app) as running:
             url = str(running.make_url("")).rstrip("/") + name
             config = OrchestratorConfig(
-                teachers=dict.fromkeys(columns, url), request_timeout=seconds, inference_url=[]
+                teachers=dict.fromkeys(columns, url), request_timeout=DEADLINE, inference_url=[]
             )
             async with prompt_scores.scores_of(config.teachers, config.request_timeout) as scores:
                 teachers = ServedTeachers(config, ChatFormat(EXAMPLE), scores)
@@ -111,21 +110,37 @@ def fails_with(status: int, content: Any, on: str = "/v1/completions") -> Fault:
 
 
 @pytest.mark.parametrize(
-    ("fault", "error", "said"),
+    ("fault", "said"),
     [
-        (fails_with(503, {"error": {"message": "loading"}}), ServerUnavailable,
-         r"distill\.teacher = http.*completions: 503: loading, for 0\.3 s \(--orchestrator\.request-timeout"),
-        (fails_with(400, {"error": {"message": "too long"}}), UsageError,
+        (fails_with(400, {"error": {"message": "too long"}}),
          r"distill\.teacher = .*refuses this \(400: too long\)"),
-        (fails_with(200, {"choices": [{"text": ""}]}), UsageError, r"gives no logprobs .*prompt_logprobs"),
-        (fails_with(200, {"tokens": [1, 2, 3]}, on="/tokenize"), UsageError, "another vocabulary"),
-        (fails_with(404, {"error": {"message": "no"}}, on="/tokenize"), UsageError,
-         "/tokenize: the server refuses"),
+        (fails_with(200, {"choices": [{"text": ""}]}), r"gives no logprobs .*prompt_logprobs"),
+        (fails_with(200, {"tokens": [1, 2, 3]}, on="/tokenize"), "another vocabulary"),
+        (fails_with(404, {"error": {"message": "no"}}, on="/tokenize"), "/tokenize: the server refuses"),
     ],
 )  # fmt: skip
-def test_what_the_server_can_not_do_is_said(fault: Fault, error: type[Exception], said: str):
-    with pytest.raises(error, match=said):
-        score(Server(fault), seconds=0.3)
+def test_what_the_server_can_not_do_is_said(fault: Fault, said: str):
+    with pytest.raises(UsageError, match=said):
+        score(Server(fault))
+
+
+class LateBackoff:
+    """Two more tries at once; the one after them would come too late."""
+
+    def __init__(self) -> None:
+        self.pauses = iter((0.0, 0.0, DEADLINE))
+
+    def grow(self) -> None:
+        self.seconds = next(self.pauses)
+
+
+def test_a_server_that_goes_on_failing_is_given_up(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(prompt_scores, "Backoff", LateBackoff)
+    server = Server(fails_with(503, {"error": {"message": "loading"}}))
+    said = rf"distill\.teacher = http.*completions: 503: loading, for {DEADLINE:g} s \(--orchestrator\."
+    with pytest.raises(ServerUnavailable, match=said):
+        score(server)
+    assert [path for path, _ in server.asked].count("/v1/completions") >= 3
 
 
 def test_logits_are_no_logprobs():

@@ -84,6 +84,9 @@ class FakeServer:
         return f"http://127.0.0.1:{self.port}"
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        if not self._server.is_serving():  # it died right after it had taken the connection
+            writer.transport.abort()
+            return
         self._connections.add(writer)
         with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
             while True:
@@ -309,6 +312,7 @@ async def test_servers_that_stay_away_are_named_with_the_setting():
         await pool.serve("/w", "v1")
         for fake in fakes:
             await fake.die()
+        await until(lambda: pool.take_metrics()["servers/healthy"] == 0)
         with pytest.raises(ServerUnavailable, match="request-timeout") as caught:
             await ask(pool, 0)
         assert all(fake.url in str(caught.value) for fake in fakes)
@@ -411,6 +415,7 @@ def test_another_server_answers_for_one_that_misbehaves(fault: Any):
     async def main() -> None:
         async with servers(2, timeout=0.3) as (pool, fakes):
             await pool.serve("/w", "v1")
+            await until(lambda: pool.take_metrics()["servers/healthy"] == 2)  # none was late
             fakes[0].fault = fault
             answers = await asyncio.gather(*(ask(pool, group) for group in range(4)))
             assert [answer[0].token_ids for answer in answers] == [[group, 3] for group in range(4)]

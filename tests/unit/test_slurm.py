@@ -60,6 +60,12 @@ signal.signal(signal.SIGTERM, stop)
 with open("{folder}/started", "w"): pass
 time.sleep(600)
 """
+WAITS_FOR_SERVERS = """
+servers = "{folder}/inference.jsonl"
+while not os.path.exists(servers) or len(open(servers).readlines()) < 2:
+    time.sleep(0.02)
+"""
+"""Else the job could end, and with it what starts them, before they are there."""
 
 
 def wait_until(condition: Callable[[], bool]) -> None:
@@ -352,6 +358,8 @@ def test_the_job_ends_its_ray(job: Job):
 
 def test_rl_has_servers_on_nodes_of_their_own(job: Job):
     flags = (*NODES, "--slurm.gpus-per-node", "8", "--slurm.server-nodes", "2")
+    file = job.folder / "installed" / "bin" / "rl"
+    file.write_text(file.read_text() + WAITS_FOR_SERVERS.format(folder=job.folder))
     process = job.start("rl", *flags, "--inference.max-model-len", "99")
     output = job.finish(process, inference=2)
     assert process.returncode == 0, output

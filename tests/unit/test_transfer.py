@@ -319,9 +319,9 @@ def test_an_update_does_not_wait_for_ever_for_a_server_that_is_slow():
 
 def test_a_trainer_that_dies_in_a_transfer_is_an_error_for_the_server():
     values = {name: torch.zeros(LARGE // 4) for name in "abc"}
-    sender = WeightSender(values, rank=0, host="127.0.0.1", patience=timedelta(seconds=2))
+    sender = WeightSender(values, rank=0, host="127.0.0.1", patience=PATIENCE / 3)
     sender.offer(1)
-    receiver = WeightReceiver(timedelta(seconds=2))
+    receiver = WeightReceiver(PATIENCE / 3)
     parts = receiver.receive(sender.source(1, [sender.here]), [["a"], ["b"], ["c"]])
     next(parts)
     sender.withdraw(0)
@@ -334,7 +334,6 @@ def test_a_trainer_that_dies_in_a_transfer_is_an_error_for_the_server():
 
 def test_ranks_listen_on_the_address_that_servers_reach(monkeypatch: pytest.MonkeyPatch):
     """The one towards a server, or a given one of this machine; of another one the server says so."""
-    monkeypatch.setattr("cairn.policy.receiver.ANSWER", timedelta(seconds=1))
     assert address_towards("127.0.0.1") == "127.0.0.1"
     assert address_towards("127.0.0.2") == "127.0.0.2"
     policy = {"embed": torch.randn(3, 2)}
@@ -346,6 +345,7 @@ def test_ranks_listen_on_the_address_that_servers_reach(monkeypatch: pytest.Monk
     assert torch.equal(got["embed"], policy["embed"])
     elsewhere = replace(source, ranks=[replace(sender.here, host="127.0.0.1")])
     port = sender.here.port
+    monkeypatch.setattr("cairn.policy.receiver.ANSWER", timedelta(seconds=1))
     with pytest.raises(NotThere, match=f"answer at 127.0.0.1:{port}.*--trainer.weight-host"):
         WeightReceiver().receive(elsewhere, [["embed"]])
     sender.close()

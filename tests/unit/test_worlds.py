@@ -35,6 +35,7 @@ from cairn.orchestrator.environments.making import KINDS
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.programs import ProgramRunner
 from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.rollouts import Call
 from cairn.run.seeds import derive
 
 TURNS = 20
@@ -375,10 +376,10 @@ def test_weights_that_change_have_no_sum(tmp_path: Path):
 
 
 class Slow:
-    """A world whose step takes a while, on a thread."""
+    """A world whose step takes a while, on a thread, once the step before it is recorded."""
 
     def __init__(self, clock: LoopClock):
-        self.clock = clock
+        self.clock, self.recorded = clock, threading.Semaphore(1)
 
     def __len__(self) -> int:
         return 3
@@ -387,15 +388,27 @@ class Slow:
         return seed, "go"
 
     def step(self, world: int, answer: str) -> tuple[None, float, bool]:
+        assert self.recorded.acquire(timeout=DEADLINE)
         self.clock.add(0.15)
         return None, 1.0, True
 
 
-def test_a_world_that_waits_for_a_thread_has_time(tmp_path: Path, loop_clock: LoopClock):
+def test_a_world_that_waits_for_a_thread_has_time(
+    tmp_path: Path, loop_clock: LoopClock, monkeypatch: pytest.MonkeyPatch
+):
     """Together the steps take longer than one may."""
     settings = {"samples_per_prompt": 16, "reward_threads": 1, "reward_timeout": 2.0, "reward_retries": 0}
-    group = complete(runner(tmp_path, Slow(loop_clock), Servers(), kind=WorldPrograms, **settings))
-    assert group.rewards == [1.0] * 16
+    environment = Slow(loop_clock)
+    one = runner(tmp_path, environment, Servers(), kind=WorldPrograms, **settings)
+    record = one.ledger.record_call
+
+    def then_go_on(place: int, sample: int, call: Call, snapshot: Any = None) -> None:
+        record(place, sample, call, snapshot)
+        if call.name.startswith("step"):
+            environment.recorded.release()
+
+    monkeypatch.setattr(one.ledger, "record_call", then_go_on)
+    assert complete(one).rewards == [1.0] * 16
 
 
 def test_a_start_that_is_none_has_failed(tmp_path: Path):
@@ -439,7 +452,8 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(
 
         def close(self, world: Any) -> None:
             super().close(world)
-            closed.set()
+            if world is self.worlds[0]:
+                closed.set()
 
     closed = threading.Event()
     environment = Hanging(2)
@@ -450,7 +464,6 @@ def test_a_world_is_closed_once_the_step_that_took_too_long_has_returned(
         found = await one.complete(Prompts(one.ledger).issue(0))
         first = environment.worlds[0]
         assert first["closed"] == 0
-        closed.clear()
         free.set()
         assert await asyncio.to_thread(closed.wait, DEADLINE)
         assert first["closed"] == 1
@@ -505,6 +518,7 @@ def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
         assert asyncio.all_tasks(loop) == set()
         other.cancel()
 
+    gc.collect()  # what other tests have left
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         asyncio.run(test())
@@ -517,6 +531,9 @@ def test_nothing_is_left_of_a_world_in_which_a_step_runs_when_the_loop_ends(
 @pytest.mark.filterwarnings("error")
 def test_nothing_is_left_of_a_world_that_waits_for_a_thread_when_the_loop_ends(tmp_path: Path):
     """Its time stands still, and nobody lets it go on: that is no error when it is collected."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        gc.collect()  # what other tests have left
     begun, go_on = threading.Event(), threading.Event()
 
     class Slow(Walk):
