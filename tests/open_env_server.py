@@ -29,7 +29,8 @@ class Episode:
     def reset(self, data):
         self.data, self.steps = data, 0
         self.draw = random.Random(data["seed"] if SETTINGS["seeded"] else None)
-        return self.seen(f"begin {self.draw.randrange(1000)}", None)
+        largest = 1000 if SETTINGS["seeded"] else 1 << 62  # else it is never the same number twice
+        return self.seen(f"begin {self.draw.randrange(largest)}", None)
 
     def step(self, action):
         place = FOLDER / f"died-{self.data['episode_id']}-{self.steps}"

@@ -5,6 +5,7 @@ import errno
 import functools
 import json
 import os
+import threading
 from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -36,7 +37,8 @@ def write_atomic(path: Path, data: bytes, *, durable: bool = False) -> None:
 
     With `durable` it also survives a power cut: the file and its folder are fsynced.
     """
-    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    # Two threads of a process, such as a signal's and a watcher's, may write one file at a time.
+    temporary = path.with_name(f".{path.name}.{threading.get_native_id()}.tmp")
     with naming(path):
         try:
             with open(temporary, "wb") as file:

@@ -37,7 +37,7 @@ def shown(display: StepDisplay) -> str:
 
 
 def beat(run: RunDirectory, role: str, doing: str, *, ago: float = 0.0) -> None:
-    """A heartbeat of a process that has been doing something for so many seconds."""
+    """A heartbeat of a process that has been doing something for so many seconds; below 0: none yet."""
     since = time.time() - ago
     content = {"pid": os.getpid(), "beats": 1, "marks": 1, "doing": doing, "waiting": False, "since": since}
     write_json(run.heartbeat(role), content)
@@ -75,12 +75,12 @@ def test_while_a_run_starts_each_role_says_what_it_is_doing(
     display = StepDisplay(run, 0, 150, console(terminal=True))
     later(display, monkeypatch, 1.5)
     assert "roles are being started" in shown(display)
-    beat(run, "trainer", "starting Ray", ago=-1)
+    beat(run, "trainer", "starting Ray", ago=-600)
     later(display, monkeypatch, 3)
     assert "trainer: starting Ray" in shown(display)
     assert "orchestrator" not in shown(display)
-    beat(run, "inference", "starting the inference server", ago=-1)
-    beat(run, "trainer_rank0", "importing torch", ago=-1)
+    beat(run, "inference", "starting the inference server", ago=-600)
+    beat(run, "trainer_rank0", "importing torch", ago=-600)
     later(display, monkeypatch, 5)
     assert shown(display).splitlines()[1:] == [
         "  inference: starting the inference server",
@@ -95,7 +95,7 @@ def test_a_run_that_stands_still_says_what_is_being_waited_for(
     display = StepDisplay(run, 0, 150, console(terminal=True))
     run.metrics.append({"step": 1, **ROW})
     display.update()
-    beat(run, "trainer_rank0", "waiting for batch 2", ago=-1)
+    beat(run, "trainer_rank0", "waiting for batch 2", ago=-600)
     later(display, monkeypatch, 5)
     assert "s/step" in shown(display)
     later(display, monkeypatch, 25)
@@ -108,7 +108,7 @@ def test_a_run_that_stands_still_says_what_is_being_waited_for(
 def test_without_a_terminal_there_are_lines(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
     """One every ten seconds while the run starts, then one for a step now and then, and the last step's."""
     display = StepDisplay(run, 0, 4, console(terminal=False))
-    beat(run, "trainer", "starting Ray", ago=-1)
+    beat(run, "trainer", "starting Ray", ago=-600)
     with display:
         for seconds in (1, 2, 12, 13):
             later(display, monkeypatch, seconds)

@@ -9,8 +9,8 @@ import multiprocessing
 import re
 import resource
 import signal
-import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -365,22 +365,20 @@ def test_new_rows_come_once_and_whole(tmp_path: Path):
 
 
 def test_a_reader_never_sees_half_a_file(tmp_path: Path):
-    """While it is written again and again."""
+    """While two threads, as a signal's and a watcher's, write it again and again."""
     path = tmp_path / "file"
     write_atomic(path, b"0" * 100_000)
-    done = threading.Event()
 
     def write() -> None:
         for i in range(60):
             write_atomic(path, str(i % 10).encode() * 100_000)
-        done.set()
 
-    writer = threading.Thread(target=write)
-    writer.start()
-    while not done.is_set():
-        content = path.read_bytes()
-        assert len(content) == content.count(content[:1]) == 100_000
-    writer.join()
+    with ThreadPoolExecutor(2) as pool:
+        writers = [pool.submit(write) for _ in range(2)]
+        while not all(writer.done() for writer in writers):
+            content = path.read_bytes()
+            assert len(content) == content.count(content[:1]) == 100_000
+    assert [writer.exception() for writer in writers] == [None, None]
     assert list(tmp_path.iterdir()) == [path]
 
 

@@ -146,10 +146,14 @@ def writers() -> list[int]:
     found = []
     for entry in Path("/proc").iterdir():
         with contextlib.suppress(OSError, ValueError):
-            parent = (entry / "stat").read_text().rpartition(")")[2].split()[1]
-            is_writer = b"cairn.checkpoint.writer" in (entry / "cmdline").read_bytes()
-            if int(parent) == os.getpid() and is_writer:
-                found.append(int(entry.name))
+            pid, command = int(entry.name), b""
+            while not command:  # the kernel shows none for a moment, when a process is in its execve
+                state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+                if state == "Z" or int(parent) != os.getpid():
+                    break
+                command = (entry / "cmdline").read_bytes()
+            if b"cairn.checkpoint.writer" in command:
+                found.append(pid)
     return found
 
 
