@@ -17,11 +17,11 @@ Chunk = tuple[int, int]
 """CRC-64/NVME of a chunk, and its size in bytes."""
 
 
-def chunks_of(entry: FileEntry) -> list[Chunk]:
-    """The chunks of a file, from its manifest."""
+def chunks_of(entry: FileEntry, numbers: range | None = None) -> list[Chunk]:
+    """The chunks of a file, or some of them, from its manifest."""
     return [
-        (int(crc, 16), min(CHUNK_BYTES, entry.size - number * CHUNK_BYTES))
-        for number, crc in enumerate(entry.crc64nvme)
+        (int(entry.crc64nvme[n], 16), min(CHUNK_BYTES, entry.size - n * CHUNK_BYTES))
+        for n in (range(len(entry.crc64nvme)) if numbers is None else numbers)
     ]
 
 
@@ -67,13 +67,9 @@ class Content:
         """The file's size in bytes."""
         return self.entry.size
 
-    def crcs(self) -> list[int]:
-        """The CRC-64/NVME of each chunk, from the manifest."""
-        return [int(crc, 16) for crc in self.entry.crc64nvme]
-
     def chunks(self, numbers: range) -> list[Chunk]:
         """Checksums and sizes of some chunks, from the manifest."""
-        return chunks_of(self.entry)[numbers.start : numbers.stop]
+        return chunks_of(self.entry, numbers)
 
     def blocks(self, chunks: range) -> Iterator[memoryview]:
         """The bytes of some chunks, in blocks that are valid until the next one is asked for.

@@ -269,7 +269,7 @@ class Multipart:
 
 def _parts(content: Content) -> list[_Part]:
     """The parts of a file that is not empty."""
-    count = len(content.crcs())
+    count = len(content.entry.crc64nvme)
     each = -(-count // MOST_PARTS)
     parts: list[_Part] = []
     for number, first in enumerate(range(0, count, each), 1):

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, TypeVar
 from urllib.parse import unquote, urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
-from cairn.checkpoint.remote.content import Content
+from cairn.checkpoint.remote.content import Content, chunks_of
 from cairn.checkpoint.remote.errors import (
     OF_WRONG_CLOCKS,
     Exists,
@@ -240,10 +240,9 @@ class Objects:
         found = self.look(name.rpartition("/")[0]).get(name)
         if found is None or found.size != content.size:
             return None
-        starts = range(0, content.size, CHUNK_BYTES)
         same = all(
-            crc64(self.read(name, first, min(CHUNK_BYTES, content.size - first))) == crc
-            for first, crc in zip(starts, content.crcs(), strict=True)
+            crc64(self.read(name, number * CHUNK_BYTES, size)) == crc
+            for number, (crc, size) in enumerate(chunks_of(content.entry))
         )
         return found.etag if same else None
 
