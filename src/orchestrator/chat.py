@@ -8,6 +8,7 @@ from typing import Any
 import jinja2
 
 from cairn.run.conversations import Message, for_template, is_plain
+from cairn.run.end_tokens import end_tokens
 from cairn.run.imports import importing
 
 
@@ -28,8 +29,8 @@ class ChatFormat:
             from transformers import AutoTokenizer  # takes seconds, and commands that only check need none
 
         self.tokenizer = AutoTokenizer.from_pretrained(model)
-        self.stop_token_ids = _stop_tokens(model, self.tokenizer.eos_token_id)
-        """Token ids that end an answer: the tokenizer's EOS token and those of `generation_config.json`."""
+        self.stop_token_ids = tuple(end_tokens(model, self.tokenizer.eos_token_id))
+        """Token ids that end an answer; see `end_tokens`."""
         self._template_arguments = dict(template_arguments or {})
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> list[int]:
@@ -100,13 +101,3 @@ class ChatFormat:
         """The texts of the added tokens at which the tokenizer splits every text."""
         known = self.tokenizer.added_tokens_decoder.items()
         return {token_id: token.content for token_id, token in known if not token.single_word}
-
-
-def _stop_tokens(folder: Path, eos_token_id: int | None) -> tuple[int, ...]:
-    ids = {eos_token_id} if eos_token_id is not None else set()
-    if (folder / "generation_config.json").exists():
-        from transformers import GenerationConfig
-
-        eos = GenerationConfig.from_pretrained(folder).eos_token_id
-        ids |= set(eos if isinstance(eos, list) else [eos] if eos is not None else [])
-    return tuple(sorted(ids))

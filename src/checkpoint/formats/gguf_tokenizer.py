@@ -14,6 +14,7 @@ from typing import Any
 
 from cairn.checkpoint.formats.content import listed
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.run.end_tokens import end_tokens
 
 _LLAMA3 = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
@@ -293,11 +294,7 @@ def _special_tokens(path: Path, tokenizer: Any, folder: Path) -> dict[str, Any]:
     if found is None:
         raise _refused(path, f"it makes {whole} of the tokens {bare}")
     about |= {"tokenizer.ggml.add_bos_token": found[0], "tokenizer.ggml.add_eos_token": found[1]}
-    generation = folder / "generation_config.json"
-    ends = json.loads(generation.read_text()).get("eos_token_id") if generation.is_file() else None
-    others = [
-        number for number in (ends if isinstance(ends, list) else [ends]) if number not in (None, ids["eos"])
-    ]
+    others = [token_id for token_id in end_tokens(folder, None) if token_id != ids["eos"]]
     return about | ({"tokenizer.ggml.eot_token_id": others[0]} if others else {})
 
 
