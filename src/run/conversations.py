@@ -2,9 +2,10 @@
 # pyright: reportUnknownArgumentType=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """Messages of conversations, as clients write them and as chat templates expect them."""
 
-import json
 from collections.abc import Mapping
 from typing import Any
+
+from cairn.run.records.numbers import parse
 
 Message = Mapping[str, Any]
 """One message of a conversation, as in OpenAI's chat completions."""
@@ -30,11 +31,14 @@ def is_plain(message: Message) -> bool:
 
 
 def arguments_of(call: Message) -> Any:
-    """The arguments of a tool call, decoded from JSON text if they are such a text."""
+    """The arguments of a tool call, decoded from JSON text if they are such a text.
+
+    Text that can't be kept as a value, such as one with a key twice, stays text.
+    """
     arguments = call["function"].get("arguments") or {}
     if isinstance(arguments, str):
         try:
-            arguments = json.loads(arguments)
+            arguments = parse(arguments)
         except ValueError:
             return arguments
     return arguments
