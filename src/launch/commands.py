@@ -28,6 +28,7 @@ from cairn.launch.machine.shared_memory import share_memory
 from cairn.launch.model import model_to_serve, resolve_model
 from cairn.launch.places.supervisor import run_roles
 from cairn.launch.preemption import asking
+from cairn.launch.preflight import preflight
 from cairn.launch.rating import with_ratings
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
@@ -178,6 +179,11 @@ def _see_through(
             sources = teachers.settle(kind.trainer(config), Path(name), recipe["trainer"])
             config = kind.with_sources(config, sources)
             config = fitted(config, name)
+            found = preflight(kind, config, Path(name), {"records_are_checked": True})
+            for notice in found.notices:
+                print(notice, flush=True)
+            if found.errors:
+                raise UsageError("\n".join(found.errors))
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             set_exports_aside(config, chosen, f"before_attempt_{attempt.number}")

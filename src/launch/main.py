@@ -138,8 +138,7 @@ def eval() -> int:
 def _plan(command: str, config: CommandConfig) -> int:
     from cairn.launch.plan import show
 
-    show(command, config)
-    return 0
+    return show(command, config)
 
 
 def ckpt() -> int:

@@ -9,6 +9,7 @@ from typing import Any, cast
 
 from cairn.checkpoint.step import StepFolder
 from cairn.checkpoint.store import CheckpointStore
+from cairn.config.cli import require
 from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
@@ -19,6 +20,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.inference.build import serves_on_gpus
 from cairn.launch.beside_policy import check_beside
 from cairn.launch.epochs import with_steps
+from cairn.launch.exits import EXIT_USAGE
 from cairn.launch.exporting import exports_in_words, with_exports
 from cairn.launch.machine.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.machine.fitting import Uncountable, serving_needs, training_needs
@@ -26,6 +28,7 @@ from cairn.launch.machine.placing import placed, placed_server
 from cairn.launch.machine.settling import settle
 from cairn.launch.machine.shared_memory import share_memory
 from cairn.launch.model import described, foreign_format
+from cairn.launch.preflight import preflight
 from cairn.launch.rating import with_ratings
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.teachers import check_source
@@ -34,10 +37,14 @@ from cairn.run.errors import UsageError
 from cairn.run.machine import Machine, machine_of, this_machine
 
 
-def show(command: str, config: CommandConfig) -> None:
+def show(command: str, config: CommandConfig) -> int:
     """Print the resolved configuration as JSON, and for people, on standard error, what it means.
 
-    That is what was chosen for the machine and why, and an estimate of the memory that is needed.
+    That is what was chosen for the machine and why, an estimate of the memory that is needed, and what the
+    start of a run would say of its data and models.
+
+    Returns:
+        The exit code: that of a start which would be refused, if one of the lines is an error.
 
     Raises:
         UsageError: `--machine` is no description of a machine.
@@ -65,7 +72,9 @@ def show(command: str, config: CommandConfig) -> None:
     lines += _memory(command, settled, ranks, serving if gpu_servers else Machine())
     if command in KINDS:
         lines += _vocabularies(KINDS[command], cast(RunConfig, settled))
+        lines += _preflight(KINDS[command], cast(RunConfig, settled))
     print("\n".join(lines), file=sys.stderr, flush=True)
+    return EXIT_USAGE if any(line.startswith("error: ") for line in lines) else 0
 
 
 def in_words(machine: Machine) -> str:
@@ -168,6 +177,26 @@ def _vocabularies(kind: RunKind, config: RunConfig) -> Iterator[str]:
             check(policy)
         except UsageError as error:
             yield f"error: {error}"
+
+
+def _preflight(kind: RunKind, config: RunConfig) -> Iterator[str]:
+    """What the start would say of data and model."""
+    try:
+        require(config, *kind.needs)
+    except UsageError as error:
+        yield f"data and model are not looked at: {str(error).splitlines()[0]}"
+        return
+    try:
+        model = described(config.model)
+    except UsageError as error:
+        yield f"error: {error}"
+        return
+    if model is None:
+        yield "what the model makes of the data is found out once its weights are converted"
+        return
+    found = preflight(kind, config, model)
+    yield from found.notices
+    yield from (f"error: {error}" for error in found.errors)
 
 
 def _goes_on(config: RunConfig) -> bool:

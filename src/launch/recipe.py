@@ -13,8 +13,8 @@ from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.critic import critic_problem
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
-from cairn.config.trainer import TrainerBase
 from cairn.launch.beside_policy import check_models_beside
+from cairn.launch.preflight import look_at_records
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since
 from cairn.run.attempt import Attempt
@@ -62,9 +62,8 @@ def plan_recipe(
     trainer = kind.trainer(config)
     settings = settings_of(trainer.model_dump(), TRAINER)
     recipe: dict[str, Any] = {"trainer": {"settings": settings | code_in(settings)}}
-    if (data := _look_at_data(trainer)) is not None:
+    if (data := look_at_records(trainer)) is not None:
         recipe["trainer"]["data"] = data
-    _look_at_validations(trainer)
     if orchestrator is not None:
         recipe["orchestrator"] = dict(orchestrator)
     if start.folder is None:
@@ -257,36 +256,6 @@ def _shown(settings: Mapping[str, Any], flags: str) -> str:
         if value != []
     }
     return " ".join(f"{flags}lora.{key} {value}" for key, value in given.items())
-
-
-def _look_at_data(trainer: TrainerBase) -> dict[str, Any] | None:
-    """Check that every record can be trained on, before anything is started; returns the data's identity.
-
-    Data on the hub is downloaded here, before all ranks need it. None if batches come from an orchestrator.
-    """
-    from cairn.run.data_sets import BadRecord
-    from cairn.trainer.data.identities import identity_of_records
-
-    try:
-        return identity_of_records(trainer)
-    except BadRecord as error:
-        raise UsageError(str(error)) from None
-
-
-def _look_at_validations(trainer: TrainerBase) -> None:
-    """Check every held-out record before anything is started.
-
-    Raises:
-        UsageError: one can't be used.
-    """
-    from cairn.run.data_sets import BadRecord, examine, load_records
-    from cairn.trainer.data.records import problem_of
-
-    for name, data in trainer.held_out_data.items():
-        try:
-            examine(data, load_records(data), problem_of)
-        except BadRecord as error:
-            raise UsageError(f"validation {name!r}: {error}") from None
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:

@@ -400,10 +400,10 @@ def test_a_dry_run_prints_the_estimate(
 ):
     """Of the machine that is asked about, with the words that the command would refuse it with."""
 
-    def printed(command: str, *argv: str) -> str:
+    def printed(command: str, *argv: str, code: int = 0) -> str:
         arguments = [command, "--dry-run", "--model.name", str(folder("qwen3")), *argv]
         monkeypatch.setattr("sys.argv", arguments)
-        assert getattr(main, command)() == 0
+        assert getattr(main, command)() == code
         return capsys.readouterr().err
 
     text = printed("rl", "--machine", "4x80G,1T")
@@ -416,9 +416,9 @@ def test_a_dry_run_prints_the_estimate(
     ):
         assert re.search(line, text), (line, text)
     assert "error" not in text
-    text = printed("sft", "--machine", "1x0.001G,1T")
+    text = printed("sft", "--machine", "1x0.001G,1T", code=2)
     assert "error: training needs " in text
-    text = printed("inference", "--machine", "1x0.0001G,1T")
+    text = printed("inference", "--machine", "1x0.0001G,1T", code=2)
     assert "error: the server needs " in text
     assert "the server" not in printed("sft", "--machine", "64G")
     assert "no estimate of memory: /nowhere" in printed("sft", "--machine", "64G", "--model.name", "/nowhere")

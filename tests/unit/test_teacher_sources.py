@@ -178,8 +178,10 @@ def test_a_dry_run_says_what_the_start_would_refuse(
             flags += ("--orchestrator.advantage", '{"type": "gae"}')
         where = ["--model.name", str(start), "--machine", "64G", "--output-dir", str(tmp_path / "run")]
         monkeypatch.setattr("sys.argv", ["rl", "--dry-run", *where, *flags])
-        assert main.rl() == 0
-        return [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        code = main.rl()
+        errors = [line for line in capsys.readouterr().err.splitlines() if line.startswith("error")]
+        assert code == (2 if errors else 0)
+        return errors
 
     other = shutil.copytree(start, tmp_path / "other")
     (other / "model.safetensors").write_bytes(b"")

@@ -1,0 +1,205 @@
+"""What template, tokenizer, model and lengths make of a run's data: found out before anything is started.
+
+The start of a run and `--dry-run` both call `preflight`. It goes through `CHECKS` in a process of its own,
+which imports tokenizers without torch, since the launcher imports neither.
+"""
+
+import contextlib
+import functools
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Generator, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cairn.config.kinds import KINDS, RunConfig, RunKind
+from cairn.config.trainer import TrainerBase
+from cairn.run.errors import CairnError, UsageError
+
+
+@dataclass(frozen=True)
+class Subject:
+    """What is looked at.
+
+    model: Hugging Face directory with the policy's configuration and tokenizer; of its weights nothing is
+    read. facts: what only the launcher knows, as JSON; each check says what it takes from there.
+    """
+
+    kind: RunKind
+    config: RunConfig
+    model: Path
+    facts: Mapping[str, Any] = field(default_factory=dict[str, Any])
+
+    @property
+    def trainer(self) -> TrainerBase:
+        """The trainer's configuration; `task` says what is trained on."""
+        return self.kind.trainer(self.config)
+
+    @property
+    def flags(self) -> str:
+        """What the flags of the trainer's settings begin with."""
+        return self.kind.flags("trainer")
+
+    @functools.cached_property
+    def tokenizer(self) -> Any:
+        """The policy's tokenizer, loaded once for all checks.
+
+        Raises:
+            UsageError: it can't be loaded.
+        """
+        from transformers import AutoTokenizer
+
+        try:
+            return AutoTokenizer.from_pretrained(self.model)
+        except (OSError, ValueError, KeyError) as error:
+            what = " ".join(str(error).split())
+            raise UsageError(f"--model.name {self.model}: its tokenizer can't be loaded: {what}") from None
+
+
+@dataclass(frozen=True)
+class Check:
+    """One thing that is found out.
+
+    name: for messages, if it fails itself. tasks: of trainers whose runs it looks at. look: gives notices,
+    which are printed, each a line; raises UsageError where the run should not start.
+    """
+
+    name: str
+    tasks: frozenset[str]
+    look: Callable[[Subject], Iterator[str]]
+
+
+def _records(subject: Subject) -> Iterator[str]:
+    """Every record has a form that can be trained on."""
+    if subject.facts.get("records_are_checked"):
+        return
+    look_at_records(subject.trainer)
+    yield from ()
+
+
+ON_RECORDS = frozenset({"sft", "dpo", "reward"})
+CHECKS = (Check("records", ON_RECORDS, _records),)
+"""In this order; all look, also if one has refused the run, so that all that is wrong is told at once."""
+
+
+def look_at_records(trainer: TrainerBase) -> dict[str, Any] | None:
+    """Check that every record has a form that can be trained on, also the held-out ones.
+
+    Data on the hub is downloaded here, before all ranks need it.
+
+    Returns:
+        The data's identity; None if batches come from an orchestrator.
+
+    Raises:
+        UsageError: a record can't be used, or the data not be read.
+    """
+    from cairn.run.data_sets import BadRecord, examine, load_records
+    from cairn.trainer.data.identities import identity_of_records
+    from cairn.trainer.data.records import problem_of
+
+    try:
+        identity = identity_of_records(trainer)
+    except BadRecord as error:
+        raise UsageError(str(error)) from None
+    for name, data in trainer.held_out_data.items():
+        try:
+            examine(data, load_records(data), problem_of)
+        except BadRecord as error:
+            raise UsageError(f"validation {name!r}: {error}") from None
+    return identity
+
+
+@dataclass(frozen=True)
+class Found:
+    """notices: to be printed, one a line. errors: why the run should not start."""
+
+    notices: list[str]
+    errors: list[str]
+
+
+def preflight(kind: RunKind, config: RunConfig, model: Path, facts: Mapping[str, Any] | None = None) -> Found:
+    """Go through all checks in a process of its own.
+
+    Args:
+        model: see `Subject`.
+        facts: likewise; as JSON.
+    """
+    if not any(kind.trainer(config).task in check.tasks for check in CHECKS):
+        return Found([], [])
+    request = {
+        "command": kind.command,
+        "config": config.model_dump(mode="json"),
+        "model": str(model),
+        "facts": dict(facts or {}),
+    }
+    done = subprocess.run(
+        [sys.executable, "-m", "cairn.launch.preflight", str(os.getpid())],
+        input=json.dumps(request),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    try:
+        return Found(**json.loads(done.stdout))
+    except ValueError:
+        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
+        return Found([f"warning: what the model makes of the data could not be looked at: {last}"], [])
+
+
+def look(subject: Subject) -> Found:
+    """Go through all checks in this process.
+
+    A check that fails for another reason than the subject's settings becomes a notice: what it would have
+    found is then met by the run itself.
+    """
+    found = Found([], [])
+    for check in CHECKS:
+        if subject.trainer.task not in check.tasks:
+            continue
+        try:
+            found.notices.extend(check.look(subject))
+        except CairnError as error:
+            if str(error) not in found.errors:
+                found.errors.append(str(error))
+        except Exception as error:
+            what = f"{type(error).__name__}: {error}"
+            found.notices.append(f"warning: {check.name} could not be looked at before the start: {what}")
+    return found
+
+
+@contextlib.contextmanager
+def _without_torch() -> Generator[None]:
+    """Whoever asks for torch here is told that it is not installed.
+
+    transformers asks when it is imported, and then has tokenizers alone; that takes a second in place of
+    five.
+    """
+    sys.modules["torch"] = None  # pyright: ignore[reportArgumentType] # this makes an import fail
+    try:
+        yield
+    finally:
+        del sys.modules["torch"]
+
+
+def main() -> None:
+    """Answer the request on standard input."""
+    from cairn.run.processes import die_with
+
+    die_with(int(sys.argv[1]))
+    answer = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no part of the answer
+    with _without_torch():
+        import transformers  # noqa: F401
+    request = json.load(sys.stdin)
+    kind = KINDS[request["command"]]
+    config = kind.config.model_validate(request["config"])
+    found = look(Subject(kind, config, Path(request["model"]), request["facts"]))
+    json.dump({"notices": found.notices, "errors": found.errors}, answer)
+    answer.close()
+
+
+if __name__ == "__main__":
+    main()
