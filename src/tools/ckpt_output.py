@@ -6,26 +6,18 @@ escaped.
 
 import datetime
 import json
-import os
 import sys
-from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
-
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
 
 from cairn.checkpoint.manifest import Manifest
 from cairn.run.metrics import number
 from cairn.run.output import printable
 from cairn.run.recipe import short_identity
+from cairn.run.tables import print_table
 
 if TYPE_CHECKING:
     from cairn.tools.audit import Report
-
-WIDE = 1000
-"""Width of the output in columns if it is not a terminal."""
 
 
 def say(text: str, file: TextIO | None = None) -> None:
@@ -36,19 +28,6 @@ def say(text: str, file: TextIO | None = None) -> None:
 def print_json(value: Any) -> None:
     """Print a value as JSON."""
     print(json.dumps(value, indent=2))
-
-
-def print_table(columns: Iterable[str], rows: Iterable[Iterable[object]], *, header: bool = True) -> None:
-    """Print aligned columns; a cell that is too wide for the terminal continues on the next line."""
-    table = Table(box=None, pad_edge=False, show_header=header, header_style="bold")
-    for column in columns:
-        table.add_column(Text(printable(column)), overflow="fold")
-    for row in rows:
-        table.add_row(*(Text(printable(cell)) for cell in row))
-    console = Console()
-    if not console.is_terminal and "COLUMNS" not in os.environ:
-        console = Console(width=WIDE)
-    console.print(table)
 
 
 def print_list(rows: list[dict[str, Any]], metric: str | None = None) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import math
+import re
 import sys
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -11,17 +12,23 @@ from cairn.orchestrator.kept_rollouts import KEY, SCHEMA, KeptRollouts
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile
+from cairn.run.tables import Cut, print_table
 from cairn.run.view import RunView
-from cairn.tools.ckpt_output import print_json, print_table, say
+from cairn.tools.ckpt_output import print_json, say
 
 Row = dict[str, Any]
 
 SHOWN = 20
 """Rows of a table, unless --limit says otherwise."""
 WIDTH = 70
-"""Characters of an answer in a table."""
+"""Characters of a question or an answer in a table."""
 FEW = ("step", "place", "sample", "problem", "environment", "reward", "failed", "finish_reason", "tokens")
 """What is read of every rollout; the texts are read of those to show."""
+
+MARKUP = re.compile(
+    r"<\|[^|<>]*\|>|\[/?INST\]|</?(?:s|bos|eos|think|system|user|assistant)>|<(?:start|end)_of_turn>"
+)
+"""What separates messages in a rendered prompt, in the usual templates."""
 
 
 def run() -> int:
@@ -40,7 +47,7 @@ def run() -> int:
     parser.add_argument("--problem", type=int, metavar="N", help="only answers to this problem")
     parser.add_argument("--min-reward", type=_number, metavar="X", help="only rewards of at least X")
     parser.add_argument("--max-reward", type=_number, metavar="X", help="only rewards of at most X")
-    parser.add_argument("--failed", action="store_true", help="only those that failed, with their reasons")
+    parser.add_argument("--failed", action="store_true", help="only those that failed: how many, by reason")
     order = parser.add_mutually_exclusive_group()
     order.add_argument("--best", type=_count, metavar="N", help="the N with the highest rewards")
     order.add_argument("--worst", type=_count, metavar="N", help="the N with the lowest rewards")
@@ -51,6 +58,9 @@ def run() -> int:
     parser.add_argument("--json", action="store_true", help="print JSON, with tokens and logprobs")
     arguments = parser.parse_args(sys.argv[1:])
     kept = _kept(arguments.run)
+    if arguments.failed and not (arguments.key or arguments.full or arguments.json):
+        _print_reasons(_found(kept, arguments), arguments)
+        return 0
     chosen = [arguments.key] if arguments.key else _choose(kept, arguments)
     rows = _whole(kept, chosen)
     if arguments.key and not rows:
@@ -97,6 +107,20 @@ def _kept(path: Path) -> KeptRollouts:
 
 def _choose(kept: KeptRollouts, arguments: argparse.Namespace) -> list[tuple[int, int, int]]:
     """The keys of the rollouts that the options select, in the order in which they are to be shown."""
+    ranked = arguments.best or arguments.worst
+    limit = arguments.limit or (None if arguments.json else SHOWN)
+    found = _found(kept, arguments, None if ranked else limit)
+    if ranked:
+        found = [row for row in found if row["reward"] is not None]
+        found.sort(key=lambda row: row["reward"], reverse=bool(arguments.best))
+        found = found[:ranked]
+    elif limit:
+        found = found[-limit:]
+    return [_key_of(row) for row in found]
+
+
+def _found(kept: KeptRollouts, arguments: argparse.Namespace, enough: int | None = None) -> list[Row]:
+    """The rollouts that the options select, the oldest first; earlier steps only until there are `enough`."""
     steps = kept.steps()
     if arguments.step:
         first, last = arguments.step
@@ -106,20 +130,12 @@ def _choose(kept: KeptRollouts, arguments: argparse.Namespace) -> list[tuple[int
                 f"to {steps[-1]} are"
             )
         steps = wanted
-    ranked = arguments.best or arguments.worst
-    limit = arguments.limit or (None if arguments.json else SHOWN)
     found: list[Row] = []
     for step in reversed(steps):
         found = [row for row in _read(kept, step, FEW) if _selected(row, arguments)] + found
-        if not ranked and limit and len(found) >= limit:
+        if enough and len(found) >= enough:
             break
-    if ranked:
-        found = [row for row in found if row["reward"] is not None]
-        found.sort(key=lambda row: row["reward"], reverse=bool(arguments.best))
-        found = found[:ranked]
-    elif limit:
-        found = found[-limit:]
-    return [_key_of(row) for row in found]
+    return found
 
 
 def _selected(row: Row, arguments: argparse.Namespace) -> bool:
@@ -163,20 +179,64 @@ def _print_rows(rows: list[Row]) -> None:
     if not rows:
         say("no rollout is selected")
         return
-    several = len({row["environment"] for row in rows}) > 1
-    failures = any(row["failed"] is not None for row in rows)
+    environments = {row["environment"] for row in rows}
+    if len(environments) == 1:
+        say(f"environment {next(iter(environments))}")
     columns: dict[str, Callable[[Row], object]] = {
-        "step/place/sample": lambda row: "/".join(map(str, _key_of(row))),
+        "key": lambda row: "/".join(map(str, _key_of(row))),
         "problem": lambda row: row["problem"],
-        **({"environment": lambda row: row["environment"]} if several else {}),
+        **({"environment": lambda row: row["environment"]} if len(environments) > 1 else {}),
         "reward": lambda row: _reward(row),
         "end": lambda row: row["finish_reason"] or "",
-        "turns": lambda row: len(row["turns"]),
+        **({"turns": lambda row: len(row["turns"])} if any(len(row["turns"]) > 1 for row in rows) else {}),
         "tokens": lambda row: row["tokens"],
-        "answer": lambda row: _short(row["text"]),
-        **({"failed": lambda row: _short(row["failed"] or "")} if failures else {}),
+        Cut("question"): lambda row: _short(_question(row["prompt"])),
+        Cut("answer"): lambda row: _short(row["text"]),
+        **(
+            {Cut("failed"): lambda row: _short(row["failed"] or "")} if any(r["failed"] for r in rows) else {}
+        ),
     }
     print_table(columns, [[show(row) for show in columns.values()] for row in rows])
+
+
+def _print_reasons(rows: list[Row], arguments: argparse.Namespace) -> None:
+    """Why rollouts failed, the most frequent reason first; reasons that differ in numbers alone are one."""
+    if not rows:
+        say("no rollout is selected")
+        return
+    found: dict[tuple[str, str], list[Row]] = {}
+    for row in rows:
+        found.setdefault((row["environment"], _kind(row["failed"])), []).append(row)
+    kinds = sorted(found.items(), key=lambda item: -len(item[1]))
+    limit = arguments.limit or SHOWN
+    print_table(
+        ["answers", "problems", "steps", "environment", "newest", "reason"],
+        [
+            [
+                len(answers),
+                len({row["problem"] for row in answers}),
+                _between([row["step"] for row in answers]),
+                environment,
+                "/".join(map(str, _key_of(answers[-1]))),
+                answers[-1]["failed"],
+            ]
+            for (environment, _), answers in kinds[:limit]
+        ],
+    )
+    if (more := len(kinds) - limit) > 0:
+        say(f"and {more} reasons more; --limit {len(kinds)} shows all")
+    newest = "/".join(map(str, _key_of(rows[-1])))
+    say(f"each answer: --failed --full; one conversation: rollouts {arguments.run} {newest}")
+
+
+def _kind(reason: str) -> str:
+    """The reason without the numbers in it, but for the lines of a file."""
+    return re.sub(r"(?<!\.py:)(?<!\d)\d+", "#", reason)
+
+
+def _between(steps: list[int]) -> str:
+    first, last = min(steps), max(steps)
+    return str(first) if first == last else f"{first} to {last}"
 
 
 def _print_conversation(row: Row) -> None:
@@ -200,6 +260,15 @@ def _print_conversation(row: Row) -> None:
 
 def _reward(row: Row) -> str:
     return "" if row["reward"] is None else f"{row['reward']:.4g}"
+
+
+def _question(prompt: str) -> str:
+    """The last message in a prompt with the markup of a chat template; the whole prompt if there is none."""
+    parts = [
+        re.sub(r"^\s*(system|user|assistant|model|tool)\b\s*", "", part) for part in MARKUP.split(prompt)
+    ]
+    said = [part for part in parts if part.strip()]
+    return said[-1] if said else prompt
 
 
 def _short(text: str) -> str:

@@ -22,6 +22,7 @@ from cairn.orchestrator.rollouts import AnswerGroup, Rollout, Turn
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, write_json
+from cairn.tools.rollouts import _question
 
 CHAT = ChatFormat(REPOSITORY / CONFIGS / "model")
 ATTEMPT = Attempt("run", 1, "rl", 0, None, "branch_1")
@@ -75,9 +76,9 @@ def shown(
 ) -> Callable[..., str]:
     """What `rollouts RUN_DIR ...` prints, and on failure its message."""
 
-    def show(*arguments: str, path: Path = run.path, code: int = 0) -> str:
+    def show(*arguments: str, path: Path = run.path, code: int = 0, width: int = 200) -> str:
         monkeypatch.setattr(sys, "argv", ["rollouts", str(path), *arguments])
-        monkeypatch.setenv("COLUMNS", "200")
+        monkeypatch.setenv("COLUMNS", str(width))
         try:
             found = command()
         except SystemExit as exit:  # argparse
@@ -151,7 +152,54 @@ def test_the_newest_are_shown_without_options(shown: Callable[..., str]):
     lines = shown().splitlines()
     assert [line.split()[0] for line in lines[1:]] == ["1/0/0", "1/0/1", "2/1/0", "3/2/0", "3/2/1"]
     assert "the judge returned None" in lines[-1]
-    assert [line.split()[0] for line in shown("--limit", "2").splitlines()[1:]] == ["3/2/0", "3/2/1"]
+    assert [word in lines[1] for word in ("letters", " p0 ", "ab")] == [True, True, True]
+    first, _, *others = shown("--limit", "2").splitlines()
+    assert first == "environment judged"
+    assert [line.split()[0] for line in others] == ["3/2/0", "3/2/1"]
+
+
+@pytest.mark.parametrize("width", [60, 80, 120, 200])
+def test_the_list_and_the_reasons_at_any_width(run: RunDirectory, shown: Callable[..., str], width: int):
+    answers = [rollout("a long answer of several words " * 5, 0.123456, failed=None) for _ in range(2)]
+    answers += [rollout("z", None, failed=f"KeyError: 'anser{n}' (my_env.py:23)") for n in range(3)]
+    answers += [rollout("z", None, failed="KeyError: 'anser7' (my_env.py:57)")]
+    rows = rows_of(400, [group(1000 + n, *answers) for n in range(2)], ["letters"], CHAT)
+    KeptRollouts(run.rollouts).write(400, rows, ATTEMPT, 1.0)
+    listed = shown("--step", "400", width=width).splitlines()
+    assert max(map(len, listed)) <= width
+    assert "400/1001/5" in listed[-1] or width == 60
+    assert sum("0.1235" in line for line in listed) == 4
+    reasons = shown("--failed", width=width).splitlines()
+    assert max(map(len, reasons[:-1])) <= width
+    flat = " ".join(reasons)
+    assert "my_env.py:23" in flat
+    assert "my_env.py:57" in flat
+    if width > 60:
+        assert [line.split()[:3] for line in reasons if "letters" in line] == [
+            ["6", "2", "400"],
+            ["2", "2", "400"],
+        ]
+    assert "--failed --full" in reasons[-1]
+    assert "and 2 reasons more; --limit 3 shows all" in shown("--failed", "--limit", "1", width=width)
+
+
+@pytest.mark.parametrize(
+    ("prompt", "question"),
+    [
+        (
+            "<|im_start|>system\nHi<|im_end|>\n<|im_start|>user\nAdd 1 and 2<|im_end|>\n<|im_start|>model\n",
+            "Add 1 and 2",
+        ),
+        ("<s>[INST] Add 1 and 2 [/INST]", "Add 1 and 2"),
+        ("<|user|>\nAdd 1\n\nand 2</s>\n<|assistant|>\n<think>", "Add 1 and 2"),
+        ("Add 1 and 2", "Add 1 and 2"),
+        ("<user>Add 1 and 2<assistant>", "Add 1 and 2"),
+        ("user", "user"),
+        ("", ""),
+    ],
+)
+def test_the_question_in_a_rendered_prompt(prompt: str, question: str):
+    assert " ".join(_question(prompt).split()) == question
 
 
 @pytest.mark.parametrize(

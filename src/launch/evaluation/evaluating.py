@@ -36,7 +36,8 @@ from cairn.run.output import outlive_terminal, printable
 from cairn.run.processes import allow_open_files
 from cairn.run.recipe import ORCHESTRATOR, code_in, prints_date, settings_of, template_arguments
 from cairn.run.signals import on_stop_signals
-from cairn.tools.ckpt_output import print_json, print_table
+from cairn.run.tables import print_table
+from cairn.tools.ckpt_output import print_json
 
 OF_RUN = (
     "seed", "sampling", "tool_parser", "reasoning_parser", "eval", "reward_threads", "reward_timeout",
@@ -354,9 +355,9 @@ def _print_results(rows: Sequence[dict[str, Any]]) -> None:
     chances = sorted(
         {key for row in rows for key in row if re.fullmatch(r"pass@\d+", key)}, key=lambda k: int(k[5:])
     )
+    names = _names([row["model"] for row in rows])
     columns = [
         "model",
-        "step",
         "evaluation",
         "problems",
         "samples",
@@ -368,9 +369,7 @@ def _print_results(rows: Sequence[dict[str, Any]]) -> None:
     ]
 
     def cells(row: dict[str, Any]) -> Iterator[object]:
-        name = Path(row["model"]).name
-        yield name
-        yield row["step"] if row["run_id"] else ""
+        yield names[row["model"]]
         yield row["name"]
         yield row.get("problems", "")
         yield row.get("samples", "")
@@ -381,6 +380,20 @@ def _print_results(rows: Sequence[dict[str, Any]]) -> None:
         yield row.get("failed", "")
 
     print_table(columns, [list(cells(row)) for row in rows])
+
+
+def _names(models: Sequence[str]) -> dict[str, str]:
+    """What a table calls each model: its path from the run's name on, or more if two have the same."""
+    parts = {model: [part for part in Path(model).parts if part != "checkpoints"] for model in models}
+    names: dict[str, str] = {}
+    for model, path in parts.items():
+        count = 2 if re.fullmatch(r"step_\d+", path[-1]) else 1
+        while count < len(path) and any(
+            path[-count:] == other[-count:] for key, other in parts.items() if key != model
+        ):
+            count += 1
+        names[model] = str(Path(*path[-count:]))
+    return names
 
 
 def _with_interval(row: dict[str, Any], key: str) -> str:
