@@ -3,7 +3,7 @@
 import logging
 import shutil
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +27,8 @@ PENDING = "waiting for its evaluation"
 """Why a step is kept that may turn out to be one of the best."""
 MOST_PENDING = 4
 """So many of the newest steps are kept until they are evaluated."""
+EARLIER_BEST = "best by an earlier measure"
+"""Why a step is kept that was among the best when other records or problems gave its metric."""
 Spare = Callable[[Collection[int]], Collection[int]]
 """Which of the steps that no rule keeps must stay for now, because somebody still needs them."""
 
@@ -38,10 +40,11 @@ def spare_none(unkept: Collection[int]) -> Collection[int]:
 
 @dataclass(frozen=True)
 class Step:
-    """An existing step, and its metrics."""
+    """An existing step, and its metrics; `ratings` says which of these can be compared."""
 
     step: int
     metrics: Mapping[str, Any]
+    ratings: Ratings = field(default_factory=Ratings)
 
 
 def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) -> dict[int, list[str]]:
@@ -49,8 +52,10 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
 
     Only `keep_last` and `keep_best` limit the number of steps: without either, all are kept. The newest step
     is always kept. Of equally good steps the newer counts as better; a step without the metric, or with a
-    value that is not a number, is never among the best. If the metric is an evaluation's, the newest steps
-    whose evaluation is due and not done stay, at most `MOST_PENDING`.
+    value that is not a number, is never among the best. Steps whose numbers can't be compared, as a
+    validation's records were exchanged between them, compete only with those of the same measure. If the
+    metric is an evaluation's, the newest steps whose evaluation is due and not done stay, at most
+    `MOST_PENDING`.
     """
     numbers = sorted(step.step for step in steps)
     reasons: dict[int, list[str]] = {number: [] for number in numbers}
@@ -66,13 +71,14 @@ def reasons_to_keep(steps: Sequence[Step], rules: CkptConfig, pinned: set[int]) 
     if rules.keep_best is not None:
         assert rules.metric is not None  # the configuration checks this
         sign = 1 if rules.mode == "max" else -1
-        rated = [
-            (sign * step.metrics[rules.metric], step.step)
-            for step in steps
-            if _is_number(step.metrics, rules.metric)
-        ]
-        for _, number in sorted(rated, reverse=True)[: rules.keep_best]:
-            reasons[number].append("best")
+        rated: dict[int, list[tuple[float, int]]] = {}
+        for step in steps:
+            if _is_number(step.metrics, rules.metric):
+                measure = step.ratings.measure(rules.metric, step.step)
+                rated.setdefault(measure, []).append((sign * step.metrics[rules.metric], step.step))
+        for measure, of_measure in rated.items():
+            for _, number in sorted(of_measure, reverse=True)[: rules.keep_best]:
+                reasons[number].append("best" if measure == max(rated) else EARLIER_BEST)
         for number in _pending(steps, rules)[-MOST_PENDING:]:
             reasons[number].append(PENDING)
     for number in numbers:
@@ -109,7 +115,7 @@ def read_steps(tier: Tier, ratings: Ratings) -> list[Step]:
     found: list[Step] = []
     for number in tier.steps():
         try:
-            found.append(Step(number, ratings.metrics(tier.manifest(number))))
+            found.append(Step(number, ratings.metrics(tier.manifest(number)), ratings))
         except CheckpointError:
             found.append(Step(number, {}))
     return found

@@ -21,9 +21,11 @@ from cairn.launch.locking import lock
 from cairn.launch.start import Start, StartDamaged
 from cairn.run.attempt import Attempt
 from cairn.run.batches import BadBatch
+from cairn.run.changes import Settings
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, make_folders, read_json, write_atomic, write_json
+from cairn.run.recipe import TRAINER
 
 logger = logging.getLogger(__name__)
 
@@ -120,12 +122,22 @@ def _made_again_through(run: RunDirectory, attempt: Attempt, recipe: Mapping[str
 
 
 def _same_recipe(run: RunDirectory, recipe: Mapping[str, Any]) -> bool:
-    """Whether the trainer's part is that of the attempt before, whose recipe.json must still be there."""
-    return _of_trainer(read_json(run.recipe, dict[str, Any]) or {}) == _of_trainer(recipe)
+    """Whether the trainer's part is that of the attempt before, whose recipe.json must still be there.
+
+    What only one of them says is not compared: another version of Cairn may have written the earlier one.
+    """
+    before: dict[str, Any] = (read_json(run.recipe, dict[str, Any]) or {}).get("trainer", {})
+    now: Mapping[str, Any] = recipe.get("trainer", {})
+    if not before or Settings.of(before).changes(now.get("settings", {}), TRAINER, now.get("settings", {})):
+        return False
+    before, now = _inputs(before), _inputs(now)
+    return all(before[name] == now[name] for name in before.keys() & now.keys())
 
 
-def _of_trainer(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    found = {name: value for name, value in recipe.get("trainer", {}).items() if name != "changes"}
+def _inputs(recipe: Mapping[str, Any]) -> dict[str, Any]:
+    """What determines the policies of a recipe beside its settings: not by which records it is measured."""
+    left_out = ("settings", "free", "changes", "validations")
+    found = {name: value for name, value in recipe.items() if name not in left_out}
     if found.get("data"):  # resumed runs say where their data begins, also if that is where it begins anyhow
         found["data"] = {"begins_at": 0, **found["data"]}
     return found

@@ -40,6 +40,7 @@ from cairn.launch.uploading import finish_uploads
 from cairn.orchestrator.advantages import make_advantage
 from cairn.orchestrator.environments import (
     BadEnvironment,
+    Environment,
     EnvironmentFailed,
     check_environment,
     check_environments,
@@ -266,12 +267,13 @@ def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
     for one in config.of_environments():
         make_advantage(one.advantage)
     check_parsers(config)
+    evaluated: dict[str, Environment] = {}
     for evaluation in config.eval:
         try:
-            check_environment(config.of_evaluation(evaluation))
+            evaluated[evaluation.name] = check_environment(config.of_evaluation(evaluation))
         except (BadEnvironment, EnvironmentFailed) as error:
             raise UsageError(f"evaluation {evaluation.name!r}: {error}") from None
     try:
-        return orchestrator_recipe(config, *check_environments(config))
+        return orchestrator_recipe(config, *check_environments(config), evaluated=evaluated)
     except (BadEnvironment, EnvironmentFailed) as error:
         raise UsageError(str(error)) from None

@@ -85,13 +85,14 @@ CHECKS = (Check("records", ON_RECORDS, _records),)
 """In this order; all look, also if one has refused the run, so that all that is wrong is told at once."""
 
 
-def look_at_records(trainer: TrainerBase) -> dict[str, Any] | None:
+def look_at_records(trainer: TrainerBase) -> dict[str, Any]:
     """Check that every record has a form that can be trained on, also the held-out ones.
 
     Data on the hub is downloaded here, before all ranks need it.
 
     Returns:
-        The data's identity; None if batches come from an orchestrator.
+        What the recipe says of the records: `data`, their identity, unless batches come from an orchestrator;
+        and `validations`, the identity of the held-out ones by validation, if there are any.
 
     Raises:
         UsageError: a record can't be used, or the data not be read.
@@ -104,12 +105,13 @@ def look_at_records(trainer: TrainerBase) -> dict[str, Any] | None:
         identity = identity_of_records(trainer)
     except BadRecord as error:
         raise UsageError(str(error)) from None
+    found: dict[str, Any] = {} if identity is None else {"data": identity}
     for name, data in trainer.held_out_data.items():
         try:
-            examine(data, load_records(data), problem_of)
+            found.setdefault("validations", {})[name] = examine(data, load_records(data), problem_of)
         except BadRecord as error:
             raise UsageError(f"validation {name!r}: {error}") from None
-    return identity
+    return found
 
 
 @dataclass(frozen=True)

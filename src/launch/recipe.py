@@ -16,20 +16,17 @@ from cairn.config.lora import LoraConfig
 from cairn.launch.beside_policy import check_models_beside
 from cairn.launch.preflight import look_at_records
 from cairn.launch.start import Start
-from cairn.orchestrator.identity import changes_since
+from cairn.orchestrator.identity import changes_since, unknown_since
 from cairn.run.attempt import Attempt
+from cairn.run.changes import Change, Settings, check_accepted, in_words, measured_anew
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, read_json, write_json
 from cairn.run.recipe import (
     NOT_ARCHITECTURE,
     TRAINER,
-    Change,
     base_of,
-    changed_settings,
-    check_accepted,
     code_in,
-    in_words,
     model_of,
     now,
     prints_date,
@@ -61,9 +58,10 @@ def plan_recipe(
     """
     trainer = kind.trainer(config)
     settings = settings_of(trainer.model_dump(), TRAINER)
-    recipe: dict[str, Any] = {"trainer": {"settings": settings | code_in(settings)}}
-    if (data := look_at_records(trainer)) is not None:
-        recipe["trainer"]["data"] = data
+    recipe: dict[str, Any] = {
+        "trainer": {"settings": settings | code_in(settings), "free": sorted(TRAINER.free)}
+    }
+    recipe["trainer"] |= look_at_records(trainer)
     if orchestrator is not None:
         recipe["orchestrator"] = dict(orchestrator)
     if start.folder is None:
@@ -74,12 +72,16 @@ def plan_recipe(
     saved = _saved_recipe(start)
     check_models_beside(trainer, start, kind.flags("trainer"))
     _check_optimizer(start, saved["settings"], settings["optimizer.type"], kind.flags("trainer"))
-    changes = changed_settings(saved["settings"], recipe["trainer"]["settings"], TRAINER)
+    before, defaults = Settings.of(saved), settings_of(type(trainer)().model_dump(), TRAINER)
+    changes = before.changes(recipe["trainer"]["settings"], TRAINER, defaults)
+    unknown = before.unknown(recipe["trainer"]["settings"], defaults)
     if "data" in recipe["trainer"]:
         changes += _go_on_in_data(start, saved.get("data"), recipe["trainer"]["data"])
+    changes += _exchanged_validations(saved, recipe["trainer"])
     flags = {change.name: kind.flags("trainer") for change in changes}
     if "orchestrator" in recipe:
         of_orchestrator = changes_since(start.folder, recipe["orchestrator"])
+        unknown += unknown_since(start.folder, recipe["orchestrator"])
         flags |= {change.name: kind.flags("orchestrator") for change in of_orchestrator}
         changes += of_orchestrator
     accepted = config.ckpt.accept_changes if config.ckpt else []
@@ -90,7 +92,19 @@ def plan_recipe(
     for change in changes:
         is_accepted = " (accepted)" if change.accept else ""
         print(f"  {in_words(change, flags[change.name])}{is_accepted}", flush=True)
+    if unknown:
+        print(
+            f"note: the version of Cairn that saved step {start.step} kept no record of "
+            f"{', '.join(unknown)}: whether these are as before is not known",
+            flush=True,
+        )
     noted = [change.at(start.step, bool(change.accept)) for change in changes]
+    for prefix in measured_anew(noted):
+        print(
+            f"  {prefix}: its numbers up to step {start.step} are not compared with later ones "
+            "(ckpt.keep_best, patience)",
+            flush=True,
+        )
     for part in ("trainer", "orchestrator"):
         if part in recipe:
             recipe[part]["changes"] = [*saved.get("changes", []), *noted]
@@ -256,6 +270,18 @@ def _shown(settings: Mapping[str, Any], flags: str) -> str:
         if value != []
     }
     return " ".join(f"{flags}lora.{key} {value}" for key, value in given.items())
+
+
+def _exchanged_validations(saved: Mapping[str, Any], now: Mapping[str, Any]) -> list[Change]:
+    """The validations whose records are others than before, as far as the checkpoint says what they were."""
+    from cairn.run.data_sets import same_records
+
+    before, after = saved.get("validations", {}), now.get("validations", {})
+    return [
+        Change(f"validation[{name}].data", before[name], after[name])
+        for name in after
+        if name in before and not same_records(before[name], after[name])
+    ]
 
 
 def _saved_recipe(start: Start) -> Mapping[str, Any]:

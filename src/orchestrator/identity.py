@@ -1,26 +1,21 @@
 """What identifies an environment, so that a resumed run notices when its problems have changed."""
 
+import contextlib
+import functools
 import hashlib
 import json
 import time
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from cairn.checkpoint.step import OrchestratorRecord, StepFolder
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import AskedEnvironment, Environment, ask
-from cairn.run.recipe import (
-    OF_ENVIRONMENT,
-    ORCHESTRATOR,
-    Change,
-    Settings,
-    changed_settings,
-    code_in,
-    is_setting,
-    settings_of,
-)
+from cairn.orchestrator.environments import AskedEnvironment, Environment, EnvironmentFailed, ask
+from cairn.run.changes import Change, Settings
+from cairn.run.recipe import OF_ENVIRONMENT, ORCHESTRATOR, code_in, is_within, plain, settings_of
 from cairn.run.seeds import derive
 from cairn.run.waiting import run_async
 
@@ -84,11 +79,20 @@ def same_environment(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
     return most is None or one["messages"][most] == other["messages"][most]
 
 
-def orchestrator_recipe(config: OrchestratorConfig, *environments: Environment) -> dict[str, Any]:
-    """The orchestrator's part of a run's recipe. `environments`: all of the run, in order.
+def orchestrator_recipe(
+    config: OrchestratorConfig,
+    *environments: Environment,
+    evaluated: Mapping[str, Environment] = MappingProxyType({}),
+) -> dict[str, Any]:
+    """The orchestrator's part of a run's recipe.
+
+    Args:
+        environments: all of the run, in order.
+        evaluated: those of its evaluations, by name.
 
     Returns:
-        `settings`, and `environment`, the identity. Of several environments, the identity is `problems`, the
+        `settings`; `free`, which settings were left out; `environment`, the identity; and `evaluations`, the
+        identity of each one's environment, by name. Of several environments, the identity is `problems`, the
         sum, and `environments`, a list with the identity, label and weight of each; and `environments` has
         the settings of each, by label.
 
@@ -97,45 +101,69 @@ def orchestrator_recipe(config: OrchestratorConfig, *environments: Environment) 
     """
     each = list(zip(config.of_environments(), environments, strict=True))
 
-    async def identify() -> list[dict[str, Any]]:
+    measuring = [(one.name, config.of_evaluation(one)) for one in config.eval if one.name in evaluated]
+
+    async def identify() -> tuple[list[dict[str, Any]], dict[str, dict[str, Any]]]:
         found: list[dict[str, Any]] = []
         for own, environment in each:
             with ask(environment, own) as asked:
                 found.append(await environment_of(asked))
-        return found
+        measured: dict[str, dict[str, Any]] = {}
+        for name, own in measuring:
+            with contextlib.suppress(EnvironmentFailed), ask(evaluated[name], own) as asked:
+                measured[name] = await environment_of(asked)  # one that fails costs its evaluation only
+        return found, measured
 
-    identities = run_async(identify())
-    settings = _settings(config, ORCHESTRATOR)
+    identities, measured = run_async(identify())
+    found: dict[str, Any] = {"settings": _settings(config), "free": sorted(ORCHESTRATOR.free)}
+    if measured:
+        found["evaluations"] = measured
     if not config.environments:
-        return {"settings": settings, "environment": identities[0]}
+        return {**found, "environment": identities[0]}
     whole = [
         {"label": one.called, "weight": one.weight, **identity}
         for one, identity in zip(config.environments, identities, strict=True)
     ]
     return {
-        "settings": {name: value for name, value in settings.items() if not is_setting(name, OF_ENVIRONMENT)},
-        "environments": {own.environment.called: _settings(own, OF_ENVIRONMENT) for own, _ in each},
+        **found,
+        "settings": _others(found["settings"]),
+        "environments": {own.environment.called: _of_environment(_settings(own)) for own, _ in each},
         "environment": {"problems": sum(one["problems"] for one in whole), "environments": whole},
     }
 
 
-def _settings(config: OrchestratorConfig, allowed: Settings) -> dict[str, Any]:
-    found = settings_of(config.model_dump(), allowed)
+def _settings(config: OrchestratorConfig) -> dict[str, Any]:
+    found = settings_of(config.model_dump(), ORCHESTRATOR)
     return _as_compared(found) | code_in(found)
 
 
+def _of_environment(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those settings that each of several environments has for itself."""
+    return {name: value for name, value in settings.items() if is_within(name, OF_ENVIRONMENT)}
+
+
+def _others(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Those that are the same for all environments."""
+    return {name: value for name, value in settings.items() if not is_within(name, OF_ENVIRONMENT)}
+
+
 def _as_compared(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with those arguments of the environment that a resumed run compares.
+    """The settings with those arguments of environments that a resumed run compares.
 
     Of an agent's variables, only the names: their values may be secrets, and recipes are in checkpoints.
     """
-    name, args = settings.get("environment.name"), settings.get("environment.args")
-    if name not in NOT_COMPARED or not isinstance(args, Mapping):
-        return dict(settings)
-    kept = {key: value for key, value in args.items() if key not in NOT_COMPARED[name]}
-    if name == "agent" and "env" in kept:
-        kept["env"] = sorted(kept["env"])
-    return {**settings, "environment.args": kept}
+    found = dict(settings)
+    for key, name in settings.items():
+        if plain(key) not in ("environment.name", "eval.environment.name") or name not in NOT_COMPARED:
+            continue
+        of_args = f"{key.removesuffix('name')}args"
+        args = settings.get(of_args)
+        if isinstance(args, Mapping):
+            kept = {arg: value for arg, value in args.items() if arg not in NOT_COMPARED[name]}
+            if name == "agent" and "env" in kept:
+                kept["env"] = sorted(kept["env"])
+            found[of_args] = kept
+    return found
 
 
 def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
@@ -143,22 +171,58 @@ def changes_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[Change]:
 
     Checkpoints of older versions contain only the environment's settings and its number of problems.
     """
-    state = StepFolder(checkpoint).orchestrator_state() or OrchestratorRecord()
-    prompts = state.prompts
-    saved = state.recipe or {
-        "settings": settings_of({"environment": prompts.get("environment", {})}, ORCHESTRATOR),
-        **({"environment": {"problems": prompts["problems"]}} if "problems" in prompts else {}),
-    }
-    settings = _as_compared(_under_new_names(saved["settings"]))
-    changes = changed_settings(settings, recipe["settings"], ORCHESTRATOR)
-    before, after = saved.get("environments", {}), recipe.get("environments", {})
-    for label in after:
-        own = changed_settings(_as_compared(before.get(label, {})), after[label], OF_ENVIRONMENT)
-        changes += [replace(change, name=f"environments.{label}.{change.name}") for change in own]
+    saved, changes = _saved(checkpoint), list[Change]()
+    for label, before, settings in _pairs(saved, recipe):
+        own = before.changes(settings, ORCHESTRATOR, _defaults())
+        changes += [replace(change, name=f"{label}{change.name}") for change in own]
+    earlier = saved.get("evaluations", {})
+    for name, now in recipe.get("evaluations", {}).items():
+        if name in earlier and not same_environment(earlier[name], now):
+            changes.append(Change(f"eval[{name}].environment", earlier[name], now))
     was, now = saved.get("environment"), recipe["environment"]
     if was and not same_environment(was, now):
         changes.append(Change("environment", was, now, "environment"))
     return changes
+
+
+def unknown_since(checkpoint: Path, recipe: Mapping[str, Any]) -> list[str]:
+    """The orchestrator's settings of which that checkpoint says nothing, so that they can't be compared."""
+    pairs = _pairs(_saved(checkpoint), recipe)
+    return [f"{label}{name}" for label, before, now in pairs for name in before.unknown(now, _defaults())]
+
+
+def _saved(checkpoint: Path) -> Mapping[str, Any]:
+    """The orchestrator's recipe in a checkpoint."""
+    state = StepFolder(checkpoint).orchestrator_state() or OrchestratorRecord()
+    prompts = state.prompts
+    return state.recipe or {
+        "settings": settings_of({"environment": prompts.get("environment", {})}, ORCHESTRATOR),
+        **({"environment": {"problems": prompts["problems"]}} if "problems" in prompts else {}),
+    }
+
+
+def _pairs(
+    saved: Mapping[str, Any], recipe: Mapping[str, Any]
+) -> list[tuple[str, Settings, Mapping[str, Any]]]:
+    """What is compared: what names of changes begin with, and settings before and now.
+
+    Where one environment has become several, or the other way round, only what all have in common is.
+    """
+    before, after = saved.get("environments", {}), recipe.get("environments", {})
+    of_all = _under_new_names(saved["settings"])
+    now = recipe["settings"] if bool(before) == bool(after) else _others(recipe["settings"])
+    free = saved.get("free")
+    pairs = [("", of_all, now)]
+    pairs += [(f"environments.{label}.", before[label], after[label]) for label in after if label in before]
+    return [
+        (label, Settings.of({"settings": _as_compared(was), "free": free}), settings)
+        for label, was, settings in pairs
+    ]
+
+
+@functools.cache
+def _defaults() -> Mapping[str, Any]:
+    return settings_of(OrchestratorConfig().model_dump(), ORCHESTRATOR)
 
 
 def _under_new_names(settings: Mapping[str, Any]) -> dict[str, Any]:

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
 from cairn.checkpoint.manifest import Manifest
+from cairn.run.changes import short_identity
 from cairn.run.metrics import number
 from cairn.run.output import printable
-from cairn.run.recipe import short_identity
 from cairn.run.tables import print_table
 
 if TYPE_CHECKING:

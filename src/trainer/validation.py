@@ -17,6 +17,7 @@ from cairn.config.trainer import SFTConfig
 from cairn.config.validation import ValidationConfig
 from cairn.run import heartbeat
 from cairn.run.batches import FROM_TEXT, Batch, Sample
+from cairn.run.changes import measured_anew
 from cairn.run.data_sets import load_records
 from cairn.run.errors import UsageError
 from cairn.run.patience import better, why_exhausted
@@ -40,6 +41,7 @@ class Validations:
             UsageError: nothing in a data set is learned.
         """
         self._config, self._context = config, context
+        forget_outdated(context.state.validation, context.recipe)
         self._all = [HeldOut(one, config, context, tokenizer) for one in config.validation]
 
     def run(self, step: int) -> Mapping[str, float]:
@@ -129,6 +131,19 @@ class HeldOut:
             "learned_tokens": counts.learned,
             **({"cut_samples": counts.cut} if counts.cut else {}),
         }
+
+
+def forget_outdated(best: dict[str, dict[str, float]], recipe: Mapping[str, Any] | None) -> None:
+    """Remove best results on other records than those of now, with which later ones can't be compared.
+
+    Args:
+        best: by validation, as checkpoints hold it.
+        recipe: the trainer's; its changes say since which step a validation is another.
+    """
+    for prefix, steps in measured_anew((recipe or {}).get("changes", [])).items():
+        name = prefix.removeprefix("validation/").removesuffix("/")
+        if name in best and best[name]["step"] <= steps[-1]:
+            del best[name]
 
 
 def _samples(

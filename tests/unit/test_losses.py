@@ -26,10 +26,11 @@ from cairn.config.loss import (
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch.commands import start
 from cairn.run.batches import COLUMNS, Column, RLBatch, Sample, Sampling, read_batch, write_batch
+from cairn.run.changes import Change, Settings
 from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension
 from cairn.run.messages import BatchHeader, ShippedBatch
-from cairn.run.recipe import TRAINER, Change, changed_settings, settings_of
+from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.losses import LOSSES, Likelihood, Loss, LossInputs, LossSums, make_loss
 from cairn.trainer.packing import BatchCounts, MicroBatch, fill_rows, make_rank_batch
 
@@ -363,7 +364,7 @@ def test_recipes_of_earlier_runs_tell_the_type_by_another_name():
     of_cispo = [Change("loss.type", "ppo_clip", "cispo")]
     for kind, changes in (("clip", []), ("ppo_clip", []), ("truncate", of_cispo)):
         now = settings_of(TrainerConfig(loss={"type": kind}).model_dump(), TRAINER)
-        assert changed_settings(earlier, now, {"loss": None}) == changes
+        assert Settings.of({"settings": earlier}).changes(now, TRAINER, {}) == changes
 
 
 @pytest.mark.parametrize("config", [SFTConfig, TrainerConfig])
@@ -373,8 +374,8 @@ def test_the_arguments_of_a_loss_are_compared_as_a_whole(config: Any):
         settings_of(config(loss={"type": "a:B", "args": args}).model_dump(), TRAINER)
         for args in ({"x": 1, "deep": {"y": 2}}, {"x": 1})
     )
-    (change,) = changed_settings(saved, now, TRAINER)
+    (change,) = Settings.of({"settings": saved}).changes(now, TRAINER, {})
     assert change == Change("loss.args", {"x": 1, "deep": {"y": 2}}, {"x": 1})
     del saved["loss.args"]
     earlier = {**saved, "loss.args.x": 1, "loss.args.deep.y": 2}
-    assert changed_settings(earlier, now, TRAINER) == [change]
+    assert Settings.of({"settings": earlier}).changes(now, TRAINER, {}) == [change]

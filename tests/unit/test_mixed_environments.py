@@ -31,7 +31,7 @@ from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.orchestrator.ledger import read_ledger
 from cairn.orchestrator.loop import Orchestrator
 from cairn.run.batches import RLBatch
-from cairn.run.recipe import short_identity
+from cairn.run.changes import short_identity
 
 __all__ = ["configuration"]  # a fixture
 

@@ -5,7 +5,7 @@ import json
 import re
 import shutil
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,15 @@ from runs import ABOUT
 from transformers import AutoTokenizer
 
 from cairn.checkpoint.manifest import Manifest
+from cairn.checkpoint.ratings import ratings_in
+from cairn.checkpoint.retention import EARLIER_BEST, Step, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.config.environment import MixedEnvironmentConfig
 from cairn.config.kinds import KINDS
 from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
+from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import begin
@@ -31,11 +35,13 @@ from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.identity import changes_since, orchestrator_recipe, same_environment
 from cairn.run.attempt import Attempt
+from cairn.run.changes import Change, Settings, in_words, measured_anew
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, read_json, write_json
-from cairn.run.recipe import ORCHESTRATOR, TRAINER, settings_of, template_arguments
+from cairn.run.recipe import OF_ANY_ROLE, ORCHESTRATOR, TRAINER, Compared, settings_of, template_arguments
 from cairn.trainer.data.rendering import encode
+from cairn.trainer.validation import forget_outdated
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
 STEP, BATCH = 5, 4
@@ -87,28 +93,242 @@ FRESH = Start(CheckpointStore(Path("/nowhere")), None, None)
 SFT_RUN = KINDS["sft"]
 
 
-def test_every_setting_is_in_the_recipe_or_is_known_not_to_be():
-    """Whoever adds one says whether it determines what a run computes."""
-    not_recipe = {
-        *("model", "max_steps", "output_dir", "ckpt", "workers", "gpus", "spare_workers"),
-        *("threads", "ray", "wandb", "weight_host", "replicas", "colocated"),
-        *("dry_run", "machine", "weight_transport", "batch_timeout", "self_check", "seed"),
-        *("data.name", "data.split", "inference_url", "max_in_flight", "reward_threads", "reward_timeout"),
-        *("server_timeout", "request_timeout", "version_timeout", "normalize_advantages"),
-        *("keep_rollouts_gb", "reward_retries", "reward_retry_seconds", "max_failed_prompts", "eval"),
-        "validation",
-        "teachers",  # whose checksums are in the trainer's recipe
-        "environments",  # of which each has its own (`OF_ENVIRONMENT`)
-    }
-    supervision = set(SFTConfig.model_fields) & set(RLConfig.model_fields) - {"seed"}
+CONFIGS: dict[type[BaseModel], Compared] = {
+    SFTConfig: TRAINER,
+    DPOConfig: TRAINER,
+    RewardConfig: TRAINER,
+    TrainerConfig: TRAINER,
+    OrchestratorConfig: ORCHESTRATOR,
+}
+ON: dict[type[BaseModel], dict[str, Any]] = {
+    SFTConfig: {
+        "lora": {},
+        "validation": [{"name": "held", "data": {"name": "a.jsonl"}}],
+        "loss": {"type": "a:B", "args": {"x": 1}},
+        "optimizer": {"type": "a:B", "args": {"x": 1}},
+        "scheduler": {"type": "linear", "steps": 90},
+        "data": {"name": "a.jsonl"},
+        "ckpt": {"interval": 5},
+        "spike": {"on_spike": "rewind"},
+        "wandb": {},
+    },
+    DPOConfig: {"scheduler": {"type": "linear", "steps": 90}},
+    RewardConfig: {"scheduler": {"type": "linear", "steps": 90}},
+    TrainerConfig: {
+        "scheduler": {"type": "linear", "steps": 90},
+        "kl": {"reference": "start", "coef": 0.1},
+        "distill": {"teacher": "start"},
+        "critic": {"scheduler": {"type": "cosine", "steps": 90}},
+        "lora": {},
+    },
+    OrchestratorConfig: {
+        "environment": {"name": "own:Env", "args": {"problems": 3}},
+        "eval": [{"name": "test", "environment": {"args": {"problems": 3}}}],
+    },
+}
+"""Values with which sections are there that are off, or empty, by default."""
 
-    def names(cls: type[BaseModel], allowed: dict) -> set[str]:
-        found = settings_of(cls().model_dump() | {"data": SFTDataConfig().model_dump()}, allowed)
-        return {name for name in found} | set(allowed)
 
-    for cls, allowed in ((SFTConfig, TRAINER), (TrainerConfig, TRAINER), (OrchestratorConfig, ORCHESTRATOR)):
-        known = {name.split(".")[0] for name in names(cls, dict(allowed))} | not_recipe | supervision
-        assert set(cls.model_fields) <= known | {"data"}, set(cls.model_fields) - known
+def whole(cls: type[BaseModel]) -> dict[str, Any]:
+    """A dumped configuration with all of its sections."""
+    return cls(**ON.get(cls, {})).model_dump()
+
+
+def places(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    """Where the single values in a dumped configuration are."""
+    inner = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    found = [place for key, one in inner for place in places(one, (*path, key))]
+    yield from found or [path]
+
+
+def otherwise(dumped: dict[str, Any], place: tuple[Any, ...]) -> dict[str, Any]:
+    """The configuration with another value there."""
+    changed = json.loads(json.dumps(dumped, default=str))
+    inner = changed
+    for key in place[:-1]:
+        inner = inner[key]
+    value = inner[place[-1]]
+    inner[place[-1]] = (not value) if isinstance(value, bool) else f"{value} otherwise"
+    return changed
+
+
+@pytest.mark.parametrize("cls", CONFIGS)
+def test_every_value_of_the_configuration_is_compared_or_free_by_the_list(cls: type[BaseModel]):
+    """One at a time: also that of a field which is added tomorrow."""
+    compared, dumped = CONFIGS[cls], whole(cls)
+    before = Settings.of({"settings": settings_of(dumped, compared), "free": sorted(compared.free)})
+    assert not before.changes(settings_of(dumped, compared), compared, {})
+    seen: set[str] = set()
+    for place in places(dumped):
+        name = re.sub(r"\.\d+", "", ".".join(map(str, place)))
+        changes = before.changes(settings_of(otherwise(dumped, place), compared), compared, {})
+        if name not in compared:
+            assert not changes, name
+            continue
+        assert changes, name
+        assert all(in_words(change) for change in changes)
+        seen.add(name)
+    assert len(seen) > 10
+
+
+def test_what_is_free_exists():
+    """So that the list of what may differ has nothing that was renamed, and would be compared unseen."""
+    for compared in (TRAINER, ORCHESTRATOR):
+        known: set[str] = set()
+        for cls in CONFIGS:
+            if CONFIGS[cls] is compared:
+                for place in places(whole(cls)):
+                    parts = [str(part) for part in place if not isinstance(part, int)]
+                    known |= {".".join(parts[:count]) for count in range(1, len(parts) + 1)}
+                known |= set(cls.model_fields)
+        unknown = {name for name in (*compared.free, *compared.but, *compared.consent) if name not in known}
+        assert unknown <= {*OF_ANY_ROLE, "environment.code"}, unknown
+
+
+def test_each_environments_settings_are_all_compared():
+    """Those that one of several may have for itself."""
+    of_one = {"args": {"problems": 3}, "label": "one", "sampling": {"max_tokens": 9}, "samples_per_prompt": 4}
+    of_one |= {"advantage": {}, "overlong": {}, "pools": {}}
+    environments = [MixedEnvironmentConfig(**of_one), MixedEnvironmentConfig(label="two")]
+    config = OrchestratorConfig(environments=environments)
+    made = [ReverseText(**one.args) for one in environments]
+    part = orchestrator_recipe(config, *made)["environments"]["one"]
+    names = {name.split(".")[0] for name in part}
+    assert set(MixedEnvironmentConfig.model_fields) - {"name", "args", "label", "weight"} <= names
+    assert "environment.args" in part, "and the weight is in the identity of all"
+
+
+@pytest.mark.parametrize("section", ["kl", "distill", "critic", "lora"])
+def test_a_section_that_is_turned_on_or_off_is_one_change(section: str):
+    """Also in a recipe of before, if it knew the section."""
+    off = settings_of(TrainerConfig().model_dump(), TRAINER)
+    on = settings_of(TrainerConfig(**{section: ON[TrainerConfig][section]}).model_dump(), TRAINER)
+    for free in ({"free": sorted(TRAINER.free)}, {}):
+        (turned_on,) = Settings.of({"settings": off, **free}).changes(on, TRAINER, off)
+        (turned_off,) = Settings.of({"settings": on, **free}).changes(off, TRAINER, off)
+        assert (turned_on.name, turned_on.was, turned_off.now) == (section, None, None)
+        assert turned_on.now == turned_off.was != {}
+        assert in_words(turned_on, "--trainer.").startswith(f"--trainer.{section}: off -> {{")
+        assert in_words(turned_off).endswith("-> off")
+
+
+def test_distillation_that_is_turned_on_is_printed_and_kept(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """What a new user has met: the learning rate was printed alone."""
+    start = start_at(tmp_path, plan_rl(rl(tmp_path), FRESH))
+    changed = rl(tmp_path).model_copy(
+        update={"trainer": TrainerConfig(distill={"teacher": "start"}, optimizer={"lr": 1e-3})}
+    )
+    changes = plan_rl(changed, start)["trainer"]["changes"]
+    assert sorted(one["name"] for one in changes) == ["distill", "optimizer.lr"]
+    printed = capsys.readouterr().out
+    assert '  --trainer.distill: off -> {"teacher": "start", "coef": 1.0}\n' in printed
+
+
+def test_a_checkpoint_of_before_resumes_without_false_alarm(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    """Its recipe has fewer names, and does not say that it has all; what is not known is said to be so."""
+    data, held = write_records(tmp_path / "a.jsonl", 50), write_records(tmp_path / "held.jsonl", 5)
+    validation = [{"name": "held", "data": {"name": str(held)}, "interval": 7}]
+    config = sft(tmp_path, data, validation=validation)
+    recipe = plan_recipe(SFT_RUN, config, FRESH)
+    del recipe["trainer"]["free"], recipe["trainer"]["validations"]
+    settings = recipe["trainer"]["settings"]
+    recipe["trainer"]["settings"] = {n: v for n, v in settings.items() if not n.startswith("validation")}
+    start = start_at(tmp_path, recipe)
+    again = plan_recipe(SFT_RUN, config, start)
+    assert again["trainer"]["changes"] == []
+    printed = capsys.readouterr().out
+    assert "kept no record of validation[held]: whether these are as before" in printed
+    assert "differences" not in printed
+    plain = plan_recipe(SFT_RUN, sft(tmp_path, data), start)
+    assert (plain["trainer"]["changes"], capsys.readouterr().out) == ([], "")
+    with pytest.raises(UsageError, match=r"--data.batch-size: 4 -> 8"):
+        plan_recipe(SFT_RUN, sft(tmp_path, data, batch_size=8), start)
+
+
+def test_a_setting_that_did_not_exist_yet_had_its_default():
+    """So a recipe that has all settings of its time says that a new one was changed."""
+    saved = {"free": ["a"], "settings": {"b": 1}}
+    everything = Compared(frozenset({"a"}))
+    changes = Settings.of(saved).changes({"b": 1, "new": 2}, everything, {"new": 1})
+    assert changes == [Change("new", 1, 2)]
+    assert not Settings.of(saved).changes({"b": 1, "new": 1}, everything, {"new": 1})
+    was_free = Settings.of({"free": ["a", "new"], "settings": {"b": 1}})
+    assert not was_free.changes({"b": 1, "new": 2}, everything, {"new": 1})
+    assert was_free.unknown({"b": 1, "new": 2}, {"new": 1}) == ["new"]
+
+
+def test_exchanged_validations_are_said_and_measured_anew(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Other records under the same name; a copy of the file is the same."""
+    data = write_records(tmp_path / "a.jsonl", 50)
+    held = [write_records(tmp_path / f"held{i}.jsonl", 5, changed=i) for i in range(2)]
+    copy = Path(shutil.copy(held[0], tmp_path / "copy.jsonl"))
+
+    def config(file: Path, **more: Any) -> SFTConfig:
+        return sft(tmp_path, data, validation=[{"name": "held", "data": {"name": str(file)}, **more}])
+
+    start = start_at(tmp_path, plan_recipe(SFT_RUN, config(held[0]), FRESH))
+    assert plan_recipe(SFT_RUN, config(copy), start)["trainer"]["changes"] == []
+    recipe = plan_recipe(SFT_RUN, config(held[1]), start)["trainer"]
+    (change,) = recipe["changes"]
+    assert (change["name"], change["step"]) == ("validation[held].data", STEP)
+    printed = capsys.readouterr().out
+    assert re.search(r"  validation\[held\]\.data: 5 records \(\w{12}\) -> 5 records \(\w{12}\)\n", printed)
+    assert f"  validation/held/: its numbers up to step {STEP} are not compared with later ones" in printed
+    (only,) = plan_recipe(SFT_RUN, config(held[0], records=3), start)["trainer"]["changes"]
+    assert only["name"] == "validation[held].records"
+    (gone,) = plan_recipe(SFT_RUN, sft(tmp_path, data), start)["trainer"]["changes"]
+    assert (gone["name"], gone["now"]) == ("validation[held]", None)
+
+    best = {"held": {"loss": 1.0, "step": STEP, "since": 3}, "other": {"loss": 2.0, "step": 1, "since": 0}}
+    forget_outdated(best, recipe)
+    assert list(best) == ["other"]
+    later = {"held": {"loss": 9.0, "step": STEP + 1, "since": 0}}
+    forget_outdated(later, recipe)
+    assert list(later) == ["held"]
+
+
+def test_the_best_step_is_not_chosen_by_other_records(tmp_path: Path):
+    """The best by A is not deleted in favour of a number by B, nor the other way round."""
+    changes = [{"step": STEP, "name": "validation[held].data", "was": {}, "now": {}, "accepted": False}]
+    start = start_at(tmp_path, {"trainer": {"settings": {}, "changes": changes}})
+    (start.store.folder(STEP) / "manifest.json").touch()
+    rated = ratings_in(start.store.root)
+    rules = CkptConfig(keep_best=1, metric="validation/held/loss", mode="min")
+    numbers = {3: 0.1, 4: 0.2, STEP: 0.3, 6: 9.0, 7: 8.0, 8: 10.0}
+    steps = [Step(step, {"validation/held/loss": loss}, rated) for step, loss in numbers.items()]
+    kept = {step: reasons for step, reasons in reasons_to_keep(steps, rules, set()).items() if reasons}
+    assert kept == {3: [EARLIER_BEST], 7: ["best"], 8: ["newest"]}
+    other = rules.model_copy(update={"metric": "validation/more/loss"})
+    steps = [Step(step, {"validation/more/loss": loss}, rated) for step, loss in numbers.items()]
+    assert reasons_to_keep(steps, other, set())[3] == ["best"]
+
+
+def test_another_evaluation_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    """Its settings, and its problems under the same settings; an agent's secrets are in no recipe."""
+
+    def plan(start: Start, seed: int = 1, **more: Any) -> dict:
+        config = rl(tmp_path, eval=[{"name": "test", **more}])
+        made = ReverseText(**config.orchestrator.environment.args)
+        measured = {"test": ReverseText(20, seed=seed)}
+        part = orchestrator_recipe(config.orchestrator, made, evaluated=measured)
+        return plan_recipe(KINDS["rl"], config, start, part)
+
+    start = start_at(tmp_path, plan(FRESH))
+    assert plan(start)["trainer"]["changes"] == []
+    (change,) = plan(start, seed=2)["trainer"]["changes"]
+    assert change["name"] == "eval[test].environment"
+    assert measured_anew([change]) == {"eval/test/": [STEP]}
+    assert "  orchestrator.eval[test].environment: 20 problems (" in capsys.readouterr().out
+    (change,) = plan(start, samples=4)["trainer"]["changes"]
+    assert (change["name"], change["was"], change["now"]) == ("eval[test].samples", 1, 4)
+    (change,) = plan(start, interval=4)["trainer"]["changes"]
+    assert not measured_anew([change])
+    secret = {"environment": {"name": "agent", "args": {"env": {"KEY": "secret"}}}}
+    assert "secret" not in json.dumps(plan(FRESH, **secret))
 
 
 def test_the_same_recipe_goes_on_without_a_word(tmp_path: Path, capsys: pytest.CaptureFixture[str]):

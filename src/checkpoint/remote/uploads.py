@@ -151,7 +151,7 @@ class RunUploads:
             if rules.keep_best is not None:
                 with contextlib.suppress(CheckpointError):
                     metrics = ratings.metrics(self.store.manifest(step))
-            found.append(Step(step, metrics))
+            found.append(Step(step, metrics, ratings))
         return {step for step, reasons in reasons_to_keep(found, rules, pinned).items() if reasons}
 
     def waiting(self) -> list[int]:

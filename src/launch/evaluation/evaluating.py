@@ -34,7 +34,14 @@ from cairn.run.files import DamagedFile
 from cairn.run.machine import this_machine
 from cairn.run.output import outlive_terminal, printable
 from cairn.run.processes import allow_open_files
-from cairn.run.recipe import ORCHESTRATOR, code_in, prints_date, settings_of, template_arguments
+from cairn.run.recipe import (
+    ORCHESTRATOR,
+    code_in,
+    is_within,
+    prints_date,
+    settings_of,
+    template_arguments,
+)
 from cairn.run.signals import on_stop_signals
 from cairn.run.tables import print_table
 from cairn.tools.ckpt_output import print_json
@@ -171,7 +178,8 @@ def _settings(config: OrchestratorConfig, evaluation: Evaluation) -> dict[str, A
     """What the results of an evaluation depend on, beside the policy."""
     one = evaluation.config
     names = ("environment", "sampling", "tool_parser", "reasoning_parser")
-    recipe = settings_of(config.of_evaluation(one).model_dump(), {name: ORCHESTRATOR[name] for name in names})
+    settings = settings_of(config.of_evaluation(one).model_dump(), ORCHESTRATOR)
+    recipe = {name: value for name, value in settings.items() if is_within(name, names)}
     about = {"problems": evaluation.count, "samples": one.samples, "right_from": one.right_from}
     about |= {"seed": config.seed, "identity": evaluation.environment.identity}
     return json.loads(json.dumps({**recipe, **code_in(recipe), **about}, default=str))
