@@ -228,7 +228,7 @@ def in_words(change: Change, flags: str = "--") -> str:
         return f"{flags}{section}: the code of the class was edited ({change.was[:12]} -> {change.now[:12]})"
     if change.name in ("data", "environment") or change.name.endswith(IDENTITIES):
         return f"{_setting(change, flags)}: {short_identity(change.was)} -> {short_identity(change.now)}"
-    kinds = [type(value) for value in (change.was, change.now)]
+    kinds: list[object] = [type(value) for value in (change.was, change.now)]
     turned = kinds in ([dict, type(None)], [type(None), dict])
 
     def show(value: Any) -> str:
