@@ -8,6 +8,7 @@ from cairn.config.advantage import AdvantageConfig
 from cairn.config.base import BaseConfig
 from cairn.config.overlong import OverlongConfig
 from cairn.config.pools import PoolsConfig
+from cairn.config.sampling import checked_stop
 
 LABEL = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,63}$"
 """What a name in metrics may be."""
@@ -37,8 +38,15 @@ class EnvironmentSamplingConfig(BaseConfig):
     unlisted = frozenset({"temperature"})
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of an answer (default: that of the run)."""
+    stop: list[str] | None = None
+    """Texts at which an answer ends (default: those of the run)."""
     temperature: None = None
     """Must be left out: a batch has one temperature, sampling.temperature of the run."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> list[str] | None:
+        return None if value is None else list(checked_stop(value))
 
     @field_validator("temperature", mode="before")
     @classmethod

@@ -7,7 +7,8 @@ from pydantic import Field, field_validator
 
 from cairn.config.environment import EnvironmentConfig
 from cairn.config.inference import InferenceConfig
-from cairn.config.orchestrator import OrchestratorConfig, SamplingConfig
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.config.sampling import SamplingConfig
 
 LISTED = frozenset(
     {

@@ -1,9 +1,12 @@
 """Settings of evaluations, which are never trained on."""
 
-from pydantic import Field, model_validator
+from typing import Any
+
+from pydantic import Field, field_validator, model_validator
 
 from cairn.config.base import BaseConfig
 from cairn.config.environment import EnvironmentConfig
+from cairn.config.sampling import checked_stop
 
 
 class EvalSamplingConfig(BaseConfig):
@@ -13,6 +16,13 @@ class EvalSamplingConfig(BaseConfig):
     """Softmax temperature, 0 to 2; 0 always takes the likeliest token."""
     max_tokens: int | None = Field(default=None, ge=1)
     """Maximum tokens of an answer (default: as in training)."""
+    stop: list[str] | None = None
+    """Texts at which an answer ends (default: as in training)."""
+
+    @field_validator("stop", mode="before")
+    @classmethod
+    def _texts(cls, value: Any) -> list[str] | None:
+        return None if value is None else list(checked_stop(value))
 
 
 class EvalConfig(BaseConfig):

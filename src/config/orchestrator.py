@@ -7,44 +7,13 @@ from typing import Any, Self, cast
 from pydantic import Field, TypeAdapter, ValidationError, field_validator, model_validator
 
 from cairn.config.advantage import COMPARING, GAE, NOT_SHAPED, AdvantageConfig
-from cairn.config.base import BaseConfig, refuse_twins
+from cairn.config.base import refuse_twins
 from cairn.config.environment import EnvironmentConfig, MixedEnvironmentConfig
 from cairn.config.evaluation import EvalConfig
 from cairn.config.overlong import OverlongConfig
 from cairn.config.pools import PoolsConfig
+from cairn.config.sampling import SamplingConfig
 from cairn.config.shared import SharedConfig
-
-
-class SamplingConfig(BaseConfig):
-    """How answers are sampled."""
-
-    unlisted = frozenset({"top_p"})
-    temperature: float = Field(default=1.0, ge=0.01, le=2, allow_inf_nan=False)
-    """Softmax temperature, 0.01 to 2; the loss takes it into account."""
-    top_p: float = 1.0
-    """Must be 1.0: a policy gradient needs samples from the whole distribution; lower the temperature."""
-    max_tokens: int = Field(default=256, ge=1)
-    """Maximum tokens of an answer."""
-    chunk_tokens: int = Field(default=512, ge=1)
-    """Tokens per request: after a crash, an answer continues from its last complete piece of this size."""
-
-    @field_validator("top_p")
-    @classmethod
-    def _whole_distribution(cls, value: float) -> float:
-        # With top-p, the server's logprobs are those of the renormalised nucleus, but the trainer's are of
-        # the whole vocabulary, so every ratio would be too small by the nucleus's mass. Using the whole
-        # vocabulary on both sides would not help: the samples would still come from another distribution,
-        # which never produces the tokens outside the nucleus. (DeepSeek-V3.2, arXiv:2512.02556, "Keep
-        # Sampling Mask", applies the sampler's mask of each token in the loss; servers don't return that
-        # mask.)
-        if value != 1.0:
-            raise ValueError(
-                "RL needs answers from the whole distribution (1.0): the loss compares each token's "
-                "probability now with its probability when it was sampled, and sampling from a part of the "
-                "vocabulary makes all of these ratios wrong. For safer answers lower sampling.temperature, "
-                "which the loss takes into account"
-            )
-        return value
 
 
 class OrchestratorConfig(SharedConfig):
@@ -119,8 +88,9 @@ class OrchestratorConfig(SharedConfig):
             "environment": EnvironmentConfig(name=one.name, args=one.args, label=one.label),
             "environments": [],
         }
-        if one.sampling.max_tokens is not None:
-            changed["sampling"] = self.sampling.model_copy(update={"max_tokens": one.sampling.max_tokens})
+        own = {name: getattr(one.sampling, name) for name in ("max_tokens", "stop")}
+        if own := {name: value for name, value in own.items() if value is not None}:
+            changed["sampling"] = self.sampling.model_copy(update=own)
         for name in ("samples_per_prompt", "advantage", "overlong", "pools"):
             if (own := getattr(one, name)) is not None:
                 changed[name] = own
@@ -128,9 +98,11 @@ class OrchestratorConfig(SharedConfig):
 
     def of_evaluation(self, evaluation: EvalConfig) -> Self:
         """The settings by which an evaluation asks its environment and samples answers."""
-        sampling = {"temperature": evaluation.sampling.temperature}
-        if evaluation.sampling.max_tokens is not None:
-            sampling["max_tokens"] = evaluation.sampling.max_tokens
+        own = evaluation.sampling
+        sampling: dict[str, Any] = {"temperature": own.temperature}
+        sampling |= {
+            name: getattr(own, name) for name in ("max_tokens", "stop") if getattr(own, name) is not None
+        }
         changed = {
             "environment": evaluation.environment,
             "environments": [],

@@ -48,4 +48,7 @@ def read_generation(choice: dict[str, Any], adapter: ServedAdapter | None) -> Ge
         covered = span.end
     if covered != len(token_ids):
         raise ValueError(f"weight versions of {covered} tokens out of {len(token_ids)}")
-    return Generation(token_ids, logprobs, spans, choice["finish_reason"])
+    stop = choice.get("stop_reason")
+    return Generation(
+        token_ids, logprobs, spans, choice["finish_reason"], stop if isinstance(stop, str) else None
+    )

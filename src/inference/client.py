@@ -270,8 +270,12 @@ class InferenceClient:
         sampling = {
             **asdict(params),
             "logprobs": 0,  # of the sampled token only
-            "detokenize": False,
+            "detokenize": bool(params.stop),
         }
+        if params.stop:
+            sampling |= {"include_stop_str_in_output": True, "skip_special_tokens": False}
+        else:
+            del sampling["stop"]
         # While the server works, only the text of the request is held.
         request = {"token_ids": [*prompt_ids], "sampling_params": sampling, "cache_salt": cache_salt}
         answer = await self._request("POST", "/inference/v1/generate", _json(request | naming(adapter)))

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.stopping import Stopped, shown_text, shown_tokens
 from cairn.run.conversations import Message
 from cairn.run.errors import UsageError
 
@@ -37,8 +38,13 @@ class Answer:
 class AnswerParser(Protocol):
     """Reads one answer; none is an error. Malformed tool calls, and those of a cut answer, are content."""
 
-    def __call__(self, token_ids: Sequence[int], tools: Sequence[Message] | None) -> Answer:
-        """Read `token_ids`, which were sampled where the model could call `tools`."""
+    def __call__(
+        self, token_ids: Sequence[int], tools: Sequence[Message] | None, stopped: Stopped | None = None
+    ) -> Answer:
+        """Read `token_ids`, which were sampled where the model could call `tools`.
+
+        stopped: the stop string that has ended the answer, which is read up to there.
+        """
         ...
 
 
@@ -48,9 +54,11 @@ class PlainText:
     def __init__(self, chat: ChatFormat):
         self._chat = chat
 
-    def __call__(self, token_ids: Sequence[int], tools: Sequence[Message] | None) -> Answer:
+    def __call__(
+        self, token_ids: Sequence[int], tools: Sequence[Message] | None, stopped: Stopped | None = None
+    ) -> Answer:
         """The answer's text."""
-        return Answer(self._chat.text(token_ids))
+        return Answer(shown_text(self._chat, token_ids, stopped))
 
 
 class UnknownParser(UsageError):
@@ -93,27 +101,33 @@ class VllmParser:
             raise UnknownParser(str(error)) from error
         self._reads_tools = tool_calls is not None
 
-    def __call__(self, token_ids: Sequence[int], tools: Sequence[Message] | None) -> Answer:
+    def __call__(
+        self, token_ids: Sequence[int], tools: Sequence[Message] | None, stopped: Stopped | None = None
+    ) -> Answer:
         """The answer, split into reasoning, content and tool calls."""
-        plain = Answer(self._chat.text(token_ids))
+        plain = Answer(shown_text(self._chat, token_ids, stopped))
         if self._parser is None:
             return plain
         try:
-            return self._read(token_ids, tools) or plain
+            return self._read(token_ids, tools, stopped) or plain
         except Exception as error:  # whatever a parser makes of a malformed answer
             logger.debug("an answer is read as plain content: %r", error)
             return plain
 
-    def _read(self, token_ids: Sequence[int], tools: Sequence[Message] | None) -> Answer | None:
+    def _read(
+        self, token_ids: Sequence[int], tools: Sequence[Message] | None, stopped: Stopped | None
+    ) -> Answer | None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
         assert self._parser is not None
         request = ChatCompletionRequest.model_validate(
             {"messages": [], "model": "policy", "tools": list(tools) if tools else None}
         )
-        ended = bool(token_ids) and token_ids[-1] in self._chat.stop_token_ids
-        written = list(token_ids[: len(token_ids) - ended])
-        text = self._chat.full_text(written)
+        by_token = bool(token_ids) and token_ids[-1] in self._chat.stop_token_ids
+        ended = by_token or stopped is not None
+        shown, part = shown_tokens(self._chat, token_ids, stopped)
+        written = list(shown[:-1] if by_token and stopped is None else shown)
+        text = self._chat.full_text(written) + part
         if ended and tools and self._reads_tools:  # some parsers take half a call for a whole one
             parser = self._parser(self._tokenizer, [*(request.tools or ())])
             reasoning, content, calls = parser.parse(

@@ -32,6 +32,7 @@ import numpy.typing as npt
 from cairn.orchestrator.answers import Answer, AnswerParser, PlainText
 from cairn.orchestrator.chat import ChatFormat, NoPrompt
 from cairn.orchestrator.histories import Histories, with_message
+from cairn.orchestrator.stopping import Stopped
 from cairn.run.conversations import REASONING, Message, arguments_of, flat
 
 Tokens = npt.NDArray[np.int32]
@@ -82,8 +83,9 @@ class _Turn:
     """A sampled answer, where a longer conversation may go on.
 
     end: number of the branch's tokens up to the end of the answer. prompt: the rendering for its prompt;
-    whole: prompt and the answer's text. stop: the end token that was sampled, or None. free: no context has
-    taken the branch further yet.
+    whole: prompt and the answer's text. stop: the end token that was sampled, or None. stopped: whether a
+    stop string has ended the answer, which its message does not have. free: no context has taken the branch
+    further yet.
     """
 
     branch: int
@@ -91,6 +93,7 @@ class _Turn:
     prompt: _Prefix
     whole: _Prefix
     stop: int | None
+    stopped: bool = False
     free: bool = True
 
 
@@ -178,11 +181,15 @@ class Conversation:
         turn.free = False
         return turn.branch, turn.end, context
 
-    def sampled(self, context: Context, token_ids: Sequence[int]) -> dict[str, Any]:
+    def sampled(
+        self, context: Context, token_ids: Sequence[int], stopped: Stopped | None = None
+    ) -> dict[str, Any]:
         """The assistant's message that a whole answer says; the branch can go on behind it from now on.
 
         Args:
             token_ids: all tokens that were sampled, with the end token if the model ended the answer.
+            stopped: the stop string that has ended the answer, before which the message ends; the branch goes
+                on behind all of the tokens.
 
         Returns:
             role, content, and where the answer has them reasoning_content and tool_calls, whose arguments
@@ -193,7 +200,7 @@ class Conversation:
         """
         if self._branches.get(context.branch, 0) > context.kept:
             raise ValueError("a context has one answer; for another one, ask for the context again")
-        message = _message(self._parse(token_ids, context.tools), context, token_ids)
+        message = _message(self._parse(token_ids, context.tools, stopped), context, token_ids)
         tokens = np.concatenate([context.token_ids, np.asarray(token_ids, np.int32)])
         written = _bytes(self._chat.full_text(token_ids))
         whole = context.rendered.copy()
@@ -204,6 +211,7 @@ class Conversation:
             prompt=_Prefix(context.size, context.rendered.digest()),
             whole=_Prefix(context.size + len(written), whole.digest()),
             stop=token_ids[-1] if len(token_ids) and token_ids[-1] in self._chat.stop_token_ids else None,
+            stopped=stopped is not None,
         )
         self._branches.pop(turn.branch, None)
         self._branches[turn.branch] = len(tokens)
@@ -250,7 +258,7 @@ class Conversation:
     ) -> bytes | None:
         """What the template puts behind an answer that it writes otherwise than the model did."""
         marks = _Marks(messages[answer], text)
-        if turn.stop is None and not marks.only_content:
+        if turn.stop is None and not (marks.ends_in_content if turn.stopped else marks.only_content):
             return None  # the template closes what the answer left open; how much of it, nobody knows
 
         def marked(*, arguments: bool) -> bytes | None:
@@ -262,6 +270,8 @@ class Conversation:
             return found if turn.prompt.begins(found) and marks.found_in(found[turn.prompt.size :]) else None
 
         if (found := marked(arguments=True)) is None or (end := marks.end(found)) is None:
+            return None
+        if turn.stop is None and not marks.ends_with_content(found):
             return None
         if turn.stop is not None:
             token = _bytes(self._chat.added_tokens.get(turn.stop, ""))
@@ -298,6 +308,15 @@ class _Marks:
     def only_content(self) -> bool:
         """Whether the message is content and nothing else."""
         return list(self._texts) == ["content"] and not self.arguments
+
+    @property
+    def ends_in_content(self) -> bool:
+        """Whether the message has content, and no calls behind it."""
+        return "content" in self._texts and not self.arguments
+
+    def ends_with_content(self, text: bytes) -> bool:
+        """Whether the text has the content behind the message's other texts."""
+        return self.end(text) == text.rfind(mark := self._texts["content"].encode()) + len(mark)
 
     def message(self, *, arguments: bool) -> Message:
         """The message with marks."""

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+from cairn.config.sampling import checked_stop
 from cairn.orchestrator.environments import Reply, Snapshot
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.program import LARGEST_SNAPSHOT, on_loop
@@ -28,6 +29,7 @@ class ProgramModel:
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        stop: str | Sequence[str] = (),
     ) -> Reply:
         """As in `Model`."""
         if isinstance(messages, str | Mapping):
@@ -35,8 +37,9 @@ class ProgramModel:
                 'messages must be a list of messages such as [{"role": "user", "content": "..."}], and is '
                 f"{shortened(messages)}"
             )
+        strings = checked_stop(stop)
         number = self._run.begin()
-        work = self._run.generate(number, list(messages), tools, max_tokens, tuple(stop_token_ids))
+        work = self._run.generate(number, list(messages), tools, max_tokens, tuple(stop_token_ids), strings)
         return await on_loop(self._loop, work)
 
     async def once(

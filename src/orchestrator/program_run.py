@@ -18,6 +18,7 @@ from cairn.orchestrator.environments.calls import Raised, shortened
 from cairn.orchestrator.environments.program import Model
 from cairn.orchestrator.environments.rewards import in_parts
 from cairn.orchestrator.rollouts import AnswerGroup, Call, Turn
+from cairn.orchestrator.stopping import StopWatch, shown_text, stopped_at_its_end
 from cairn.policy.generation import SamplingParams
 from cairn.run.faults import fault_point
 from cairn.run.seeds import derive
@@ -121,13 +122,14 @@ class Run:
 
     def _finished(self, reward: float, parts: dict[str, float]) -> None:
         assert self._last is not None
-        rollout, ledger, place = self.rollout, self.runner.ledger, self.group.place
+        rollout, ledger, place, chat = self.rollout, self.runner.ledger, self.group.place, self.runner.chat
         turns = ledger.turns(place, self.sample)
         cancelled = [turn.number for turn in turns if turn.finish_reason is None]
         if cancelled:
             ledger.forget_calls(place, self.sample, cancelled, rollout)
         rollout.take([turn for turn in turns if turn.finish_reason is not None])
-        rollout.text, rollout.finish_reason = self._last.text, self._last.finish_reason
+        # As sampled: of a turn that was skipped, nobody knows what a stop string hid of it.
+        rollout.text, rollout.finish_reason = chat.text(self._last.token_ids), self._last.finish_reason
         rollout.reward, rollout.parts, rollout.failed = reward, parts, None
         rollout.note_seconds()
         ledger.finish(place, self.sample, rollout, self._answered)
@@ -237,6 +239,7 @@ class Run:
         tools: Sequence[Mapping[str, Any]] | None,
         max_tokens: int | None,
         stop_token_ids: Sequence[int],
+        stop: Sequence[str],
     ) -> Reply:
         """Answer `Model.generate`."""
         self._check_going_on()
@@ -253,7 +256,8 @@ class Run:
         context = self._conversation.next(messages, tools)
         longest = self._longest(context, max_tokens)
         stops = (*self.runner.chat.stop_token_ids, *stop_token_ids)
-        request = request_digest(context, max_tokens, stops)
+        strings = tuple(dict.fromkeys((*self.runner.config.sampling.stop, *stop)))
+        request = request_digest(context, max_tokens, stops, strings)
         turn = self._known_turn(number, request)
         if turn is None:
             self._diverge_at(number)
@@ -262,8 +266,10 @@ class Run:
         sampled = turn.finish_reason is None
         with self.waiting():
             try:
+                watch = StopWatch(self.runner.chat, strings)
+                watch.feed(turn.token_ids)
                 while turn.finish_reason is None:
-                    await self._sample(context, turn, longest, stops)
+                    await self._sample(context, turn, longest, stops, watch)
             except asyncio.CancelledError:
                 raise
             except BaseException as error:
@@ -271,10 +277,16 @@ class Run:
             self._count_answered()
             if sampled:
                 await self.runner.pacing.turn()
-        message = self._conversation.sampled(context, turn.token_ids)
-        text = self.runner.chat.text(turn.token_ids)
-        prompt_tokens = len(context.token_ids)
-        self._last = Reply(text, tuple(turn.token_ids), turn.finish_reason, message, prompt_tokens)
+        stopped = stopped_at_its_end(self.runner.chat, strings, turn.token_ids, turn.finish_reason)
+        message = self._conversation.sampled(context, turn.token_ids, stopped)
+        self._last = Reply(
+            text=shown_text(self.runner.chat, turn.token_ids, stopped),
+            token_ids=tuple(turn.token_ids),
+            finish_reason=turn.finish_reason,
+            message=message,
+            prompt_tokens=len(context.token_ids),
+            stop=None if stopped is None else stopped.string,
+        )
         return self._last
 
     def _give_up(self, error: BaseException) -> NoReturn:
@@ -294,8 +306,10 @@ class Run:
             return longest
         return min(longest, max(limit - len(context.token_ids), 0))
 
-    async def _sample(self, context: Context, turn: Turn, longest: int, stops: Sequence[int]) -> None:
-        """Sample and record the next piece of a turn.
+    async def _sample(
+        self, context: Context, turn: Turn, longest: int, stops: Sequence[int], watch: StopWatch
+    ) -> None:
+        """Sample and record the next piece of a turn, whose tokens so far the watch has seen.
 
         Raises:
             PromptRefused: the servers' context is full before the model was asked anything.
@@ -311,14 +325,16 @@ class Run:
                 )
             turn.finish_reason = "length"
         else:
-            asked = min(config.sampling.chunk_tokens, longest - done)
-            chunk = done // config.sampling.chunk_tokens
-            purpose = "sample", self.group.place, self.group.policy_step, self.sample, turn.number, chunk
+            chunk, within = divmod(done, config.sampling.chunk_tokens)
+            asked = min(config.sampling.chunk_tokens - within, longest - done)
+            which = [chunk, within] if within else [chunk]
+            purpose = "sample", self.group.place, self.group.policy_step, self.sample, turn.number, *which
             params = SamplingParams(
                 max_tokens=asked,
                 temperature=config.sampling.temperature,
                 seed=derive(config.seed, *purpose),
                 stop_token_ids=tuple(stops),
+                stop=watch.strings,
             )
             prompt_ids = array("i", context.token_ids.tobytes())
             prompt_ids.extend(turn.token_ids)
@@ -329,6 +345,7 @@ class Run:
                 versions=self.runner.versions,
             )
             self._check_going_on()
+            piece, asked = watch.cut(piece, asked)
             turn.extend(piece, asked=asked, longest=longest)
             self.rollout.add_spans([(span.version, span.start, span.end) for span in piece.weight_versions])
         self.runner.ledger.record_turn(self.group.place, self.sample, turn)
@@ -379,8 +396,11 @@ class _Waiting(AbstractContextManager[None]):
         self._run.move_on()
 
 
-def request_digest(context: Context, max_tokens: int | None, stops: Sequence[int]) -> str:
+def request_digest(
+    context: Context, max_tokens: int | None, stops: Sequence[int], strings: Sequence[str] = ()
+) -> str:
     """A digest of what is asked: the tokens of the context, and how the answer ends."""
     digest = hashlib.blake2b(context.token_ids.astype("<i4", copy=False).data, digest_size=16)
-    digest.update(json.dumps([context.branch, context.kept, max_tokens, list(stops)]).encode())
+    ends = [list(stops), list(strings)] if strings else [list(stops)]
+    digest.update(json.dumps([context.branch, context.kept, max_tokens, *ends]).encode())
     return digest.hexdigest()

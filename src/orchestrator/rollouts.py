@@ -35,6 +35,14 @@ class Sampled:
         goes_on = piece and len(self.token_ids) < longest
         self.finish_reason = None if goes_on else generation.finish_reason
 
+    def cut(self, count: int) -> None:
+        """Keep the first `count` tokens only, of which a stop string is the end."""
+        del self.token_ids[count:], self.logprobs[count:]
+        self.versions[:] = [
+            (name, first, min(last, count)) for name, first, last in self.versions if first < count
+        ]
+        self.finish_reason = "stop"
+
 
 @dataclass
 class Turn(Sampled):
@@ -71,12 +79,13 @@ class Rollout(Sampled):
     """One answer to a problem, whole or partial.
 
     token_ids, logprobs: for each token. versions: (policy version, start, end) of spans of tokens, each
-    sampled by one policy. finish_reason: "stop" if the model ended it, "length" at the maximum length or at
-    the end of the server's context, None while it is partial. text: set once it is whole. reward: a finite
-    number, or None until the environment has returned it, perhaps some time after the answer is whole.
-    parts: of the reward, by name. failed: why there will be no reward, after retries; None otherwise.
-    diverged: how often, after a restart, a program asked something else than is recorded. begun: when it was
-    begun (`time.monotonic`), or None if another process did that; seconds: from then to its reward.
+    sampled by one policy. finish_reason: "stop" if the model or a stop string ended it, "length" at the
+    maximum length or at the end of the server's context, None while it is partial. text: set once it is
+    whole; of a program, all that was sampled last. reward: a finite number, or None until the environment has
+    returned it, perhaps some time after the answer is whole. parts: of the reward, by name. failed: why there
+    will be no reward, after retries; None otherwise. diverged: how often, after a restart, a program asked
+    something else than is recorded. begun: when it was begun (`time.monotonic`), or None if another process
+    did that; seconds: from then to its reward.
 
     turns: of an answer that is a program, once it is whole; token_ids, logprobs and versions are then those
     of all turns, one after the other. Also of a program that has failed, as far as it has come.

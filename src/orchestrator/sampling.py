@@ -2,13 +2,14 @@
 
 import asyncio
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 from cairn.orchestrator.chat import NoPrompt
 from cairn.orchestrator.completing import Completer, PromptRefused
 from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
+from cairn.orchestrator.stopping import StopWatch, shown_text, stopped_at_its_end
 from cairn.policy.generation import SamplingParams
 from cairn.run.faults import fault_point
 from cairn.run.seeds import derive
@@ -35,7 +36,7 @@ class Sampler(Completer[SingleTurn]):
             return group
         if not group.rollouts:
             group.rollouts = [Rollout(seed + i, begun=time.monotonic()) for i in range(n)]
-            await self._sample(group, range(n), seed)
+            await self._sample(group, {i: self._watch() for i in range(n)}, seed)
         whole = [i for i, rollout in enumerate(group.rollouts) if rollout.finish_reason is not None]
         partial = [i for i in range(len(group.rollouts)) if i not in whole]
         await asyncio.gather(self._reward(group, whole), *(self._finish(group, i) for i in partial))
@@ -44,22 +45,27 @@ class Sampler(Completer[SingleTurn]):
 
     async def _finish(self, group: AnswerGroup, i: int) -> None:
         """Sample the rest of answer `i` piece by piece, then have it rewarded."""
-        rollout = group.rollouts[i]
+        rollout, watch = group.rollouts[i], self._watch()
+        if (stopped := watch.feed(rollout.token_ids)) is not None:  # the settings were others when it began
+            rollout.cut(stopped.tokens)
+            self.ledger.record(group.place, {i: rollout})
         while rollout.finish_reason is None:
             done = len(rollout.token_ids)
             if done >= self._longest(group):  # a server with a smaller context has joined
                 rollout.finish_reason = "length"
                 break
-            seed = self._seed(group, done // self.config.sampling.chunk_tokens) + i
-            await self._sample(group, [i], seed)
+            seed = self._seed(group, *divmod(done, self.config.sampling.chunk_tokens)) + i
+            await self._sample(group, {i: watch}, seed)
         await self._reward(group, [i])
 
     async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
         """Have the environment reward the whole answers in `numbers` that have no reward yet; record them."""
         rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
+        strings = self.config.sampling.stop
 
         async def reward(rollout: Rollout) -> None:
-            rollout.text = self.chat.text(rollout.token_ids)
+            ids, end = rollout.token_ids, rollout.finish_reason
+            rollout.text = shown_text(self.chat, ids, stopped_at_its_end(self.chat, strings, ids, end))
 
             async def attempt() -> None:
                 found = await self.environment.reward(group.problem, rollout.text)
@@ -103,25 +109,37 @@ class Sampler(Completer[SingleTurn]):
             )
         return min(self.config.sampling.max_tokens, limit - prompt)
 
-    def _seed(self, group: AnswerGroup, chunk: int) -> int:
-        """The seed of piece `chunk` of the group's first answer; answer i has this seed + i."""
-        return derive(self.config.seed, "sample", group.place, group.policy_step, *([chunk] if chunk else []))
+    def _watch(self) -> StopWatch:
+        """What looks for the run's stop strings in an answer."""
+        return StopWatch(self.chat, self.config.sampling.stop)
 
-    async def _sample(self, group: AnswerGroup, numbers: Sequence[int], seed: int) -> None:
-        """Sample and record the next piece of these answers, which must all have the same length so far."""
+    def _seed(self, group: AnswerGroup, chunk: int, within: int = 0) -> int:
+        """The seed of the group's first answer from token `within` of piece `chunk` on; answer i adds i."""
+        which = [chunk, within] if within else [chunk] if chunk else []
+        return derive(self.config.seed, "sample", group.place, group.policy_step, *which)
+
+    async def _sample(self, group: AnswerGroup, watches: Mapping[int, StopWatch], seed: int) -> None:
+        """Sample and record the next piece of these answers, which must all have the same length so far.
+
+        Args:
+            watches: by number of the answer; each has seen its tokens so far.
+        """
+        numbers = list(watches)
         so_far = group.rollouts[numbers[0]].token_ids
-        longest = self._longest(group)
-        asked = min(self.config.sampling.chunk_tokens, longest - len(so_far))
+        longest, piece = self._longest(group), self.config.sampling.chunk_tokens
+        asked = min(piece - len(so_far) % piece, longest - len(so_far))
         params = SamplingParams(
             max_tokens=asked,
             n=len(numbers),
             temperature=self.config.sampling.temperature,
             seed=seed,
             stop_token_ids=self.chat.stop_token_ids,
+            stop=tuple(self.config.sampling.stop),
         )
         pieces = await self.servers.generate(
             [*group.prompt_ids, *so_far], params, affinity=group.place, versions=self.versions
         )
-        for i, piece in zip(numbers, pieces, strict=True):
-            group.rollouts[i].extend(piece, asked=asked, longest=longest)
+        for i, found in zip(numbers, pieces, strict=True):
+            generation, wanted = watches[i].cut(found, asked)
+            group.rollouts[i].extend(generation, asked=wanted, longest=longest)
         self.ledger.record(group.place, {i: group.rollouts[i] for i in numbers})

@@ -12,7 +12,8 @@ class SamplingParams:
 
     max_tokens: maximum length. n: number of continuations. temperature: divisor of the logits. top_p: sample
     from the most likely tokens with this total probability. seed: continuation i uses `seed + i`; None is
-    random. stop_token_ids: tokens that end a continuation.
+    random. stop_token_ids: tokens that end a continuation. stop: texts that end it with the token that
+    completes one; the server does not see one that began in the prompt.
     """
 
     max_tokens: int
@@ -21,6 +22,7 @@ class SamplingParams:
     top_p: float = 1.0
     seed: int | None = None
     stop_token_ids: tuple[int, ...] = ()
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -50,10 +52,12 @@ class Generation:
 
     `logprobs[i]` is the natural logarithm of the probability with which `token_ids[i]` was sampled, after
     temperature and top-p. `weight_versions` are consecutive spans that cover every token. `finish_reason` is
-    `"stop"` (an end token, included in `token_ids`), `"length"`, or `"abort"` (the server is stopping).
+    `"stop"` (an end token or the last token of a stop string, included in `token_ids`), `"length"`, or
+    `"abort"` (the server is stopping). `stop` is the stop string that the server says has ended it, if one.
     """
 
     token_ids: list[int]
     logprobs: list[float]
     weight_versions: list[VersionSpan]
     finish_reason: str
+    stop: str | None = None

@@ -82,7 +82,7 @@ ORCHESTRATOR = Compared(
     },
 )
 OF_ENVIRONMENT = (
-    *("environment", "sampling.max_tokens", "samples_per_prompt"),
+    *("environment", "sampling.max_tokens", "sampling.stop", "samples_per_prompt"),
     *("advantage", "overlong", "pools"),
 )
 """Those of the orchestrator's settings that each of several environments has for itself."""

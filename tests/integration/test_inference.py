@@ -29,6 +29,8 @@ from cairn.inference.client import InferenceClient, ServerStatus, Unauthorized, 
 from cairn.inference.plugin.guard import MAX_BODY
 from cairn.inference.server import Server
 from cairn.inference.signs import ServerSigns
+from cairn.orchestrator.chat import ChatFormat
+from cairn.orchestrator.stopping import StopWatch
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.errors import ServerUnavailable, WeightsAltered, WeightsGone, WeightsRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
@@ -156,6 +158,35 @@ def test_shards_other_types_and_a_copy_of_the_tied_head_load(
         await client.update_weights(tiny_model(seed=2), "other")
         await client.update_weights(tmp_path, "shards")
         assert await client.weight_checksums() == whole
+
+    with_client(inference_server, job)
+
+
+def test_stop_strings_end_an_answer_with_the_token_that_completes_one(
+    inference_server: Server, tiny_model: Model
+):
+    """The server's end is where the orchestrator finds it, whose watch on the whole answer agrees."""
+    model = tiny_model(tied=True, seed=1)
+    chat = ChatFormat(model)
+
+    async def job(client: InferenceClient) -> None:
+        await client.update_weights(model, "run:stop")
+        params = SamplingParams(max_tokens=60, seed=5, stop_token_ids=chat.stop_token_ids)
+        (whole,) = await client.generate(PROMPT, params)
+        text = chat.full_text(whole.token_ids)
+        for at in range(3, len(text) - 3, 7):
+            stop = text[at : at + 3]
+            stopped = StopWatch(chat, [stop]).feed(whole.token_ids)
+            if "\ufffd" in stop:
+                continue
+            assert stopped is not None
+            (cut,) = await client.generate(PROMPT, replace(params, stop=("nowhere to be seen", stop)))
+            assert (cut.finish_reason, cut.stop) == ("stop", stop)
+            assert cut.token_ids == whole.token_ids[: stopped.tokens]
+            assert cut.logprobs == whole.logprobs[: stopped.tokens]
+            assert cut.weight_versions[-1].end == stopped.tokens
+        (same,) = await client.generate(PROMPT, replace(params, stop=("nowhere to be seen",)))
+        assert same == whole
 
     with_client(inference_server, job)
 

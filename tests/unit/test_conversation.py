@@ -31,7 +31,7 @@ class Told:
     def __init__(self) -> None:
         self.answer = Answer("")
 
-    def __call__(self, token_ids: Sequence[int], tools: object) -> Answer:
+    def __call__(self, token_ids: Sequence[int], tools: object, stopped: object = None) -> Answer:
         return self.answer
 
 

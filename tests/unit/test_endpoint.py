@@ -43,7 +43,13 @@ class Scripted:
         self.open.set()
 
     async def generate(
-        self, messages: Any, *, tools: Any = None, max_tokens: int | None = None, stop_token_ids: Any = ()
+        self,
+        messages: Any,
+        *,
+        tools: Any = None,
+        max_tokens: int | None = None,
+        stop_token_ids: Any = (),
+        stop: Any = (),
     ) -> Reply:
         said = f"{self.seed} {len(self.asked)}"
         self.asked.append(Asked(messages, tools, max_tokens, stop_token_ids))

@@ -180,6 +180,8 @@ def _settings(config: OrchestratorConfig, evaluation: Evaluation) -> dict[str, A
     names = ("environment", "sampling", "tool_parser", "reasoning_parser")
     settings = settings_of(config.of_evaluation(one).model_dump(), ORCHESTRATOR)
     recipe = {name: value for name, value in settings.items() if is_within(name, names)}
+    if not recipe["sampling.stop"]:  # which results of earlier versions do not say
+        del recipe["sampling.stop"]
     about = {"problems": evaluation.count, "samples": one.samples, "right_from": one.right_from}
     about |= {"seed": config.seed, "identity": evaluation.environment.identity}
     return json.loads(json.dumps({**recipe, **code_in(recipe), **about}, default=str))

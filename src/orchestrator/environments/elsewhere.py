@@ -119,6 +119,7 @@ class _Asking:
                 tools=message["tools"],
                 max_tokens=message["max_tokens"],
                 stop_token_ids=message["stop_token_ids"],
+                stop=message["stop"],
             )
         except Exception as error:
             self._say(message["call"], error=error)

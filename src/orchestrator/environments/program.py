@@ -23,7 +23,8 @@ class Reply:
     text: without special tokens. token_ids: with the end token, if the model ended the answer. finish_reason:
     "stop", or "length" at `max_tokens` or the end of the servers' context; with no tokens at all if the
     context was full already. message: the answer as a message, to be appended to the conversation.
-    prompt_tokens: number of tokens that the model had read when it answered.
+    prompt_tokens: number of tokens that the model had read when it answered. stop: the stop string that ended
+    the answer, if one did; text and message end before it, token_ids with the token that completes it.
     """
 
     text: str
@@ -31,6 +32,7 @@ class Reply:
     finish_reason: str
     message: dict[str, Any]
     prompt_tokens: int
+    stop: str | None = None
 
 
 @dataclass(frozen=True)
@@ -57,6 +59,7 @@ class Model(Protocol):
         tools: Sequence[Mapping[str, Any]] | None = None,
         max_tokens: int | None = None,
         stop_token_ids: Sequence[int] = (),
+        stop: str | Sequence[str] = (),
     ) -> Reply:
         """Have the model answer the conversation.
 
@@ -66,6 +69,7 @@ class Model(Protocol):
             tools: JSON schemas of the functions that the model may call.
             max_tokens: maximum length of the answer, below `sampling.max_tokens`.
             stop_token_ids: further tokens that end the answer.
+            stop: one text or several that end the answer, beside those of `sampling.stop`.
         """
         ...
 

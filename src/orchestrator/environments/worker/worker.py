@@ -140,7 +140,7 @@ class Model:
     def __init__(self, worker, number, seed):
         self._worker, self._number, self.seed = worker, number, seed
 
-    async def generate(self, messages, *, tools=None, max_tokens=None, stop_token_ids=()):
+    async def generate(self, messages, *, tools=None, max_tokens=None, stop_token_ids=(), stop=()):
         """Have the model answer the conversation."""
         found = await self._worker.ask(
             self._number,
@@ -149,6 +149,7 @@ class Model:
             tools=tools if tools is None else list(tools),
             max_tokens=max_tokens,
             stop_token_ids=list(stop_token_ids),
+            stop=stop if isinstance(stop, str) else list(stop),
         )
         return SimpleNamespace(**found)
 
