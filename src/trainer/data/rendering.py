@@ -1,6 +1,5 @@
 """Records to tokens, and which of these are learned: conversations with a chat template, and plain texts."""
 
-import json
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -10,6 +9,7 @@ from transformers import PreTrainedTokenizerBase
 
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
+from cairn.run.records.numbers import dumps, show_as_written
 from cairn.trainer.data.records import Turns, problem_of, turns_of
 
 
@@ -192,8 +192,8 @@ class _Renderer:
                     f"them; use a model whose template shows tools, or remove {name} from the data"
                 )
 
-    def render(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list[list[int]]:
-        """Tokens of the first messages of each conversation, all at once; no message has none.
+    def render(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list["_Rendered"]:
+        """The first messages of each conversation, all at once; no message is rendered to nothing.
 
         Args:
             cuts: conversations, and how many messages of each.
@@ -202,56 +202,95 @@ class _Renderer:
         Raises:
             BadRecord: the template refuses one.
         """
-        rendered: list[list[int]] = [[] for _ in cuts]
+        rendered = [_Rendered("", [])] * len(cuts)
         groups: dict[str, list[int]] = {}
         for place, (talk, count) in enumerate(cuts):
             if count:
                 tools = talk.turns.tools
-                groups.setdefault(json.dumps(tools, default=str) if tools else "", []).append(place)
+                groups.setdefault(dumps(tools, default=str) if tools else "", []).append(place)
         for places in groups.values():
             own = [cuts[place] for place in places]
-            for place, tokens in zip(places, self._tokens_of(own, asking=asking), strict=True):
-                rendered[place] = tokens
+            for place, one in zip(places, self._render_alike(own, asking=asking), strict=True):
+                rendered[place] = one
         return rendered
 
-    def _tokens_of(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list[list[int]]:
-        """Tokens of conversations with the same tools."""
+    def offsets(self, text: str) -> list[tuple[int, int]] | None:
+        """The places of a rendered text that each of its tokens stands for; None if that is not known."""
+        if not self.tokenizer.is_fast or not self._renders_text:
+            return None
+        encoded: Any = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        return encoded["offset_mapping"]
+
+    @property
+    def _renders_text(self) -> bool:
+        """Whether a conversation's tokens are those of its text; some tokenizers have a way of their own."""
+        return type(self.tokenizer).apply_chat_template is PreTrainedTokenizerBase.apply_chat_template
+
+    def _render_alike(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list["_Rendered"]:
+        """Render conversations with the same tools."""
         try:
-            return self._tokens(cuts, asking=asking)
+            return self._render(cuts, asking=asking)
         except Exception as error:  # whatever a template raises, which says nothing of the record
             for cut in cuts:
                 try:
-                    self._tokens([cut], asking=asking)
+                    self._render([cut], asking=asking)
                 except Exception as cause:
                     what = f"{self.where(cut[0].index)}: the chat template refuses it: {cause}"
                     raise BadRecord(what) from None
             raise BadRecord(f"the chat template fails: {error}") from None
 
-    def _tokens(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list[list[int]]:
+    def _render(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list["_Rendered"]:
+        conversations = [list(talk.messages[:count]) for talk, count in cuts]
         tools = list(cuts[0][0].turns.tools)
-        conversations: Any = [list(talk.messages[:count]) for talk, count in cuts]
-        rendered: Any = self.tokenizer.apply_chat_template(
+        if not self._renders_text:
+            encoded = self._apply(conversations, tools, asking=asking, tokenize=True, return_dict=True)
+            return [_Rendered("", tokens) for tokens in encoded["input_ids"]]
+        texts = self.texts(conversations, tools, asking=asking)
+        tokens: Any = self.tokenizer(texts, add_special_tokens=False)["input_ids"]
+        return [_Rendered(text, own) for text, own in zip(texts, tokens, strict=True)]
+
+    def texts(
+        self, conversations: Sequence[Sequence[Mapping[str, Any]]], tools: Sequence[Any], *, asking: bool
+    ) -> list[str]:
+        """What the template makes of conversations with the same tools; numbers as they are written.
+
+        Raises:
+            Exception: whatever the template raises.
+        """
+        return show_as_written(
+            lambda value: self._apply(value[0], value[1], asking=asking, tokenize=False),
+            (conversations, tools),
+        )
+
+    def _apply(self, conversations: Any, tools: Any, *, asking: bool, **how: bool) -> Any:
+        return self.tokenizer.apply_chat_template(
             conversations,
             add_generation_prompt=asking,
-            tokenize=True,
-            return_dict=True,
+            **how,
             **({"tools": tools} if tools else {}),
             **self.arguments,
         )
-        return rendered["input_ids"]
+
+
+@dataclass(frozen=True)
+class _Rendered:
+    """A conversation, or its beginning, as text and as tokens; text: "" if the tokenizer gives none."""
+
+    text: str
+    tokens: list[int]
 
 
 @dataclass(frozen=True)
 class _Turn:
-    """A turn to learn: message `number`, between the tokens `before` it and those up to its end."""
+    """A turn to learn: message `number`. tokens: those up to its end. start: the first that is learned."""
 
     number: int
-    before: list[int]
-    after: list[int]
+    tokens: list[int]
+    start: int
 
     def lies_in(self, tokens: list[int]) -> bool:
         """Whether these tokens begin with the turn and what is before it."""
-        return tokens[: len(self.before)] == self.before and tokens[: len(self.after)] == self.after
+        return tokens[: len(self.tokens)] == self.tokens
 
 
 def _encode_conversations(conversations: list[_Conversation], renderer: _Renderer) -> list[list[Sample]]:
@@ -268,22 +307,35 @@ def _encode_conversations(conversations: list[_Conversation], renderer: _Rendere
     within = [(talk, i + 1) for talk, i in turns if i + 1 < len(talk.messages)]
     ends = iter(renderer.render(within, asking=False))
     samples = []
-    for talk, tokens in zip(conversations, wholes, strict=True):
-        own = [
-            _Turn(
-                i,
-                next(prompts if talk.messages[i]["role"] == "assistant" else headers),
-                next(ends) if i + 1 < len(talk.messages) else tokens,
-            )
-            for i in talk.turns.learned
-        ]
-        samples.append(_samples_of(talk, tokens, own, renderer.where))
+    for talk, whole in zip(conversations, wholes, strict=True):
+        own = []
+        for i in talk.turns.learned:
+            before = next(prompts if talk.messages[i]["role"] == "assistant" else headers)
+            after = next(ends) if i + 1 < len(talk.messages) else whole
+            start = _start_of(before, after, renderer)
+            if start is None:
+                why = _why_unclear(talk, i, before.text, after.text)
+                raise BadRecord(f"{renderer.where(talk.index)}: {why}")
+            own.append(_Turn(i, after.tokens, start))
+        samples.append(_samples_of(whole.tokens, own))
     return samples
 
 
-def _samples_of(
-    talk: _Conversation, whole: list[int], turns: list[_Turn], where: Callable[[int], str]
-) -> list[Sample]:
+def _start_of(before: _Rendered, after: _Rendered, renderer: _Renderer) -> int | None:
+    """The first token of a turn that is behind what is `before` it; None if that can't be told.
+
+    A token that holds the end of what is before it and the beginning of the turn, such as two line ends, is
+    the turn's: only the text of the one begins with the text of the other then, and not its tokens.
+    """
+    if after.tokens[: len(before.tokens)] == before.tokens:
+        return len(before.tokens)
+    if before.text and after.text.startswith(before.text):
+        offsets = renderer.offsets(after.text)
+        return None if offsets is None else _first_behind(offsets, len(before.text))
+    return None
+
+
+def _samples_of(whole: list[int], turns: list[_Turn]) -> list[Sample]:
     """The whole conversation, if all turns lie in it; else as few of its beginnings as it takes."""
     samples: list[Sample] = []
     tokens, learned = whole, list[tuple[int, int]]()
@@ -291,26 +343,34 @@ def _samples_of(
         if not turn.lies_in(tokens):
             if learned:
                 samples.append(_sample(tokens, learned))
-            if not turn.lies_in(turn.after):
-                raise BadRecord(f"{where(talk.index)}: {_why_unclear(talk, turn.number)}")
-            tokens, learned = turn.after, []
-        learned.append((len(turn.before), len(turn.after)))
+            tokens, learned = turn.tokens, []
+        learned.append((turn.start, len(turn.tokens)))
     samples.append(_sample(tokens, learned))
     return samples[::-1]
 
 
-def _why_unclear(talk: _Conversation, i: int) -> str:
+def _why_unclear(talk: _Conversation, i: int, before: str, after: str) -> str:
     """Why the tokens of turn `i` can't be told from the others, and what to do about it."""
     if talk.messages[i]["role"] != "assistant":
         return (
             f"the chat template renders what is before message {i} ({talk.messages[i]['role']}) otherwise "
             "once it follows, so its tokens can't be told; leave that role out of --data.learn"
         )
+    how = ""
+    if before and after:
+        pairs = enumerate(zip(before, after, strict=False))
+        same = next((i for i, (a, b) in pairs if a != b), min(len(before), len(after)))
+        how = f": it asks with {_shown(before[same:])}, and renders {_shown(after[same:])} there"
     return (
         f"the chat template opens message {i} otherwise when it asks for it (add_generation_prompt) than "
-        "when it renders it, so its tokens can't be told; mend the template, or give prompt and "
-        "completion as text"
+        f"when it renders it{how}, so what a server would be asked with is not what would be learned; mend "
+        "the template, or give prompt and completion as text"
     )
+
+
+def _shown(text: str) -> str:
+    """The beginning of a text, for messages."""
+    return repr(text if len(text) <= 24 else f"{text[:24]}...") if text else "nothing"
 
 
 def _sample(tokens: list[int], learned: list[tuple[int, int]]) -> Sample:
