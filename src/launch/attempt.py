@@ -16,6 +16,7 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
+from cairn.launch.catching_up import say_missing
 from cairn.launch.claims import claim, reserve_number
 from cairn.launch.locking import lock
 from cairn.launch.start import Start, StartDamaged
@@ -87,6 +88,8 @@ def begin(
     elif not goes_on and run.history.path.exists():  # its run is unknown
         make_folders(start.store.abandoned / name)
         run.history.path.rename(start.store.abandoned / name / run.history.path.name)
+    if goes_on:
+        say_missing(run, own_step, earlier)
     run.history.begin_attempt(number, run.last_sign() if goes_on else None)
     dropped = run.metrics.keep_through(own_step)
     if run.evals.path.exists() or run.evaluations.exists():

@@ -13,38 +13,27 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files, split_step
-from cairn.checkpoint.ratings import RATINGS
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
 from cairn.checkpoint.remote.beginnings import bring_beginnings
 from cairn.checkpoint.remote.errors import NoCredentials, Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.uploads import note_origin
-from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import RunConfig
 from cairn.launch.attempt import newest_attempt
-from cairn.launch.catching_up import catch_up
+from cairn.launch.catching_up import bring_rows, catch_up
 from cairn.launch.locking import lock
 from cairn.launch.start import verified_before_loading
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.run.files import make_folders, write_atomic
+from cairn.run.files import make_folders
 from cairn.run.progress import progress_bars
 
 FETCHED = "fetched"
 """Name of the folder in the run directory for a remote step of another run that this run starts from."""
-
-
-def small_files(run: RunDirectory) -> list[Path]:
-    """What a machine with an empty disk needs of a run beside its steps, and uploads therefore have.
-
-    Ratings are written from evals.jsonl, so that without it those of earlier steps would be lost.
-    """
-    logs = [run.metrics.path, run.history.path, run.evals.path]
-    return [*logs, run.checkpoints / PINS, run.checkpoints / RATINGS]
 
 
 def with_remote(config: RunConfig, needs: Sequence[str]) -> tuple[RunConfig, Path | None]:
@@ -146,7 +135,10 @@ class _Nearest:
             self.behind = here
         if own is None or (self.behind is not None and not self.store.steps()):
             self._take_up(owner, noted)
-        return self._bring_newest()
+        away = self._bring_newest()
+        # Also if the local step is the newest: the disk may be an older copy of itself but for its steps.
+        bring_rows(self.run, self.store, self.remote.objects)
+        return away
 
     def _bring_newest(self, without: Collection[int] = ()) -> Path | None:
         local, remote = self.store.steps(), self.remote.steps()
@@ -219,7 +211,7 @@ class _Nearest:
             return "orchestrator" in (self.needs or ()) and name.startswith("model/")
 
         folder = bring_beginnings(self.remote, manifest, self.store.away, whole=whole)
-        self._fetch_rows()
+        self._catch_up()
         return folder
 
     def _is_good(self, step: int, *, is_newest: bool) -> bool:
@@ -255,17 +247,13 @@ class _Nearest:
         self._set_aside(step)
         with progress_bars() as stage:
             self.remote.fetch(step, self.store, on_bytes=stage(f"step {step}", manifest.nbytes))
-        self._fetch_rows()
+        self._catch_up()
 
-    def _fetch_rows(self) -> None:
-        """Download the run's small files, unless they are here and of this run's newest attempt."""
+    def _catch_up(self) -> None:
+        """Replace the run's small files by those of the remote step, if this disk was overtaken."""
         if self.behind is not None:
-            catch_up(self.run, self.store, self.remote.objects, small_files(self.run), self.behind)
+            catch_up(self.run, self.store, self.remote.objects, self.behind)
             self.behind = None
-        for path in small_files(self.run):
-            if not path.exists() and (content := self.remote.objects.get(f"run/{path.name}")) is not None:
-                make_folders(path.parent)
-                write_atomic(path, content, durable=True)
 
     def _own_run(self) -> str | None:
         """The id of the run in the local directory; None if there is none."""

@@ -14,10 +14,10 @@ from cairn.checkpoint.remote.uploads import Limit, RunUploads, Uploader
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.kinds import RunConfig
+from cairn.launch.catching_up import small_files
 from cairn.launch.locking import lock
 from cairn.launch.process import stop_on_signals
 from cairn.launch.processor_use import ProcessorUse
-from cairn.launch.remote import small_files
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
@@ -98,7 +98,7 @@ class _Loop:
         self.uploads = uploader.uploads
         self.run_directory = run
         self._stage = lines(heartbeat.doing, first=0, every=1)
-        self._begun = False
+        self._begun = self._compared = False
         self._failing_since: float | None = None
         self._pause = FIRST_PAUSE
         self._said: str | None = None
@@ -116,9 +116,12 @@ class _Loop:
                     self._begun = True
                 step = self.uploader.next_step(self._skipped, self._ends_in_time)
                 if step is None:
-                    if last:
+                    if last and self._compared:
                         self.uploader.end()
                         return 0
+                    if last:
+                        self._compare()
+                        continue
                     heartbeat.doing("waiting for a step to upload", waiting=True)
                     time.sleep(LOOK_SECONDS)
                     continue
@@ -129,6 +132,16 @@ class _Loop:
             except (RemoteError, OSError) as error:
                 if not self._goes_on_after(error, last):
                     return 0
+
+    def _compare(self) -> None:
+        """See once, at the end, whether what was uploaded is still there."""
+        for step in self.uploader.gone():
+            again = step in self.uploads.store.steps()
+            then = "it is uploaded again" if again else "it is not on this disk any more"
+            reason = f"somebody has deleted it in {self.uploader.remote} since it was uploaded; {then}"
+            logger.warning("step %d: %s", step, reason)
+            self.run_directory.history.not_uploaded(step, reason)
+        self._compared = True
 
     def _ends_in_time(self, step: int) -> bool:
         """Whether an upload of the step would end before the run must have ended."""

@@ -55,6 +55,15 @@ class JsonLines:
         rows = map(self._parse, self._content().split(b"\n"))
         return [row for row in rows if row is not None]
 
+    def lines(self, content: bytes | None = None) -> list[tuple[bytes, Row]]:
+        """All objects, each with its line, of the file, or of another one of which `content` is the content.
+
+        Raises:
+            DamagedFile: the file as a whole can't be read.
+        """
+        lines = (self._content() if content is None else content).split(b"\n")
+        return [(line, row) for line in lines if (row := self._parse(line)) is not None]
+
     def numbered(self) -> list[tuple[int, str, Row | None]]:
         """Number, text and object (or None) of each line; a last one that was cut short is left out.
 

@@ -1,5 +1,6 @@
 """`metrics.jsonl`: one row per optimiser step, each step once."""
 
+from collections.abc import Iterable
 from typing import Any
 
 from cairn.run.jsonlines import JsonLines, as_object
@@ -26,3 +27,14 @@ def number(row: dict[str, Any], key: str) -> float | None:
         return float(value)
     except OverflowError:
         return None
+
+
+def ranges_of(steps: Iterable[int]) -> str:
+    """Steps for people, such as `3, 5 to 8`."""
+    found: list[list[int]] = []
+    for step in sorted(set(steps)):
+        if found and found[-1][1] == step - 1:
+            found[-1][1] = step
+        else:
+            found.append([step, step])
+    return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in found)

@@ -22,6 +22,7 @@ from cairn.checkpoint.ratings import RATINGS, Ratings
 from cairn.checkpoint.remote import Objects, RemoteStore
 from cairn.checkpoint.remote.catalog import LISTED_METRICS
 from cairn.checkpoint.remote.leftovers import FORGOTTEN, Leftovers, forget, leftovers, set_aside
+from cairn.checkpoint.remote.run_files import newest
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import COMMITTED
 from cairn.checkpoint.retention import PINS, Step, read_steps, reasons_to_keep
@@ -225,7 +226,7 @@ def _with_metrics(remote: RemoteStore, rules: CkptConfig) -> list[Step]:
 
 def _ratings(remote: RemoteStore) -> Ratings:
     """The results of evaluations when the run last uploaded a step."""
-    text = remote.objects.get(f"run/{RATINGS}")
+    text = newest(remote.objects, RATINGS)
     try:
         return Ratings(parse_json(text, dict[str, dict[str, float]]) if text is not None else {})
     except ValueError:
@@ -234,7 +235,7 @@ def _ratings(remote: RemoteStore) -> Ratings:
 
 def _pins(remote: RemoteStore) -> set[int]:
     """The steps that were pinned when the run last uploaded one."""
-    text = remote.objects.get(f"run/{PINS}")
+    text = newest(remote.objects, PINS)
     try:
         return set(parse_json(text, list[int])) if text is not None else set()
     except ValueError:

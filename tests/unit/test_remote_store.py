@@ -749,6 +749,22 @@ class TestUploads:
         uploader.begin()
         assert uploader.next_step() is None, "its rules would delete step 3 again"
 
+    def test_what_somebody_has_deleted_is_found_at_the_end(self, store: CheckpointStore, remote: RemoteStore):
+        """By a look at the store, not by notes; steps that are still here go there again."""
+        for step in (1, 2, 3):
+            make_step(store.root, step, {"a": b"1"})
+        uploader = self.uploader(store, remote)
+        for step in (1, 2, 3):
+            uploader.upload(step)
+        assert uploader.gone() == []
+        for step in (1, 2):
+            remote.objects.delete([f"committed/step_{step}.json"])
+        store.delete(1)
+        assert uploader.gone() == [1, 2]
+        assert uploader.next_step() == 2
+        uploader.upload(2)
+        assert (remote.steps(), uploader.next_step(), uploader.gone()) == ([2, 3], None, [])
+
     def test_a_step_that_can_not_be_deleted_is_no_failed_upload(
         self, store: CheckpointStore, remote: RemoteStore, caplog: pytest.LogCaptureFixture
     ):

@@ -21,6 +21,7 @@ from cairn.checkpoint.remote.content import OnBytes
 from cairn.checkpoint.remote.errors import Refused, RemoteError
 from cairn.checkpoint.remote.leftovers import FORGOTTEN, leftovers
 from cairn.checkpoint.remote.overtaken import Overtaken
+from cairn.checkpoint.remote.run_files import RunFiles
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.remote.store import AnotherStep, RemoteStore
 from cairn.checkpoint.retention import Step, delete_unkept, pins, reasons_to_keep
@@ -197,6 +198,7 @@ class Uploader:
         self._overtaken = Overtaken(remote, attempt)
         self.run_files = run_files
         self.limit = limit
+        self._run_files = RunFiles(remote.objects)
         self._seen = set[Path]()
         """Those of the run files that have been there."""
 
@@ -224,6 +226,19 @@ class Uploader:
             self._remove_leftovers(forgotten)
         except RemoteError as error:
             logger.warning("objects of unfinished uploads may be left: %s", error)
+
+    def gone(self) -> list[int]:
+        """The steps that were uploaded and that somebody has deleted since; those that are here wait again.
+
+        Raises:
+            RemoteError: the object store refuses or fails.
+        """
+        there, noted = set(self.remote.steps()), self.uploads.read()
+        found = [step for step in noted.steps if step not in there]
+        if found:
+            left = tuple(step for step in noted.steps if step in there)
+            self.uploads.write(replace(noted, steps=left))
+        return found
 
     def end(self) -> None:
         """Forget what is left of this run's attempts, once its last step is there.
@@ -295,9 +310,8 @@ class Uploader:
                 self.remote.check_owner(self.owner)
 
             def check() -> None:
-                for path in sorted(self._seen):  # one that is gone: the run directory is being deleted
-                    guard()
-                    self.remote.objects.put(f"run/{path.name}", path.read_bytes())
+                # One that is gone: the run directory is being deleted.
+                self._run_files.put(self._seen, guard)
 
             self._set_overtaken_aside()
             sent = Sent(self.uploads.sent_file(step), manifest)
