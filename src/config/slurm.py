@@ -29,8 +29,8 @@ class SlurmConfig(BaseConfig):
     """Account that is charged."""
     qos: str | None = None
     """Quality of service."""
-    job_name: str = "cairn"
-    """Name of the job."""
+    job_name: str | None = None
+    """Name of the job (default: the last part of the output folder)."""
     signal_seconds: int = Field(default=120, ge=1, le=65535)
     """Seconds before the time limit at which the run saves and stops: more than a step and a save take."""
     requeue: bool = True

@@ -139,7 +139,9 @@ class Server:
             if patience.over:
                 raise ServerFailed(
                     f"the inference server is not ready after {config.startup_timeout:g} s "
-                    f"(--startup-timeout); {self._log_tail()}"
+                    "(startup_timeout allows more: --startup-timeout of `inference`, else "
+                    "--inference.startup-timeout; large models and busy machines take longer); "
+                    f"{self._log_tail()}"
                 )
             time.sleep(0.1)
         self._generate_once()

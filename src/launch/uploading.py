@@ -177,7 +177,9 @@ class _Loop:
         self._say(self.uploads.store.latest() or 0, str(error))
         limit = self.uploads.ckpt.remote_timeout
         if last and now - self._failing_since > limit:
-            self._give_up(f"nothing could be uploaded for {limit:g} s: {error}")
+            self._give_up(
+                f"nothing could be uploaded for {limit:g} s (--ckpt.remote-timeout allows more): {error}"
+            )
             return False
         heartbeat.doing(f"waiting for the remote store: {error}", waiting=True)
         time.sleep(min(self._pause, limit))

@@ -238,6 +238,42 @@ class TestScripts:
                 assert legend.y1 < axes.get_window_extent().y0
                 assert legend.y0 >= 0
 
+    def test_what_is_plotted_of_a_run(self, tmp_path, monkeypatch, capsys):
+        """RL's rewards fill the axis, validations lie beside the loss, and seconds are those of the clock."""
+        monkeypatch.syspath_prepend(str(ROOT / "scripts"))
+        plot_run = importlib.import_module("plot_run")
+        rl, sft = tmp_path / "rl", tmp_path / "sft"
+        for run, row in ((rl, {"reward/mean": 0.1, "loss": -4.2, "time/step": 1.0}), (sft, {"loss": 0.5})):
+            run.mkdir()
+            rows = [{"step": n, **row, "run/wall_seconds": 600.0 + n} for n in range(1, 5)]
+            rows[0]["grad_norm"] = None
+            (run / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        scored = [{"step": 2, "name": "held", "loss": 3.5}, {"step": 4, "name": "held", "loss": 3.25}]
+        (sft / "evals.jsonl").write_text("".join(json.dumps(row) + "\n" for row in scored))
+
+        def plot(*arguments: object) -> str:
+            monkeypatch.setattr(sys, "argv", ["plot_run.py", *map(str, arguments)])
+            plot_run.main()
+            return capsys.readouterr().out
+
+        lines = plot(rl, "--png", tmp_path / "a.png").splitlines()
+        assert lines[1].split() == ["run", "steps", "mean", "reward", "saved", "seconds"]
+        assert lines[2].split() == ["rl", "1-4", "0.100", "→", "0.100", "604"]
+        assert plot(sft, "--metric", "validation/held/loss").splitlines()[2].split()[2:5] == [
+            "3.375",
+            "→",
+            "3.375",
+        ]
+        assert "validation/held/loss" in plot(sft, "--metric", "list").splitlines()
+        (axes,) = plot_run.figure([plot_run.Curve(rl)]).axes
+        assert axes.get_ylim()[1] < 0.2
+        (axes,) = plot_run.figure([plot_run.Curve(sft)]).axes
+        assert "validation/held" in axes.get_legend_handles_labels()[1]
+        assert len(plot_run.figure([plot_run.Curve(sft)] * 2, ["loss", "run/wall_seconds"]).axes) == 4
+        with pytest.raises(SystemExit):
+            plot(sft, "--metric", "los")
+        assert "--metric list prints those" in capsys.readouterr().err
+
     def test_quickstart_refuses_before_it_installs(self, tmp_path):
         """A wrong flag is answered at once, with no uv and no network at hand."""
         environment = {"PATH": str(tmp_path), "HOME": str(tmp_path)}

@@ -251,7 +251,7 @@ def test_a_ray_that_does_not_start_may_start_the_next_time(places: Path, monkeyp
     monkeypatch.setenv("RAY_AUTH_MODE", "token")
     monkeypatch.setenv("HOME", "/dev/null")
     with pytest.raises(RayFailed, match="Ray did not start on this machine: gcs_server exited with 1: "):
-        ray_cluster._start_local(1, gpus=0)
+        ray_cluster._start_local(1, gpus=0, seconds=60)
 
 
 # Commands

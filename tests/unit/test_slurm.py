@@ -47,7 +47,7 @@ BEHAVIOURS = {
     "    time.sleep(600)",
     "ip": 'print("1: lo    inet 127.0.0.1/8 scope host lo")',
     "python": "calls = os.path.join(os.path.dirname(sys.argv[0]), '../../ray.jsonl')\n"
-    "while len(open(calls).readlines()) < min(2, int(sys.argv[-1])): time.sleep(0.02)",
+    "while len(open(calls).readlines()) < min(2, int(sys.argv[-2])): time.sleep(0.02)",
     "inference": "",
     "sft": "",
     "rl": "",
@@ -187,6 +187,12 @@ def test_scripts_are_bash(flags: tuple[str, ...], tmp_path: Path):
         subprocess.run(["bash", "-n", script], check=True)
         if shellcheck := shutil.which("shellcheck"):
             subprocess.run([shellcheck, "-e", "SC1091", script], check=True)
+
+
+def test_a_job_is_called_as_its_run(tmp_path: Path):
+    """So that `squeue` tells jobs apart."""
+    job = written("sft", "--output-dir", str(tmp_path / "my run"))
+    assert asked(job.contents["job.sbatch"])["job-name"] == "'my run'"
 
 
 def test_what_is_asked_for(tmp_path: Path):
@@ -336,7 +342,7 @@ def test_sft_runs_on_all_nodes(job: Job):
     flags = {"--num-gpus=4", "--num-cpus=9", "--node-ip-address=127.0.0.1", "--block"}
     assert flags <= set(head["argv"]) & set(rest["argv"])
     (wait,) = job.calls("python")
-    assert wait["argv"] == ["-m", "cairn.launch.slurm.wait_for_nodes", config["ray"]["address"], "3"]
+    assert wait["argv"] == ["-m", "cairn.launch.slurm.wait_for_nodes", config["ray"]["address"], "3", "600"]
     steps = [one["argv"] for one in job.calls("srun")]
     assert {"--nodelist=localhost", "--nodelist=node2,node3"} <= {flag for step in steps for flag in step}
     assert "--ntasks=2" in next(step for step in steps if "--nodelist=node2,node3" in step)

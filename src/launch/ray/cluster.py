@@ -88,17 +88,18 @@ def start_ray(config: TrainerBase) -> None:
         # Ranks and servers share the cores; a spinning thread would block a core.
         os.environ.setdefault("GOMP_SPINCOUNT", str(SPIN_COUNT))
     with stop_signals_blocked():  # inherited by Ray's processes, and by workers until they train
-        _start_local(config.ranks, len(names_in(config.gpus or "0") or ()))
+        gpus = len(names_in(config.gpus or "0") or ())
+        _start_local(config.ranks, gpus, config.ray.start_timeout)
 
 
-def _start_local(cpus: int, gpus: int) -> None:
+def _start_local(cpus: int, gpus: int, seconds: float) -> None:
     """Start a cluster with `cpus` CPUs and the first `gpus` visible GPUs; it ends with this process.
 
     Raises:
         RayFailed: it did not start. A busy machine is a common cause, so a restart may well succeed.
     """
     try:
-        local_ray.start(cpus, gpus)
+        local_ray.start(cpus, gpus, seconds)
     except Exception as error:  # Ray raises plain exceptions
         message = " ".join(str(error).split())
         raise RayFailed(f"Ray did not start on this machine: {message}") from error

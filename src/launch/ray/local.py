@@ -32,7 +32,6 @@ T = TypeVar("T")
 
 LOOPBACK = "127.0.0.1"
 OBJECT_STORE_BYTES = 80 << 20
-START_SECONDS = 30.0
 POLL_SECONDS = 0.01
 NO_PORT = 1
 """Port of an agent that does not listen. At 0, the raylet would wait for the agent to report its port."""
@@ -44,8 +43,8 @@ class StartFailed(Exception):
     """A Ray process exited while starting, or did not start in time."""
 
 
-def start(cpus: int, gpus: int) -> None:
-    """Start a cluster with `cpus` CPUs and `gpus` GPUs, and connect this process to it.
+def start(cpus: int, gpus: int, seconds: float) -> None:
+    """Start a cluster with `cpus` CPUs and `gpus` GPUs within `seconds`, and connect this process to it.
 
     Its GPUs are the first that CUDA_VISIBLE_DEVICES names. Without that variable Ray would count all GPUs of
     the machine, so the number is always given.
@@ -57,20 +56,21 @@ def start(cpus: int, gpus: int) -> None:
         StartFailed: a process exited, or did not start in time.
         Exception: connecting failed; Ray raises plain exceptions for that.
     """
-    session = _Session(make_private_folder())
+    session = _Session(make_private_folder(), seconds)
     address = f"{LOOPBACK}:{session.start_control_server()}"
     gcs = GcsClient(address=address)
     session.start_raylet(address, gcs.cluster_id.hex(), cpus, gpus)
     gcs.internal_kv_put(b"session_name", session.name.encode(), False, b"session")
     put_cluster_metadata(gcs, ray_init_cluster=True)
-    session.wait_for(lambda: gcs.get_all_node_info(timeout=START_SECONDS), "its raylet did not register")
+    session.wait_for(lambda: gcs.get_all_node_info(timeout=seconds), "its raylet did not register")
     ray.init(address, log_to_driver=False, logging_level=logging.ERROR, _node_ip_address=LOOPBACK)
 
 
 class _Session:
     """The folder of one cluster, and its processes."""
 
-    def __init__(self, folder: Path):
+    def __init__(self, folder: Path, seconds: float):
+        self.seconds = seconds
         self.temporary = folder / "r"
         self.name = f"session_{os.getpid()}"
         self.folder = self.temporary / self.name
@@ -137,13 +137,13 @@ class _Session:
         Raises:
             StartFailed: a process exited, or time ran out.
         """
-        patience = Patience(START_SECONDS)
+        patience = Patience(self.seconds)
         while not (found := check()):
             for name, process in self._processes.items():
                 if (code := process.poll()) is not None:
                     raise StartFailed(f"{name} exited with {code}: {self._error(name)}")
             if patience.over:
-                raise StartFailed(f"{problem} within {START_SECONDS:g} s")
+                raise StartFailed(f"{problem} within {self.seconds:g} s (ray.start_timeout allows more)")
             time.sleep(POLL_SECONDS)
         return found
 

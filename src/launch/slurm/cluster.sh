@@ -20,14 +20,15 @@ start_ray() {
     export RAY_AUTH_MODE=token RAY_AUTH_TOKEN_PATH="$folder/ray_token_$SLURM_JOB_ID"
     (umask 077 && secret > "$RAY_AUTH_TOKEN_PATH")
     on 1 "$head" bash "$folder/node.sh" head "$address"
-    for _ in {1..120}; do
+    local second
+    for ((second = 0; second < start_seconds; second++)); do
         if (exec 3<> "/dev/tcp/${address/://}") 2> /dev/null; then
             [ $# = 0 ] || on $# "$(IFS=, && echo "$*")" bash "$folder/node.sh" worker "$address"
-            $RUNNER python -m cairn.launch.slurm.wait_for_nodes "$address" "$count"
+            $RUNNER python -m cairn.launch.slurm.wait_for_nodes "$address" "$count" "$start_seconds"
             return
         fi
         sleep 1
     done
-    echo "Ray does not listen at $address" >&2
+    echo "Ray does not listen at $address after $start_seconds s; ray.start_timeout allows more" >&2
     exit 1
 }

@@ -4,6 +4,7 @@ The job reads no file of the user's: the settings that were given lie beside the
 file while the job waits in the queue changes nothing.
 """
 
+import math
 import shlex
 import shutil
 import subprocess
@@ -26,6 +27,8 @@ from cairn.run.files import make_folders, write_atomic
 FOLDER = "slurm"
 """Folder in the run directory for the job's script, settings and logs."""
 SCRIPT = "job.sbatch"
+START_SECONDS = 600
+"""Seconds that a job's nodes have at least to start Ray; `ray.start_timeout` may allow more."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +77,7 @@ def job_of(command: str, config: RunConfig, slurm: SlurmConfig) -> Job:
                 f"{flags}workers"
             )
         lines = [
+            f"start_seconds={max(START_SECONDS, math.ceil(trainer.ray.start_timeout))}",
             _shell("cluster.sh"),
             'mapfile -t nodes < <(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             *(_serving(cast(RLConfig, config), slurm, folder, trainers, contents) if servers else []),
@@ -186,7 +190,7 @@ def _serving(
 def _head(command: str, slurm: SlurmConfig, folder: Path) -> list[str]:
     """What the job asks Slurm for, and its settings as shell variables."""
     asked = {
-        "job-name": slurm.job_name,
+        "job-name": slurm.job_name or folder.parent.name,
         "nodes": slurm.nodes,
         "ntasks-per-node": 1,
         "gpus-per-node": slurm.gpus_per_node,

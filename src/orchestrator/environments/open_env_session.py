@@ -172,7 +172,11 @@ async def _try_to_begin(server: Server, reset: Mapping[str, Any]) -> tuple[Sessi
             raise _Later(f"{server.url} has ended the connection") from error
         raise EnvironmentFailed(f"{server.url} is no OpenEnv server: {error}") from error
     except (OSError, TimeoutError, ConnectionClosed, EOFError) as error:
-        what = f": {error}" if str(error) else f" within {server.connect_timeout:g} s"
+        what = (
+            f": {error}"
+            if str(error)
+            else f" within {server.connect_timeout:g} s (connect_timeout allows more)"
+        )
         raise _Later(f"{server.url} can't be connected to{what}") from error
     session = Session(connection, server)
     try:

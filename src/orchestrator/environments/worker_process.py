@@ -266,7 +266,9 @@ class Workers:
                 about = await asyncio.shield(asyncio.wrap_future(process.hello))
         except TimeoutError:
             process.kill()
-            raise EnvironmentFailed(f"the environment was not made within {self._timeout:g} s") from None
+            raise EnvironmentFailed(
+                f"the environment was not made within {self._timeout:g} s (start_timeout allows more)"
+            ) from None
         if about != self.about:
             raise EnvironmentFailed(
                 f"its process was started again and makes another environment: {about}, not {self.about}"

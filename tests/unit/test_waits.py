@@ -1,0 +1,74 @@
+"""Every wait that ends with an error after some seconds names the setting that allows more."""
+
+import ast
+import re
+from pathlib import Path
+
+import pytest
+
+import cairn
+from cairn.config.cli import COMMANDS
+from cairn.config.settings import settings_of
+
+SOURCES = Path(cairn.__file__).parent
+WAITED = re.compile(r"\b(?:waited|within|after|for|than) \{\} s\b")
+"""How a message says that time ran out."""
+WITHOUT = {
+    "inference/client.py: not healthy after {} s": "whoever waits has given the deadline",
+    "inference/pool/membership.py: {} hangs: no sign of life for {} s": "another server answers its requests",
+    "inference/pool/membership.py: {} has not answered for {} s": "it is asked again until server_timeout",
+    "checkpoint/remote/s3.py: {}: {} bytes took longer than {} s": "the caller tries again",
+    "tools/chaos/plan.py:  for {} s": "a fault that lasts so long",
+    "tools/chaos/run.py: still running after {} s, at step {}": "a finding, not a wait",
+    "launch/process.py: ; the same again, after {} s, stops at once": "how to stop a run",
+    "launch/display.py: {} for {} s": "what a run waits for at the moment, with its own deadline",
+    "launch/given_servers.py: waiting for the inference server, at most {} s": "a line before the wait",
+    "run/file_system.py: warning: in RL each answer is a transaction": "what a disk costs",
+    "launch/ray/room.py: {}: waiting for nodes, for up to {} s (ray.start_timeout)": "a line before the wait",
+}
+"""Messages that need not name a setting, and why."""
+OF_ARGUMENTS = {"wait", "start_timeout", "message_timeout", "connect_timeout"}
+"""Settings of an environment, which are keys of `environment.args`."""
+
+
+def messages() -> dict[str, str]:
+    """Every formatted text of the sources, with {} for values, by file and text."""
+    found = {}
+    for file in SOURCES.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text())):
+            if isinstance(node, ast.JoinedStr):
+                text = "".join(part.value if isinstance(part, ast.Constant) else "{}" for part in node.values)
+                found[f"{file.relative_to(SOURCES)}: {text}"] = text
+    return found
+
+
+def flags() -> set[str]:
+    """Every setting of every command, with underscores."""
+    return {".".join(leaf.path) for config in COMMANDS.values() for leaf in settings_of(config).leaves()}
+
+
+def test_a_message_that_time_ran_out_names_a_setting():
+    found = messages()
+    nameless = {key for key, text in found.items() if WAITED.search(text) and "allows more" not in text}
+    assert {key for key in nameless if not any(key.startswith(known) for known in WITHOUT)} == set()
+    assert [known for known in WITHOUT if not any(key.startswith(known) for key in found)] == []
+
+
+def test_the_settings_that_messages_name_exist():
+    known = flags()
+    named = {
+        word
+        for text in messages().values()
+        for word in re.findall(r"([\w.-]+) allows more", text.replace("--", ""))
+    }
+    assert named, "there are such messages"
+    missing = {word for word in named if word.replace("-", "_") not in known | OF_ARGUMENTS}
+    assert missing == {"orchestrator.environment.args.time_limit"}
+
+
+@pytest.mark.parametrize("file", [file for file in SOURCES.rglob("*.py") if "wait_for(" in file.read_text()])
+def test_waits_are_given_a_setting_that_exists(file: Path):
+    for node in ast.walk(ast.parse(file.read_text())):
+        for keyword in node.keywords if isinstance(node, ast.Call) else []:
+            if keyword.arg == "setting" and isinstance(keyword.value, ast.Constant):
+                assert keyword.value.value.removeprefix("--").replace("-", "_") in flags()
