@@ -11,11 +11,13 @@ Message = Mapping[str, Any]
 """One message of a conversation, as in OpenAI's chat completions."""
 REASONING = ("reasoning_content", "reasoning", "thinking")
 """The names that chat templates and clients use for the reasoning of an assistant's message."""
+TEXTS = ("text", "input_text", "output_text")
+"""What the parts of a content are called that are text: in chat completions, and in responses."""
 
 
 def flat(content: Any) -> Any:
     """The content of a message; a list of texts, as clients write it, is joined to one text."""
-    if isinstance(content, list) and content and all(_is_text(part) for part in content):
+    if isinstance(content, list) and content and all(is_text(part) for part in content):
         return "\n".join(part["text"] for part in content)
     return content
 
@@ -44,8 +46,9 @@ def arguments_of(call: Message) -> Any:
     return arguments
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, Mapping) and part.get("type") == "text" and isinstance(part.get("text"), str)
+def is_text(part: Any) -> bool:
+    """Whether a part of a content is text, as one of the interfaces for chats writes it."""
+    return isinstance(part, Mapping) and part.get("type") in TEXTS and isinstance(part.get("text"), str)
 
 
 def for_template(message: Message) -> Message:

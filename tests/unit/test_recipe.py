@@ -40,7 +40,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, read_json, write_json
 from cairn.run.recipe import OF_ANY_ROLE, ORCHESTRATOR, TRAINER, Compared, settings_of, template_arguments
-from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.validation import forget_outdated
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
@@ -775,7 +775,9 @@ def test_a_template_prints_the_date_of_the_runs_start_for_ever(
         tokenizer = AutoTokenizer.from_pretrained(model)
         record = {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}
         arguments = template_arguments(recipe["trainer"])
-        return tokenizer.decode(encode([record], tokenizer, [0], template_arguments=arguments)[0].token_ids)
+        return tokenizer.decode(
+            Encoder(tokenizer, template_arguments=arguments).whole([record], [0])[0].token_ids
+        )
 
     first = recipe_on("2026-01-31", FRESH)
     assert tokens(first).startswith("31 Jan 2026<user>")

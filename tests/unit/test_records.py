@@ -17,7 +17,7 @@ from cairn.run.data_sets import BadRecord, examine, load_records, same_records
 from cairn.run.errors import UsageError
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.records import problem_of
-from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.packing import make_rank_batch
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
@@ -241,7 +241,7 @@ def test_a_single_turn_is_not_told_to_split_itself(tokenizer: PreTrainedTokenize
     with pytest.raises(
         BadRecord, match=r"record 3: the chat template opens message 1 otherwise when it asks"
     ):
-        encode([GOOD], tokenizer, [3])
+        Encoder(tokenizer).whole([GOOD], [3])
 
 
 def test_a_template_gets_the_date_that_it_is_given(tokenizer: PreTrainedTokenizerBase):
@@ -251,7 +251,7 @@ def test_a_template_gets_the_date_that_it_is_given(tokenizer: PreTrainedTokenize
         "{% if add_generation_prompt %}<assistant>{% endif %}"
     )
     arguments = {"strftime_now": lambda form: "1999" if form == "%Y" else "?"}
-    (sample,) = encode([GOOD], tokenizer, [0], template_arguments=arguments)
+    (sample,) = Encoder(tokenizer, template_arguments=arguments).whole([GOOD], [0])
     assert tokenizer.decode(sample.token_ids).startswith("1999")
 
 
@@ -306,7 +306,7 @@ def test_text_is_tokenised_as_the_one_text_that_it_is(
 ):
     """Without a second space between prompt and completion, and with one end token, at the end."""
     tokenizer = words(eos=eos)
-    (sample,) = encode([{"prompt": prompt, "completion": completion}], tokenizer, [0])
+    (sample,) = Encoder(tokenizer).whole([{"prompt": prompt, "completion": completion}], [0])
     whole = words(eos=False)(prompt + completion)["input_ids"]
     expected = tokenizer.convert_ids_to_tokens(whole if whole[-1] == 2 else [*whole, 2])
     assert tokens(sample, tokenizer) == (expected, learned)
@@ -314,7 +314,7 @@ def test_text_is_tokenised_as_the_one_text_that_it_is(
 
 def test_a_slow_tokenizer_that_splits_where_the_prompt_ends():
     """It appends its end token: to the whole, not to the prompt."""
-    (sample,) = encode([{"prompt": "ab", "completion": "c"}], ByT5Tokenizer(), [0])
+    (sample,) = Encoder(ByT5Tokenizer()).whole([{"prompt": "ab", "completion": "c"}], [0])
     assert tokens(sample, ByT5Tokenizer()) == (["a", "b", "c", "</s>"], ["c", "</s>"])
 
 
@@ -326,4 +326,4 @@ def test_a_slow_tokenizer_that_does_not(monkeypatch: pytest.MonkeyPatch):
     )
     monkeypatch.setattr(tokenizer, "_convert_token_to_id", lambda token: hash(token) % 1000)
     with pytest.raises(BadRecord, match=r"record 7: the tokenizer \(ByT5Tokenizer\) does not say where"):
-        encode([{"prompt": "abc", "completion": "d"}], tokenizer, [7])
+        Encoder(tokenizer).whole([{"prompt": "abc", "completion": "d"}], [7])

@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.records.numbers import parse
-from cairn.trainer.data.rendering import encode, encode_turns
+from cairn.trainer.data.rendering import Encoder
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}{% endfor %}"
@@ -136,7 +136,7 @@ def learned(sample: Sample, tokenizer: PreTrainedTokenizerBase) -> str:
 def test_a_turn_begins_where_its_text_begins(template: str, turns: Sequence[str], expected: list[str]):
     """A token that holds the end of the prompt as well, such as two line ends, is learned."""
     tokenizer = tokenizer_of(template)
-    (samples,) = encode_turns([chat(*turns)], tokenizer, [0])
+    (samples,) = Encoder(tokenizer).turns([chat(*turns)], [0])
     assert [learned(sample, tokenizer) for sample in samples] == expected
 
 
@@ -148,7 +148,7 @@ def test_a_template_that_asks_otherwise_than_it_answers_is_refused_with_both():
         "{% if add_generation_prompt %}<|Assistant|><think>\n{% endif %}"
     )
     with pytest.raises(BadRecord, match=r"record 0: .* it asks with '<think>\\n', and renders 'Hello<\|im_"):
-        encode([chat("Hi", "Hello")], tokenizer_of(template), [0])
+        Encoder(tokenizer_of(template)).whole([chat("Hi", "Hello")], [0])
 
 
 TEXTS = st.text(st.sampled_from("ab \n\tä中😀<>{}0"), max_size=8)
@@ -166,7 +166,7 @@ def test_any_answer_is_learned_from_where_a_server_would_begin(data: st.DataObje
     tokenizer = tokenizer_of(template)
     question, answer = data.draw(TEXTS), data.draw(TEXTS)
     messages = chat(question, answer)["messages"]
-    (sample,) = encode([{"messages": messages}], tokenizer, [0])
+    (sample,) = Encoder(tokenizer).whole([{"messages": messages}], [0])
     whole: Any = tokenizer.apply_chat_template(messages, tokenize=True, return_dict=True)
     assert sample.token_ids.tolist() == whole["input_ids"]
     prompt: Any = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
@@ -229,7 +229,7 @@ def test_any_value_of_a_call_or_a_tool_is_learned_as_it_is_written(
         ],
         "tools": [{"type": "function", "function": {"name": "f", "parameters": parse(schema)}}],
     }
-    (sample,) = encode([record], with_calls, [0])
+    (sample,) = Encoder(with_calls).whole([record], [0])
     text = with_calls.decode(sample.token_ids, skip_special_tokens=False)
     assert f'"parameters": {schema}}}}}\n' in text
     answer = with_calls.decode(sample.token_ids[sample.loss_mask], skip_special_tokens=False)
@@ -257,7 +257,7 @@ def test_where_tokens_of_prompt_and_answer_are_apart_these_are_learned(
         if after[: len(before)] != before:
             continue
         apart += 1
-        (sample,) = encode([record], tokenizer, [0])
+        (sample,) = Encoder(tokenizer).whole([record], [0])
         assert sample.token_ids.tolist() == after
         assert sample.loss_mask.tolist() == [i >= len(before) for i in range(len(after))]
     assert apart or style in ("deepseek", "llama3")  # the one refuses all, the other merges line ends

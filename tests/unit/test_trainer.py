@@ -6,7 +6,7 @@ import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import numpy as np
 import pyarrow
@@ -33,7 +33,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.trainer.data import batches
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.data.rendering import encode, encode_turns
+from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.ppo_clip import PPOClip
@@ -592,19 +592,19 @@ def test_what_the_assistant_says_is_learned(
     tokenizer: PreTrainedTokenizerBase, record: dict, text: str, what: str
 ):
     """With the end of its turn, and nothing else: neither questions nor an answer within a prompt."""
-    assert learned(encode([record], tokenizer, [0])[0], tokenizer) == (text, what)
+    assert learned(Encoder(tokenizer).whole([record], [0])[0], tokenizer) == (text, what)
 
 
 def test_records_of_all_kinds_together(tokenizer: PreTrainedTokenizerBase):
     """Each gives what it gives alone, in their order."""
-    samples = encode([record for record, *_ in RECORDS], tokenizer, list(range(len(RECORDS))))
+    samples = Encoder(tokenizer).whole([record for record, *_ in RECORDS], list(range(len(RECORDS))))
     assert [learned(sample, tokenizer) for sample in samples] == [(text, what) for _, text, what in RECORDS]
 
 
-@pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "ab"}, {"messages": [], "completion": "b"}])
+@pytest.mark.parametrize("record", [{"text": "ab"}, {"prompt": "ab"}, {"completion": "b"}])
 def test_a_record_of_another_kind(tokenizer: PreTrainedTokenizerBase, record: dict):
     with pytest.raises(BadRecord, match=r"record 17: it has the fields .*; it needs messages, or prompt and"):
-        encode([record], tokenizer, [17])
+        Encoder(tokenizer).whole([record], [17])
 
 
 FORGETFUL = (
@@ -620,9 +620,12 @@ def test_a_template_that_rewrites_earlier_turns_is_learned_turn_by_turn(
 ):
     """As those that drop earlier thoughts: each turn once, behind what a server would see."""
     tokenizer.chat_template = FORGETFUL
-    assert learned(encode([{"messages": turns("a", "b")}], tokenizer, [3])[0], tokenizer)[1] == "....b<eos>"
+    assert (
+        learned(Encoder(tokenizer).whole([{"messages": turns("a", "b")}], [3])[0], tokenizer)[1]
+        == "....b<eos>"
+    )
     record = {"messages": turns("a", "b", "c", "d", "e")}
-    (samples,) = encode_turns([record], tokenizer, [3])
+    (samples,) = Encoder(tokenizer).turns([record], [3])
     assert [learned(sample, tokenizer) for sample in samples] == [
         ("<user>a<eos><assistant>b<eos>", "....b<eos>"),
         ("<user>a<eos><assistant>-<eos><user>c<eos><assistant>d<eos>", "." * 10 + "d<eos>"),
@@ -630,7 +633,7 @@ def test_a_template_that_rewrites_earlier_turns_is_learned_turn_by_turn(
     asked = tokenizer.apply_chat_template(record["messages"][:3], add_generation_prompt=True)["input_ids"]
     assert samples[1].token_ids[: len(asked)].tolist() == asked
     with pytest.raises(BadRecord, match=r"record 3: the chat template renders earlier turns .* 2 samples"):
-        encode([record], tokenizer, [3])
+        Encoder(tokenizer).whole([record], [3])
 
 
 def test_turns_that_stay_as_they_were_share_a_sample(tmp_path: Path):
@@ -645,7 +648,7 @@ def test_turns_that_stay_as_they_were_share_a_sample(tmp_path: Path):
         {"role": "tool", "content": "3"},
         {"role": "assistant", "content": "d", "reasoning_content": "third"},
     ]
-    (samples,) = encode_turns([{"messages": messages, "tools": '[{"name": "f"}]'}], tokenizer, [0])
+    (samples,) = Encoder(tokenizer).turns([{"messages": messages, "tools": '[{"name": "f"}]'}], [0])
     texts = [tokenizer.decode(sample.token_ids) for sample in samples]
     said = [tokenizer.decode(sample.token_ids[sample.loss_mask]) for sample in samples]
     assert len(samples) == 2
@@ -658,38 +661,38 @@ def test_turns_that_stay_as_they_were_share_a_sample(tmp_path: Path):
 def test_roles_and_flags_say_what_is_learned(tokenizer: PreTrainedTokenizerBase):
     """A message's own flag has precedence over its role's."""
     record = {"messages": turns("a", "b", "c", "d")}
-    (sample,) = encode([record], tokenizer, [0], roles=["user"])
+    (sample,) = Encoder(tokenizer, roles=["user"]).whole([record], [0])
     assert learned(sample, tokenizer)[1] == "<user>a...<user>c..."
     for flag in ({"train": False}, {"weight": 0}):
         record["messages"][1] |= flag
-        (sample,) = encode([record], tokenizer, [0])
+        (sample,) = Encoder(tokenizer).whole([record], [0])
         assert learned(sample, tokenizer)[1] == "........d<eos>"
         record["messages"][1] = {"role": "assistant", "content": "b"}
     record["messages"][2]["train"] = True
-    (sample,) = encode([record], tokenizer, [0])
+    (sample,) = Encoder(tokenizer).whole([record], [0])
     assert learned(sample, tokenizer)[1] == "...b<eos><user>c.d<eos>"
 
 
 def test_conversations_of_sharegpt_are_read(tokenizer: PreTrainedTokenizerBase):
     said = [{"from": "human", "value": "ab"}, {"from": "gpt", "value": "ba"}]
-    (sample,) = encode([{"conversations": said}], tokenizer, [0])
+    (sample,) = Encoder(tokenizer).whole([{"conversations": said}], [0])
     assert learned(sample, tokenizer) == ("<user>ab<assistant>ba<eos>", "....ba<eos>")
 
 
 def test_tools_need_a_template_that_shows_them(tokenizer: PreTrainedTokenizerBase):
     """Silence about them would teach calls out of the blue."""
     with pytest.raises(BadRecord, match="record 4: it has tools, and the chat template takes no notice"):
-        encode([{"messages": turns("a", "b"), "tools": [{"name": "f"}]}], tokenizer, [4])
+        Encoder(tokenizer).whole([{"messages": turns("a", "b"), "tools": [{"name": "f"}]}], [4])
     called = [*turns("a"), {"role": "assistant", "content": None, "tool_calls": [{"name": "f"}]}]
     with pytest.raises(BadRecord, match="record 4: it has tool_calls, and the chat template takes no notice"):
-        encode([{"messages": called}], tokenizer, [4])
+        Encoder(tokenizer).whole([{"messages": called}], [4])
 
 
 def test_messages_without_a_template(tokenizer: PreTrainedTokenizerBase):
     tokenizer.chat_template = None
     with pytest.raises(BadRecord, match="record 3: it has messages, and the tokenizer has no chat template"):
-        encode([{"messages": turns("a", "b")}], tokenizer, [3])
-    encode([{"prompt": "a", "completion": "b"}], tokenizer, [3])
+        Encoder(tokenizer).whole([{"messages": turns("a", "b")}], [3])
+    Encoder(tokenizer).whole([{"prompt": "a", "completion": "b"}], [3])
 
 
 @pytest.fixture(scope="module")
@@ -752,14 +755,15 @@ def test_a_record_is_encoded_once_if_there_is_room_to_keep_it(
     """Three tokens each; batches are the same whether records were kept or not."""
     config = SFTDataConfig(name=str(seven), batch_size=7)
     expected = [SFTData(config, tokenizer, 3, 7 * step).next_batch(step).digest() for step in range(5)]
-    encode, asked = batches.encode_turns, []
+    asked: list[int] = []
 
-    def counted(records: list, tokenizer: object, indices: list[int], **how: object) -> list[list[Sample]]:
-        asked.extend(indices)
-        return encode(records, tokenizer, indices, **how)
+    class Counting(Encoder):
+        def turns(self, records: Any, indices: Any, where: Any = str) -> list[list[Sample]]:
+            asked.extend(indices)
+            return super().turns(records, indices, where)
 
     monkeypatch.setattr(batches, "CACHED_TOKENS", room)
-    monkeypatch.setattr(batches, "encode_turns", counted)
+    monkeypatch.setattr(batches, "Encoder", Counting)
     data = SFTData(config, tokenizer, 3, 0)
     assert [data.next_batch(step).digest() for step in range(5)] == expected
     assert len(asked) == encoded

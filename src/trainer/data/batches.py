@@ -13,7 +13,7 @@ from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
 from cairn.trainer.data.order import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
-from cairn.trainer.data.rendering import encode_turns
+from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.data.sources import SFT
 
 logger = logging.getLogger(__name__)
@@ -44,6 +44,7 @@ class SFTData:
         state: Mapping[str, Any] | None = None,
         row_length: int | None = None,
         template_arguments: Mapping[str, Any] | None = None,
+        rows: int | None = None,
     ):
         """Open the data sets.
 
@@ -52,6 +53,7 @@ class SFTData:
             state: of the data sets then, as `state` returned it.
             row_length: tokens after which a sample is too long.
             template_arguments: what the chat template gets beside messages and tools.
+            rows: tokens that the model knows; None: all.
 
         Raises:
             BadRecord: a data set can't be read.
@@ -60,7 +62,13 @@ class SFTData:
         self.tokenizer = tokenizer
         self.seed = seed
         self.row_length = row_length
-        self.template_arguments = template_arguments or {}
+        self._encoder = Encoder(
+            tokenizer,
+            template_arguments=template_arguments,
+            roles=config.learn,
+            ignored=config.ignore,
+            rows=rows,
+        )
         self._order = RecordOrder(config, SFT, seed, position, state)
         self.sources = self._order.sources
         self._encoded: dict[Taken, list[Sample]] = {}
@@ -151,14 +159,7 @@ class SFTData:
             numbers = [number for number in own if (label, number) not in self._encoded]
             if not numbers:
                 continue
-            encoded = encode_turns(
-                source.read(numbers),
-                self.tokenizer,
-                numbers,
-                where=source.where,
-                template_arguments=self.template_arguments,
-                roles=self.config.learn,
-            )
+            encoded = self._encoder.turns(source.read(numbers), numbers, source.where)
             new |= zip([(label, n) for n in numbers], encoded, strict=True)
         samples = [self._encoded.get(one) or new[one] for one in taken]
         for one, made in new.items():

@@ -19,7 +19,7 @@ from cairn.trainer.data.examples import mismatched, name_of
 from cairn.trainer.data.forms import FORMS
 from cairn.trainer.data.opening import identity_of_all
 from cairn.trainer.data.order import RecordOrder, Taken
-from cairn.trainer.data.rendering import encode
+from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.data.sources import Indexed
 
 logger = logging.getLogger(__name__)
@@ -54,6 +54,7 @@ class PreferenceData:
         state: Mapping[str, Any] | None = None,
         row_length: int,
         template_arguments: Mapping[str, Any] | None = None,
+        rows: int | None = None,
     ):
         """Open the data sets, and go on behind the first `position` units.
 
@@ -62,6 +63,7 @@ class PreferenceData:
             state: of the data sets there, as `RecordOrder.state` returned it.
             row_length: tokens after which an answer is cut, or its record dropped.
             template_arguments: what the chat template gets beside the messages.
+            rows: tokens that the model knows; None: all.
 
         Raises:
             BadRecord: a data set can't be read.
@@ -72,9 +74,10 @@ class PreferenceData:
         self.together = TOGETHER[form]
         """So many of a unit's samples are learned; those behind them are only scored."""
         self.order = RecordOrder(config, self.form, seed, position, state)
-        self._tokenizer = tokenizer
+        self._encoder = Encoder(
+            tokenizer, template_arguments=template_arguments, ignored=config.ignore, rows=rows
+        )
         self._row_length = row_length
-        self._template_arguments = template_arguments or {}
         self._encoded: dict[Taken, list[Sample]] = {}
         self._room = CACHED_TOKENS
         self._warnings = WARNINGS
@@ -174,12 +177,10 @@ class PreferenceData:
                 continue
             units = self._answers(label, numbers)
             samples = iter(
-                encode(
+                self._encoder.whole(
                     [answer for unit in units for answer, _ in unit],
-                    self._tokenizer,
                     [number for number, unit in zip(numbers, units, strict=True) for _ in unit],
-                    where=source.where,
-                    template_arguments=self._template_arguments,
+                    source.where,
                 )
             )
             for number, unit in zip(numbers, units, strict=True):

@@ -1,12 +1,19 @@
 """What a record must hold to be trained on, and the conversation in it."""
 
-import json
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
-from cairn.run.conversations import for_template, is_plain
+from cairn.run.conversations import for_template, is_plain, is_text
 from cairn.run.data_sets import kind_of
+from cairn.run.records.numbers import parse
+from cairn.trainer.data.flags import (
+    FLAGS,
+    flag_of,
+    flags_beside,
+    problem_of_flags,
+    problem_of_flags_beside,
+)
 
 ROLES = {
     "system": "system",
@@ -20,8 +27,15 @@ ROLES = {
     "function_response": "tool",
 }
 """Roles of ShareGPT's messages (`from`), and what chat templates call them."""
-FLAGS = ("train", "weight")
-"""Fields of a message that say whether its turn is learned; the first that is there counts."""
+TEXTS_ALONE = 'only text can be trained on: each must be {"type": "text", "text": "..."}'
+PARTS = {
+    "thinking": "give reasoning as reasoning_content of the message",
+    "reasoning": "give reasoning as reasoning_content of the message",
+    "tool_use": "give calls as tool_calls of the message",
+    "tool_call": "give calls as tool_calls of the message",
+    "tool_result": 'give it as a message of its own, with the role "tool"',
+}
+"""By the type of a part that is no text, what to do about it."""
 
 
 @dataclass(frozen=True)
@@ -40,9 +54,9 @@ class Turns:
 def problem_of(record: Mapping[str, Any]) -> str | None:
     """Why a record can't be trained on, or None."""
     if record.get("messages"):
-        return _problem_of_messages("messages", record["messages"]) or _problem_of_tools(record)
+        return _problem_of_conversation("messages", record["messages"], record)
     if record.get("conversations"):
-        return _problem_of_messages("conversations", _standard(record)) or _problem_of_tools(record)
+        return _problem_of_conversation("conversations", _standard(record), record)
     prompt, completion = record.get("prompt"), record.get("completion")
     if prompt is None or completion is None:
         return _problem_of_fields(record)
@@ -52,13 +66,22 @@ def problem_of(record: Mapping[str, Any]) -> str | None:
             "--loss.type kto` learns; to learn it as it stands, leave out label"
         )
     if isinstance(prompt, str) and isinstance(completion, str):
-        return None
+        return problem_of_flags_beside(record, None)
     if isinstance(prompt, str) or isinstance(completion, str):
         return "prompt and completion must both be text, or both lists of messages"
     return (
         _problem_of_messages("prompt", prompt)
         or _problem_of_messages("completion", completion)
         or _problem_of_tools(record)
+        or problem_of_flags_beside(record, [*prompt, *completion])
+    )
+
+
+def _problem_of_conversation(field: str, messages: Any, record: Mapping[str, Any]) -> str | None:
+    return (
+        _problem_of_messages(field, messages)
+        or _problem_of_tools(record)
+        or problem_of_flags_beside(record, record[field])
     )
 
 
@@ -78,26 +101,29 @@ def turns_of(record: Mapping[str, Any], roles: Collection[str] = ("assistant",))
     else:
         first = len(record["prompt"])
         messages = [*record["prompt"], *record["completion"]]
-    learned = [i for i, message in enumerate(messages) if i >= first and _is_learned(message, roles)]
+    count = len(record.get("messages") or record.get("conversations") or messages)
+    beside = [None] * (len(messages) - count) + flags_beside(record, count)  # `system` may be a field
+    learned: list[int] = []
+    for i, (message, flag) in enumerate(zip(messages, beside, strict=True)):
+        own = flag if (said := flag_of(message)) is None else said
+        if i >= first and (message["role"] in roles if own is None else own):
+            learned.append(i)
     return Turns([_shown(message) for message in messages], learned, tools_of(record))
 
 
 def tools_of(record: Mapping[str, Any]) -> list[Any]:
     """The record's `tools`, which may be a list or its JSON text."""
     tools = record.get("tools") or []
-    tools = (json.loads(tools) if tools.strip() else []) if isinstance(tools, str) else tools
-    return [json.loads(tool) if isinstance(tool, str) else tool for tool in tools]
-
-
-def _is_learned(message: Mapping[str, Any], roles: Collection[str]) -> bool:
-    flag = next((message[name] for name in FLAGS if message.get(name) is not None), None)
-    return message["role"] in roles if flag is None else bool(flag)
+    tools = (parse(tools) if tools.strip() else []) if isinstance(tools, str) else tools
+    return [parse(tool) if isinstance(tool, str) else tool for tool in tools]
 
 
 def _shown(message: Mapping[str, Any]) -> Mapping[str, Any]:
     if is_plain(message):
         return message
     shown = {name: value for name, value in message.items() if name not in FLAGS}
+    if shown.get("content") == []:
+        shown["content"] = ""
     if calls := message.get("tool_calls"):
         shown["tool_calls"] = [
             call if "function" in call else {"type": "function", "function": call} for call in calls
@@ -127,7 +153,7 @@ def _standard_message(message: Any) -> Any:
     standard: dict[str, Any] = {"role": ROLES[sender], "content": value, **others}
     if sender == "function_call" and isinstance(value, str):
         try:
-            calls = json.loads(value)
+            calls = parse(value)
         except ValueError:
             calls = value
         standard |= {"content": None, "tool_calls": calls if isinstance(calls, list) else [calls]}
@@ -144,6 +170,9 @@ def _problem_of_fields(record: Mapping[str, Any]) -> str:
             "it is a pair (chosen and rejected), from which `uv run dpo` learns; to train on the better "
             "answer alone, rename chosen to messages or completion"
         )
+    for name in ("messages", "conversations"):
+        if record.get(name) == []:
+            return f"its {name} is an empty list, so there is nothing to learn; leave the record out"
     nulls = sorted(key for key in record if record[key] is None)
     return (
         f"it has the fields {sorted(record)}; it needs messages, or prompt and completion, or conversations"
@@ -187,31 +216,43 @@ def _problem_of_message(message: Mapping[str, Any]) -> tuple[str, str] | None:
             return "", f" is from {message['from']!r}; known are {', '.join(ROLES)}"
         hint = "; name the field conversations, and it is read" if "from" in message else ""
         return "", f" has no role; its fields are {sorted(message)}{hint}"
-    if problem := _problem_of_flags(message):
+    if problem := problem_of_flags(message):
         return "", f" ({role}) {problem}"
     calls = message.get("tool_calls")
     if calls and not _are_calls(calls):
         wanted = '[{"type": "function", "function": {"name": ..., "arguments": {...}}}]'
         return "", f" ({role}) has tool_calls that are not {wanted}"
-    if isinstance(content, str | list) or (content is None and calls):
+    if isinstance(content, list):
+        problem = _problem_of_parts(cast("list[Any]", content))
+        return ("the content of", f" ({role}) {problem}") if problem else None
+    if isinstance(content, str) or (content is None and calls):
         return None
     if content is None:
         return "", f" ({role}) has no content"
     return "the content of", f" ({role}) is {kind_of(content)}; it must be text"
 
 
-def _problem_of_flags(message: Mapping[str, Any]) -> str | None:
-    train, weight = message.get("train"), message.get("weight")
-    if train is not None and not isinstance(train, bool):
-        return f"has train = {train!r}, which must be true or false"
-    if weight is not None and weight not in (0, 1):
-        return f"has weight = {weight!r}, which must be 0 or 1: a turn is learned, or it is not"
-    return None
+def _problem_of_parts(parts: list[Any]) -> str | None:
+    """Why the parts of a content are no texts; None if they are."""
+    other = [part for part in parts if not is_text(part)]
+    if not other:
+        return None
+    kind: Any = cast("Mapping[str, Any]", other[0]).get("type") if isinstance(other[0], Mapping) else None
+    what = f"a part of type {kind!r}" if isinstance(kind, str) and kind != "text" else "a part without text"
+    return f"has {what}; {PARTS.get(str(kind), TEXTS_ALONE)}"
 
 
 def _are_calls(calls: Any) -> bool:
-    """Whether these are calls as OpenAI writes them; the name and arguments of each may stand alone."""
+    """Whether these are calls as OpenAI writes them; the name and arguments of each may stand alone.
+
+    Arguments are an object, or text; there may be none.
+    """
     if not isinstance(calls, list) or not all(isinstance(call, Mapping) for call in cast("list[Any]", calls)):
         return False
     functions = [call.get("function", call) for call in cast("list[Mapping[str, Any]]", calls)]
-    return all(isinstance(one, Mapping) and isinstance(one.get("name"), str) for one in functions)
+    return all(
+        isinstance(one, Mapping)
+        and isinstance(one.get("name"), str)
+        and (one.get("arguments") is None or isinstance(one["arguments"], str | Mapping))
+        for one in functions
+    )

@@ -11,86 +11,120 @@ from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.records.numbers import dumps, show_as_written
 from cairn.trainer.data.records import Turns, problem_of, turns_of
+from cairn.trainer.data.shown import Shown
 
 
-def encode(
-    records: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    indices: Sequence[int],
-    *,
-    where: Callable[[int], str] = "record {}".format,
-    template_arguments: Mapping[str, Any] | None = None,
-    roles: Collection[str] = ("assistant",),
-) -> list[Sample]:
-    """As `encode_turns`, where each record must be one sample.
+class Encoder:
+    """Turns records into samples."""
 
-    Raises:
-        BadRecord: one can't be trained on, or it takes several samples.
-    """
-    samples = encode_turns(
-        records, tokenizer, indices, where=where, template_arguments=template_arguments, roles=roles
-    )
-    for index, own in zip(indices, samples, strict=True):
-        if len(own) > 1:
-            raise BadRecord(
-                f"{where(index)}: the chat template renders earlier turns differently at the end of a "
-                f"conversation than within it, so that it takes {len(own)} samples to learn all turns; split "
-                "it into single turns"
-            )
-    return [own[0] for own in samples]
-
-
-def encode_turns(
-    records: Sequence[Mapping[str, Any]],
-    tokenizer: PreTrainedTokenizerBase,
-    indices: Sequence[int],
-    *,
-    where: Callable[[int], str] = "record {}".format,
-    template_arguments: Mapping[str, Any] | None = None,
-    roles: Collection[str] = ("assistant",),
-) -> list[list[Sample]]:
-    """Tokens of each record, and which of them are learned.
-
-    A record has `messages` or `conversations`, or `prompt` and `completion` (`cairn.trainer.data.records`).
-    The last two are lists of messages, of which the completion's are learned, or plain texts, which are
-    joined and closed with the end-of-text token.
-    All are rendered and tokenised together, since that takes a fraction of the time.
-
-    A record is one sample, unless the chat template renders earlier turns differently once others follow, as
-    those of reasoning models do. Then it is several samples, each of which ends with a turn, and has the
-    tokens before it that a server would see when it is asked for that turn. A sample teaches all turns that
-    it has in that form, so that each turn is learned once.
-
-    Args:
-        records: at least one.
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        *,
+        template_arguments: Mapping[str, Any] | None = None,
+        roles: Collection[str] = ("assistant",),
+        ignored: Collection[str] = (),
+        rows: int | None = None,
+    ):
+        """Args:
         tokenizer: with a chat template, if there are messages.
-        indices: the records' places in the data set.
-        where: names a record by its place, for messages.
         template_arguments: what the chat template gets beside messages and tools.
         roles: those whose turns are learned.
+        ignored: fields of messages that may be left out.
+        rows: tokens that the model knows; None: all.
+        """
+        self.tokenizer = tokenizer
+        self.roles = tuple(roles)
+        self._renderer = _Renderer(tokenizer, template_arguments or {}, ignored)
+        self._rows = rows
 
-    Returns:
-        For each record at least one sample; of the last, all tokens may be unlearned.
+    def whole(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        indices: Sequence[int],
+        where: Callable[[int], str] = "record {}".format,
+    ) -> list[Sample]:
+        """As `turns`, where each record must be one sample.
 
-    Raises:
-        BadRecord: one can't be trained on, or its learned tokens can't be told from the others.
-    """
-    texts: dict[int, tuple[str, str]] = {}
-    conversations: dict[int, _Conversation] = {}
-    for place, (record, index) in enumerate(zip(records, indices, strict=True)):
-        if problem := problem_of(record):
-            raise BadRecord(f"{where(index)}: {problem}")
-        if turns := turns_of(record, roles):
-            conversations[place] = _Conversation(index, turns)
-        else:
-            texts[place] = (record["prompt"], record["completion"])
-    renderer = _Renderer(tokenizer, where, template_arguments or {})
-    names = [indices[place] for place in texts]
-    plain = _encode_texts(list(texts.values()), names, tokenizer, where)
-    samples = dict(zip(texts, ([sample] for sample in plain), strict=True))
-    talks = _encode_conversations(list(conversations.values()), renderer)
-    samples |= dict(zip(conversations, talks, strict=True))
-    return [samples[place] for place in range(len(records))]
+        Raises:
+            BadRecord: one can't be trained on, or it takes several samples.
+        """
+        samples = self.turns(records, indices, where)
+        for index, own in zip(indices, samples, strict=True):
+            if len(own) > 1:
+                raise BadRecord(
+                    f"{where(index)}: the chat template renders earlier turns differently at the end of a "
+                    f"conversation than within it, so that it takes {len(own)} samples to learn all turns; "
+                    "split it into single turns"
+                )
+        return [own[0] for own in samples]
+
+    def turns(
+        self,
+        records: Sequence[Mapping[str, Any]],
+        indices: Sequence[int],
+        where: Callable[[int], str] = "record {}".format,
+    ) -> list[list[Sample]]:
+        """Tokens of each record, and which of them are learned.
+
+        A record has `messages` or `conversations`, or `prompt` and `completion`; see
+        `cairn.trainer.data.records`. The last two are lists of messages, of which the completion's are
+        learned, or plain texts, which are joined and closed with the end-of-text token.
+        All are rendered and tokenised together, since that takes a fraction of the time.
+
+        A record is one sample, unless the chat template renders earlier turns differently once others follow,
+        as those of reasoning models do. Then it is several samples, each of which ends with a turn, and has
+        the tokens before it that a server would see when it is asked for that turn. A sample teaches all
+        turns that it has in that form, so that each turn is learned once.
+
+        Args:
+            records: at least one.
+            indices: the records' places in the data set.
+            where: names a record by its place, for messages.
+
+        Returns:
+            For each record at least one sample; of the last, all tokens may be unlearned.
+
+        Raises:
+            BadRecord: one can't be trained on, or its learned tokens can't be told from the others.
+        """
+        texts: dict[int, tuple[str, str]] = {}
+        conversations: dict[int, _Conversation] = {}
+        for place, (record, index) in enumerate(zip(records, indices, strict=True)):
+            if problem := problem_of(record):
+                raise BadRecord(f"{where(index)}: {problem}")
+            if turns := turns_of(record, self.roles):
+                conversations[place] = _Conversation(where, index, turns)
+            else:
+                texts[place] = (record["prompt"], record["completion"])
+        names = [indices[place] for place in texts]
+        plain = _encode_texts(list(texts.values()), names, self.tokenizer, where)
+        samples = dict(zip(texts, ([sample] for sample in plain), strict=True))
+        talks = _encode_conversations(list(conversations.values()), self._renderer)
+        samples |= dict(zip(conversations, talks, strict=True))
+        found = [samples[place] for place in range(len(records))]
+        for index, own in zip(indices, found, strict=True):
+            self._check_rows(own, index, where)
+        return found
+
+    def _check_rows(self, samples: list[Sample], index: int, where: Callable[[int], str]) -> None:
+        """Check that the model knows every token of a record.
+
+        Raises:
+            BadRecord: it does not.
+        """
+        highest = max((int(one.token_ids.max()) for one in samples if len(one.token_ids)), default=0)
+        if self._rows is not None and highest >= self._rows:
+            raise BadRecord(f"{where(index)}: {without_row(self.tokenizer, highest, self._rows)}")
+
+
+def without_row(tokenizer: PreTrainedTokenizerBase, token: int, rows: int) -> str:
+    """What is wrong with a token that the model has no row of embeddings for, and what to do about it."""
+    return (
+        f"it has the token {tokenizer.convert_ids_to_tokens(token)!r} ({token}), and the model's embeddings "
+        f"have {rows} rows; widen them with transformers (model.resize_token_embeddings({len(tokenizer)}), "
+        "then save_pretrained), or take the tokenizer that the model was made with"
+    )
 
 
 def _encode_texts(
@@ -152,10 +186,15 @@ def _first_behind(offsets: Sequence[tuple[int, int]], length: int) -> int:
 
 @dataclass(frozen=True)
 class _Conversation:
-    """The turns of record `index`."""
+    """The turns of record `index`, which `where` names for messages."""
 
+    where: Callable[[int], str]
     index: int
     turns: Turns
+
+    @property
+    def name(self) -> str:
+        return self.where(self.index)
 
     @property
     def messages(self) -> Sequence[Mapping[str, Any]]:
@@ -166,31 +205,39 @@ class _Renderer:
     """Turns conversations into tokens with the tokenizer's chat template."""
 
     def __init__(
-        self, tokenizer: PreTrainedTokenizerBase, where: Callable[[int], str], arguments: Mapping[str, Any]
+        self, tokenizer: PreTrainedTokenizerBase, arguments: Mapping[str, Any], ignored: Collection[str]
     ):
         self.tokenizer = tokenizer
-        self.where = where
         self.arguments = arguments
+        self.ignored = ignored
+        self._shown: dict[str, Shown] = {}
+        """By template."""
 
     def check(self, talk: _Conversation) -> None:
-        """Check that the chat template shows what the conversation has beside roles and texts.
+        """Check that the chat template shows all that the conversation has.
 
         Raises:
-            BadRecord: there is no template, or it takes no notice of tools or their calls.
+            BadRecord: there is no template, or it leaves something out.
         """
         if self.tokenizer.chat_template is None:
             raise BadRecord(
-                f"{self.where(talk.index)}: it has messages, and the tokenizer has no chat template to "
-                "render them"
+                f"{talk.name}: it has messages, and the tokenizer has no chat template to render them"
             )
         tools = list(talk.turns.tools)
+        template = self.tokenizer.get_chat_template(None, tools or None)
         calls = any(message.get("tool_calls") for message in talk.messages)
         for name, is_there in (("tools", bool(tools)), ("tool_calls", calls)):
-            if is_there and name not in self.tokenizer.get_chat_template(None, tools or None):
+            if is_there and name not in template:
                 raise BadRecord(
-                    f"{self.where(talk.index)}: it has {name}, and the chat template takes no notice of "
+                    f"{talk.name}: it has {name}, and the chat template takes no notice of "
                     f"them; use a model whose template shows tools, or remove {name} from the data"
                 )
+        shown = self._shown.setdefault(template, Shown(self._text, template, self.ignored))
+        if problem := shown.problem_of(talk.messages, tools):
+            raise BadRecord(f"{talk.name}: {problem}")
+
+    def _text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
+        return self.texts([messages], tools, asking=False)[0]
 
     def render(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list["_Rendered"]:
         """The first messages of each conversation, all at once; no message is rendered to nothing.
@@ -235,7 +282,7 @@ class _Renderer:
                 try:
                     self._render([cut], asking=asking)
                 except Exception as cause:
-                    what = f"{self.where(cut[0].index)}: the chat template refuses it: {cause}"
+                    what = f"{cut[0].name}: the chat template refuses it: {cause}"
                     raise BadRecord(what) from None
             raise BadRecord(f"the chat template fails: {error}") from None
 
@@ -315,7 +362,7 @@ def _encode_conversations(conversations: list[_Conversation], renderer: _Rendere
             start = _start_of(before, after, renderer)
             if start is None:
                 why = _why_unclear(talk, i, before.text, after.text)
-                raise BadRecord(f"{renderer.where(talk.index)}: {why}")
+                raise BadRecord(f"{talk.name}: {why}")
             own.append(_Turn(i, after.tokens, start))
         samples.append(_samples_of(whole.tokens, own))
     return samples
