@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import jinja2
-
 from cairn.run.conversations import Message, for_template, is_plain
 from cairn.run.end_tokens import end_tokens
 from cairn.run.imports import importing
@@ -64,7 +62,7 @@ class ChatFormat:
                 **how,
                 **self._template_arguments,
             )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:
+        except Exception as error:  # whatever a template makes of its messages
             raise NoPrompt(f"the chat template fails on its messages: {error}") from error
 
     def text(self, token_ids: Sequence[int]) -> str:

@@ -42,6 +42,12 @@ class ProgramModel:
         work = self._run.generate(number, list(messages), tools, max_tokens, tuple(stop_token_ids), strings)
         return await on_loop(self._loop, work)
 
+    async def count_tokens(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """As in `Model`."""
+        return await on_loop(self._loop, self._run.count_tokens(list(messages), tools))
+
     async def once(
         self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
     ) -> Any:

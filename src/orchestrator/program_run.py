@@ -289,6 +289,15 @@ class Run:
         )
         return self._last
 
+    async def count_tokens(
+        self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None
+    ) -> int:
+        """Answer `Model.count_tokens`."""
+        self._check_going_on()
+        with self.waiting():
+            await self.runner.pacing.turn()
+        return len(self.runner.chat.prompt(messages, tools))
+
     def _give_up(self, error: BaseException) -> NoReturn:
         """Raise an error that ends the run, whatever the program makes of it."""
         if not self._over.done():

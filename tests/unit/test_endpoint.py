@@ -52,7 +52,7 @@ class Scripted:
         stop: Any = (),
     ) -> Reply:
         said = f"{self.seed} {len(self.asked)}"
-        self.asked.append(Asked(messages, tools, max_tokens, stop_token_ids))
+        self.asked.append(Asked(messages, tools, max_tokens, stop_token_ids, stop=tuple(stop)))
         await self.open.wait()
         if messages[-1]["content"] == "template":
             raise NoPrompt("the chat template fails on its messages: no")
@@ -60,7 +60,11 @@ class Scripted:
         if tools:
             message["tool_calls"] = [CALL]
         tokens = () if messages[-1]["content"] == "full" else (1, 2, 3)
-        return Reply(said, tokens, "length" if max_tokens == 3 else "stop", message, 5)
+        end = "length" if max_tokens == 3 else "stop"
+        return Reply(said, tokens, end, message, 5, stop=stop[-1] if stop and end == "stop" else None)
+
+    async def count_tokens(self, messages: Any, *, tools: Any = None) -> int:
+        return 10 * len(messages) + len(tools or ())
 
     async def once(self, name: str, call: Callable[[], Any]) -> Any:
         raise NotImplementedError
@@ -129,7 +133,56 @@ async def response_stream(client: openai.AsyncOpenAI, messages: list[Any], **set
     return as_message(last.response.output)
 
 
+async def of_anthropic(client: openai.AsyncOpenAI, messages: list[Any], *, stream: bool) -> dict[str, Any]:
+    """As a client of Anthropic's API does it, which hands back the blocks that it got."""
+    body = {
+        "model": "policy",
+        "messages": [{"role": one["role"], "content": one.get("blocks", one["content"])} for one in messages],
+        "stream": stream,
+    }
+    found = await client.post("/messages", body=body, cast_to=httpx.Response)
+    blocks = assembled(found.text)["content"] if stream else found.json()["content"]
+    return {"role": "assistant", "content": blocks[-1]["text"] if blocks else "", "blocks": blocks}
+
+
+async def message(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
+    return await of_anthropic(client, messages, stream=False)
+
+
+async def message_stream(client: openai.AsyncOpenAI, messages: list[Any]) -> dict[str, Any]:
+    return await of_anthropic(client, messages, stream=True)
+
+
+def assembled(lines: str) -> dict[str, Any]:
+    """The message that the events of a streamed answer make, read as Anthropic's clients do."""
+    whole: dict[str, Any] = {}
+    for event in (json.loads(line[6:]) for line in lines.splitlines() if line.startswith("data: ")):
+        kind = event["type"]
+        if kind == "message_start":
+            whole = event["message"]
+        elif kind == "content_block_start":
+            assert event["index"] == len(whole["content"])
+            whole["content"].append({**event["content_block"], "json": ""})
+        elif kind == "content_block_delta":
+            block, delta = whole["content"][event["index"]], event["delta"]
+            for name in ("text", "thinking", "signature"):
+                block[name] = block.get(name, "") + delta.get(name, "") if name in delta else block.get(name)
+            block["json"] += delta.get("partial_json", "")
+        elif kind == "content_block_stop":
+            block = whole["content"][event["index"]]
+            written = block.pop("json")
+            if block["type"] == "tool_use":
+                block["input"] = json.loads(written)
+            whole["content"][event["index"]] = {k: v for k, v in block.items() if v is not None}
+        elif kind == "message_delta":
+            whole |= event["delta"]
+            whole["usage"] |= event["usage"]
+    assert kind == "message_stop"
+    return whole
+
+
 WAYS = {one.__name__: one for one in (chat, chat_stream, response, response_stream)}
+ALL_WAYS = {**WAYS, **{one.__name__: one for one in (message, message_stream)}}
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -229,11 +282,12 @@ REFUSED: dict[str, tuple[dict[str, Any], str]] = {
         {"response_format": {"type": "json_object"}},
         "response_format = .* own distribution",
     ),
-    "stop": ({"stop": ["\n"]}, "stop = .*an answer ends where the model ends it"),
+    "stop": ({"stop": [""]}, "stop = .*an empty text would end every answer"),
+    "stop of another kind": ({"stop": {"a": 1}}, "stop = .*give a text, or a list of texts"),
     "logprobs": ({"logprobs": True}, "logprobs = true: the endpoint returns no logprobs"),
     "tool_choice": (
         {"tools": TOOLS, "tool_choice": "required"},
-        'tool_choice = "required": the model is free',
+        r'tool_choice = "required": training needs .* no grammar has masked; with structured = .check.',
     ),
     "functions": ({"functions": [{}]}, "functions = .*earlier form"),
     "unknown": ({"reasoning_effort": "high"}, 'reasoning_effort = "high": the endpoint does not know'),
@@ -267,7 +321,11 @@ def test_what_would_change_the_distribution_or_is_malformed_is_refused(case: str
 REFUSED_RESPONSES: dict[str, tuple[dict[str, Any], str]] = {
     "previous": ({"previous_response_id": "resp_1"}, "the endpoint keeps no conversations; send all items"),
     "background": ({"background": True}, "background = true"),
-    "text": ({"text": {"format": {"type": "json_schema"}}}, "text = .* own distribution"),
+    "text": (
+        {"text": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+        "text = .* own distribution",
+    ),
+    "verbosity": ({"text": {"verbosity": "low"}}, "text = .*it may have a format, and nothing else"),
     "tools": ({"tools": [{"type": "web_search"}]}, "only functions can be called"),
     "item": (
         {"input": [{"type": "computer_call"}]},
@@ -554,13 +612,13 @@ class Agent:
         return float(len(messages[-2]["content"]))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ALL_WAYS)
 def test_a_rollout_through_the_endpoint_is_the_one_with_the_model_itself(way: str, tmp_path: Path):
     """Token for token, as one branch; also where whoever records a turn is killed, again and again."""
     direct = complete(runner(tmp_path / "direct", Agent(None), Servers()))
     servers, deaths = Servers(), 0
     while True:
-        one = runner(tmp_path / way, Agent(WAYS[way]), servers)
+        one = runner(tmp_path / way, Agent(ALL_WAYS[way]), servers)
         one.ledger.left = 0
         try:
             found = complete(one)

@@ -1,22 +1,29 @@
 """What a request asks for, and which requests are refused.
 
 The loss knows one sampling distribution: the run's. A request that wants another one, or an answer in a form
-that would need another one, is refused with its reason unless the settings say that the field be ignored.
+that would need another one, is refused with its reason unless the settings say that the field be ignored, or
+that the form be checked afterwards (`structured`). All reasons to refuse a request are told at once.
 """
 
 import json
 import math
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NoReturn, TypeVar
 
+from cairn.config.sampling import checked_stop
+from cairn.orchestrator.endpoint.structured import ANY_FORM, BadForm, Form, form_of
+
+T = TypeVar("T")
 MODEL_NAME = "policy"
 """What requests call the model."""
+STRUCTURED = ("refuse", "check")
+"""What becomes of requests that want an answer in a form: they are refused, or it is checked afterwards."""
 HARMLESS = frozenset(
     (
         *("access_programs", "client_metadata", "metadata", "moderation", "safety_identifier", "seed"),
         *("prompt_cache_key", "prompt_cache_options", "prompt_cache_retention", "service_tier", "store"),
-        *("stream_options", "user"),
+        *("stream_options", "user", "cache_control", "inference_geo"),
     )
 )
 """Fields that change nothing about how an answer is sampled here; `seed` is the run's."""
@@ -31,56 +38,94 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "logit_bias": ({},),
     "logprobs": (False,),
     "top_logprobs": (0,),
-    "stop": ([],),
-    "response_format": ({"type": "text"},),
-    "parallel_tool_calls": (True,),
     "modalities": (["text"],),
     "background": (False,),
     "truncation": ("disabled",),
-    "text": ({}, {"format": {"type": "text"}}),
     "reasoning": ({},),
+    "thinking": ({"type": "disabled"},),
     "include": ([], ["reasoning.encrypted_content"]),
+    "mcp_servers": ([],),
+    "container": ({},),
 }
 """Fields that are accepted with these values, which ask for nothing special; None always does."""
 REASONS = {
     "n": "each request gets one answer; make several requests",
-    "stop": "an answer ends where the model ends it, since what is learned are the very tokens that were "
-    "sampled; send stop_token_ids",
     "logprobs": "the endpoint returns no logprobs; they are in the run's ledger",
     "top_logprobs": "the endpoint returns no logprobs; they are in the run's ledger",
     "functions": "it is OpenAI's earlier form; send tools",
     "function_call": "it is OpenAI's earlier form; send tools and tool_choice",
-    "tool_choice": "the model is free to call a tool or not: only auto and none are possible",
     "previous_response_id": "the endpoint keeps no conversations; send all items as input",
     "conversation": "the endpoint keeps no conversations; send all items as input",
+    "thinking": "whether the model reasons is decided by its chat template and its training",
+    "reasoning": "whether the model reasons is decided by its chat template and its training",
+    "mcp_servers": "the endpoint calls no servers; give the model tools that the agent calls",
 }
 """Why a field is refused, where it is not about the distribution."""
 DISTRIBUTION = "training needs answers from the run's own distribution"
+NO_GRAMMAR = (
+    f"{DISTRIBUTION}, which no grammar has masked; with structured = 'check' "
+    "(orchestrator.environment.args.structured) the model answers freely, and answers of another form are "
+    "counted"
+)
+"""Why a field is refused that wants an answer in a form."""
 
 
 class Refused(Exception):
     """A request that can't be answered; the arguments are those of an error of OpenAI's API.
 
-    status: of HTTP. param: the field that is to blame, if one is. code: for programs.
+    status: of HTTP. param: the field that is to blame, if one is. code: for programs. ignorable: whether the
+    settings may have the field ignored, which the message then says.
     """
 
-    def __init__(self, message: str, status: int = 400, param: str | None = None, code: str | None = None):
-        super().__init__(message)
-        self.status, self.param, self.code = status, param, code
+    def __init__(
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        *,
+        ignorable: bool = False,
+    ):
+        super().__init__(f"{message}; {_hint([param])}" if ignorable else message)
+        self.reason, self.status, self.param, self.code = message, status, param, code
+        self.ignorable = ignorable
+
+    @classmethod
+    def together(cls, refusals: "Sequence[Refused]") -> "Refused":
+        """One error for all that is wrong with a request."""
+        if len(refusals) == 1:
+            return refusals[0]
+        told = [f"({number}) {one.reason}" for number, one in enumerate(refusals, 1)]
+        names = [one.param for one in refusals if one.ignorable]
+        statuses = {one.status for one in refusals}
+        return cls(
+            "; ".join((*told, *([_hint(names)] if names else []))),
+            statuses.pop() if len(statuses) == 1 else 400,
+            refusals[0].param,
+            refusals[0].code,
+        )
 
     @property
     def body(self) -> dict[str, Any]:
-        """What the client is sent."""
+        """What OpenAI's clients are sent."""
         kind = {401: "authentication_error", 404: "not_found_error"}.get(self.status, "invalid_request_error")
         kind = "server_error" if self.status >= 500 else kind
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
+
+
+def _hint(names: Sequence[str | None]) -> str:
+    """What helps against refusals of these fields."""
+    listed = ", ".join(map(str, names))
+    quoted = ", ".join(map(repr, names))
+    return f"leave {listed} out, or add {quoted} to ignore (orchestrator.environment.args.ignore)"
 
 
 @dataclass(frozen=True)
 class Asked:
     """One request for an answer, in the form that `Model.generate` takes.
 
-    tools: schemas; None if the model shall call none. max_tokens: None if the request sets no maximum.
+    tools: schemas; None if the model shall call none. max_tokens: None if the request sets no maximum. stop:
+    texts that end the answer. form: that the answer is wanted in, and is checked for.
     """
 
     messages: Sequence[Mapping[str, Any]]
@@ -89,6 +134,75 @@ class Asked:
     stop_token_ids: tuple[int, ...] = ()
     stream: bool = False
     include_usage: bool = False
+    stop: tuple[str, ...] = ()
+    form: Form = ANY_FORM
+
+
+class Fields:
+    """The fields of one request that are to be heeded, and all reasons so far to refuse it."""
+
+    def __init__(self, values: Mapping[str, Any], refusals: Sequence[Refused]):
+        self._values = values
+        self._refusals = [*refusals]
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """A field's value."""
+        return self._values.get(name, default)
+
+    def read(self, what: Callable[[], T], default: T) -> T:
+        """What `what()` returns; if it refuses the request, that is noted, and the default returned."""
+        try:
+            return what()
+        except Refused as refused:
+            self._refusals.append(refused)
+            return default
+
+    def flag(self, name: str) -> bool:
+        """The value of a field that is true or false; false if it is missing, or noted as wrong."""
+        value = self.get(name, False)
+        if isinstance(value, bool):
+            return value
+        self._refusals.append(Refused(f"{name} = {shown(value)}: it must be true or false", param=name))
+        return False
+
+    def positive(self, *names: str) -> int | None:
+        """The smallest of these maxima that the request sets; one that is no maximum is noted."""
+        given = {name: self.get(name) for name in names if self.get(name) is not None}
+        right: list[int] = []
+        for name, value in given.items():
+            if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+                why = f"{name} = {shown(value)}: it must be a whole number from 1 on"
+                self._refusals.append(Refused(why, param=name))
+            else:
+                right.append(value)
+        return min(right, default=None)
+
+    def stops(self, name: str = "stop") -> tuple[str, ...]:
+        """The texts that end the answer."""
+        try:
+            return checked_stop(self.get(name) or [], name)
+        except ValueError as error:
+            self._refusals.append(Refused(str(error), param=name))
+            return ()
+
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Further tokens that end the answer."""
+        ids = self.get("stop_token_ids", [])
+        if isinstance(ids, list) and all(type(one) is int and 0 <= one < 2**31 for one in ids):
+            return tuple(ids)
+        why = f"stop_token_ids = {shown(ids)}: they must be token ids"
+        self._refusals.append(Refused(why, param="stop_token_ids"))
+        return ()
+
+    def checked(self, asked: Asked) -> Asked:
+        """The request, if nothing about it is refused.
+
+        Raises:
+            Refused: something is; the message tells all of it.
+        """
+        if self._refusals:
+            raise Refused.together(self._refusals)
+        return asked
 
 
 @dataclass(frozen=True)
@@ -96,14 +210,15 @@ class Rules:
     """Which requests are answered.
 
     temperature: the run's. calls_are_read: whether the run has a parser of tool calls. ignore: names of
-    fields that are ignored whatever they say.
+    fields that are ignored whatever they say. structured: one of `STRUCTURED`.
     """
 
     temperature: float
     calls_are_read: bool = True
     ignore: Collection[str] = field(default=frozenset[str]())
+    structured: str = "refuse"
 
-    def wanted(self, body: Any, known: Collection[str]) -> dict[str, Any]:
+    def wanted(self, body: Any, known: Collection[str]) -> Fields:
         """The request's fields that are to be heeded.
 
         Args:
@@ -111,40 +226,61 @@ class Rules:
             known: the fields that the caller heeds itself; all others must be neutral.
 
         Raises:
-            Refused: the request asks for what the endpoint does not do; the message names field and value.
+            Refused: the body is no object.
         """
         if not isinstance(body, dict):
             raise Refused("the body must be a JSON object")
-        fields = {
+        values = {
             name: value for name, value in body.items() if value is not None and name not in self.ignore
         }
-        for name, value in fields.items():
-            if name not in HARMLESS and name not in known:
-                self._check(name, value)
-        if (model := fields.get("model", MODEL_NAME)) != MODEL_NAME:
-            raise self._refusal(
-                "model", model, f"the only model here is {MODEL_NAME!r}", 404, "model_not_found"
-            )
-        return fields
+        found = [self._wrong(name, value, known) for name, value in values.items()]
+        return Fields(values, [one for one in found if one is not None])
 
-    def _check(self, name: str, value: Any) -> None:
+    def _wrong(self, name: str, value: Any, known: Collection[str]) -> Refused | None:
+        """Why a field can't have this value."""
         if name == "model":
-            return
+            if value == MODEL_NAME:
+                return None
+            why = f"model = {shown(value)}: the only model here is {MODEL_NAME!r}"
+            return Refused(why, 404, name, "model_not_found", ignorable=True)
+        if name in HARMLESS or name in known:
+            return None
+        why = REASONS.get(name, DISTRIBUTION if name in NEUTRAL else "the endpoint does not know this field")
         if name == "temperature":
             if _is_number(value) and math.isclose(value, self.temperature, rel_tol=1e-6):
-                return
-            reason = f"{DISTRIBUTION}: its temperature is {self.temperature:g}"
-            raise self._refusal(name, value, reason)
-        if name in NEUTRAL and any(value == one and _same_kind(value, one) for one in NEUTRAL[name]):
-            return
-        default = DISTRIBUTION if name in NEUTRAL else "the endpoint does not know this field"
-        raise self._refusal(name, value, REASONS.get(name, default))
+                return None
+            why = f"{DISTRIBUTION}: its temperature is {self.temperature:g}"
+        elif name in NEUTRAL and any(value == one and _same_kind(value, one) for one in NEUTRAL[name]):
+            return None
+        return Refused(f"{name} = {shown(value)}: {why}", 400, name, "unsupported_value", ignorable=True)
 
-    def _refusal(
-        self, name: str, value: Any, why: str, status: int = 400, code: str = "unsupported_value"
-    ) -> Refused:
-        hint = f"leave {name} out, or add {name!r} to ignore (orchestrator.environment.args.ignore)"
-        return Refused(f"{name} = {shown(value)}: {why}; {hint}", status, name, code)
+    def form(
+        self, tools: Sequence[Mapping[str, Any]] | None, choice: Any, *, parallel: Any, text: Any, name: str
+    ) -> Form:
+        """The form that the answer is wanted in.
+
+        Args:
+            tools: those that the model may call.
+            choice: `tool_choice`, in the form of any of the APIs.
+            parallel: `parallel_tool_calls`.
+            text: `response_format`, or what is that in another API, whose field is called `name`.
+
+        Raises:
+            Refused: it is malformed, or wants a form, which these rules refuse.
+        """
+        asked = {"tool_choice": choice, "parallel_tool_calls": parallel, name: text}
+
+        def refuse(field: str, why: str) -> NoReturn:
+            told = f"{field} = {shown(asked.get(field))}: {why}"
+            raise Refused(told, 400, field, "unsupported_value", ignorable=field in asked)
+
+        try:
+            form = form_of(tools, choice, parallel=parallel, text=text, name=name)
+        except BadForm as error:
+            refuse(error.field, str(error))
+        if self.structured == "refuse" and form.restricted is not None:
+            refuse(name if form.restricted == "text" else form.restricted, NO_GRAMMAR)
+        return form
 
     def tools(self, tools: Any, choice: Any) -> list[dict[str, Any]] | None:
         """The schemas that the model is shown.
@@ -153,10 +289,8 @@ class Rules:
             choice: `tool_choice`; with "none" the model is shown no tools.
 
         Raises:
-            Refused: the schemas are malformed, another choice is wanted, or nothing reads the calls.
+            Refused: the schemas are malformed, or nothing reads the calls.
         """
-        if choice not in (None, "auto", "none"):
-            raise self._refusal("tool_choice", choice, REASONS["tool_choice"])
         if not tools:
             return None
         if not isinstance(tools, list) or not all(_is_schema(one) for one in tools):
@@ -165,7 +299,7 @@ class Rules:
                 f"{shown(tools)}",
                 param="tools",
             )
-        if choice == "none":
+        if choice in ("none", {"type": "none"}):
             return None
         if not self.calls_are_read:
             raise Refused(
@@ -174,31 +308,6 @@ class Rules:
                 param="tools",
             )
         return tools
-
-
-def positive(fields: Mapping[str, Any], *names: str) -> int | None:
-    """The smallest of these maxima that the request sets.
-
-    Raises:
-        Refused: one is no positive whole number.
-    """
-    given = {name: fields[name] for name in names if name in fields}
-    for name, value in given.items():
-        if isinstance(value, bool) or not isinstance(value, int) or value < 1:
-            raise Refused(f"{name} = {shown(value)}: it must be a whole number from 1 on", param=name)
-    return min(given.values(), default=None)
-
-
-def flag(fields: Mapping[str, Any], name: str) -> bool:
-    """A field that is true or false; false if the request does not have it.
-
-    Raises:
-        Refused: it is something else.
-    """
-    value = fields.get(name, False)
-    if not isinstance(value, bool):
-        raise Refused(f"{name} = {shown(value)}: it must be true or false", param=name)
-    return value
 
 
 def shown(value: Any) -> str:
@@ -217,7 +326,7 @@ def checked_ignore(names: Any) -> frozenset[str]:
         isinstance(one, str) for one in names
     ):
         raise ValueError(f"ignore = {names!r}: it must be a list of fields, such as ['temperature']")
-    needed = {"messages", "input", "stream", "tools"} & set(names)
+    needed = {"messages", "input", "system", "stream", "tools"} & set(names)
     if needed:
         raise ValueError(f"ignore = {sorted(names)}: {min(needed)!r} can't be ignored")
     return frozenset(names)

@@ -3,13 +3,18 @@
 from collections.abc import Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, flag, positive, shown
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, shown
+from cairn.orchestrator.endpoint.structured import ANY_FORM
+from cairn.run.conversations import REASONING
 
 if TYPE_CHECKING:
     from cairn.orchestrator.environments.program import Reply
 
 HEEDED = frozenset(
-    ("messages", "tools", "tool_choice", "max_tokens", "max_completion_tokens", "stop_token_ids", "stream")
+    (
+        *("messages", "tools", "tool_choice", "parallel_tool_calls", "response_format", "stream"),
+        *("max_tokens", "max_completion_tokens", "stop", "stop_token_ids"),
+    )
 )
 """The fields that `parse` heeds."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
@@ -19,30 +24,24 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        Refused: it is malformed, or asks for what the endpoint does not do.
+        Refused: it is malformed, or asks for what the endpoint does not do; the message tells all of it.
     """
     fields = rules.wanted(body, HEEDED)
-    options = fields.get("stream_options", {})
-    return Asked(
-        messages=_messages(fields.get("messages")),
-        tools=rules.tools(fields.get("tools"), fields.get("tool_choice")),
-        max_tokens=positive(fields, "max_tokens", "max_completion_tokens"),
-        stop_token_ids=stop_tokens(fields),
-        stream=flag(fields, "stream"),
-        include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+    options, choice = fields.get("stream_options", {}), fields.get("tool_choice")
+    tools = fields.read(lambda: rules.tools(fields.get("tools"), choice), None)
+    wanted = {"parallel": fields.get("parallel_tool_calls"), "text": fields.get("response_format")}
+    return fields.checked(
+        Asked(
+            messages=fields.read(lambda: _messages(fields.get("messages")), []),
+            tools=tools,
+            max_tokens=fields.positive("max_tokens", "max_completion_tokens"),
+            stop_token_ids=fields.stop_tokens(),
+            stop=fields.stops(),
+            stream=fields.flag("stream"),
+            include_usage=isinstance(options, dict) and options.get("include_usage") is True,
+            form=fields.read(lambda: rules.form(tools, choice, **wanted, name="response_format"), ANY_FORM),
+        )
     )
-
-
-def stop_tokens(fields: Mapping[str, Any]) -> tuple[int, ...]:
-    """Further tokens that end the answer.
-
-    Raises:
-        Refused: they are no list of token ids.
-    """
-    ids = fields.get("stop_token_ids", [])
-    if not isinstance(ids, list) or not all(type(one) is int and one >= 0 for one in ids):
-        raise Refused(f"stop_token_ids = {shown(ids)}: they must be token ids", param="stop_token_ids")
-    return tuple(ids)
 
 
 def _messages(given: Any) -> list[dict[str, Any]]:
@@ -56,16 +55,21 @@ def _message(number: int, message: Any) -> dict[str, Any]:
     where = f"messages[{number}]"
     if not isinstance(message, dict) or message.get("role") not in ROLES:
         raise Refused(f"{where} must be an object with a role of {', '.join(ROLES)}", param=where)
-    check_content(message.get("content"), where)
+    check_content(message.get("content"), where, may_be_empty=message["role"] in ("assistant", "tool"))
     calls = message.get("tool_calls") or []
     if not isinstance(calls, list) or not all(_is_call(call) for call in calls):
         raise Refused(f"{where}.tool_calls = {shown(calls)}: each must have a function's name", param=where)
     if message.get("function_call"):
         raise Refused(f"{where}.function_call is OpenAI's earlier form; send tool_calls", param=where)
+    for name in (*REASONING, "name", "tool_call_id"):
+        if not isinstance(message.get(name, ""), str | None):
+            raise Refused(f"{where}.{name} = {shown(message[name])}: it must be text", param=where)
+    if message.get("content") == []:
+        message = {**message, "content": ""}
     return {**message, "role": "system"} if message["role"] == "developer" else message
 
 
-def check_content(content: Any, where: str) -> None:
+def check_content(content: Any, where: str, *, may_be_empty: bool = False) -> None:
     """Check that a message's content is text, or a list of texts.
 
     Raises:
@@ -73,6 +77,8 @@ def check_content(content: Any, where: str) -> None:
     """
     if content is None or isinstance(content, str):
         return
+    if content == [] and not may_be_empty:
+        raise Refused(f"{where}.content is an empty list: send a text, or a list of texts", param=where)
     for part in content if isinstance(content, list) else [content]:
         if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
             raise Refused(f"{where}.content has {shown(part)}: the policy reads text only", param=where)
@@ -80,7 +86,11 @@ def check_content(content: Any, where: str) -> None:
 
 def _is_call(call: Any) -> bool:
     function = call.get("function") if isinstance(call, dict) else None
-    return isinstance(function, dict) and isinstance(function.get("name"), str)
+    if not isinstance(function, dict) or not isinstance(call.get("id", ""), str | None):
+        return False
+    return isinstance(function.get("name"), str) and isinstance(
+        function.get("arguments", ""), str | dict | None
+    )
 
 
 def completion(reply: "Reply", name: str) -> dict[str, Any]:

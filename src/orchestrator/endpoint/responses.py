@@ -4,14 +4,18 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, flag, positive, shown
-from cairn.orchestrator.endpoint.chat_completions import ROLES, stop_tokens, usage
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules, shown
+from cairn.orchestrator.endpoint.chat_completions import ROLES, usage
+from cairn.orchestrator.endpoint.structured import ANY_FORM
 
 if TYPE_CHECKING:
     from cairn.orchestrator.environments.program import Reply
 
 HEEDED = frozenset(
-    ("input", "instructions", "tools", "tool_choice", "max_output_tokens", "stop_token_ids", "stream")
+    (
+        *("input", "instructions", "tools", "tool_choice", "parallel_tool_calls", "text", "stream"),
+        *("max_output_tokens", "stop", "stop_token_ids"),
+    )
 )
 """The fields that `parse` heeds."""
 TEXTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
@@ -24,23 +28,50 @@ def parse(body: Any, rules: Rules) -> Asked:
     """What a request asks for.
 
     Raises:
-        Refused: it is malformed, or asks for what the endpoint does not do.
+        Refused: it is malformed, or asks for what the endpoint does not do; the message tells all of it.
     """
     fields = rules.wanted(body, HEEDED)
-    instructions = fields.get("instructions")
-    if instructions is not None and not isinstance(instructions, str):
-        raise Refused(f"instructions = {shown(instructions)}: they must be text", param="instructions")
-    tools = fields.get("tools")
-    if isinstance(tools, list):
-        tools = [_schema(tool) for tool in tools]
-    before = [{"role": "system", "content": instructions}] if instructions else []
-    return Asked(
-        messages=[*before, *_messages(fields.get("input"))],
-        tools=rules.tools(tools, fields.get("tool_choice")),
-        max_tokens=positive(fields, "max_output_tokens"),
-        stop_token_ids=stop_tokens(fields),
-        stream=flag(fields, "stream"),
+    choice, parallel = fields.get("tool_choice"), fields.get("parallel_tool_calls")
+    tools = fields.read(lambda: rules.tools(_schemas(fields.get("tools")), choice), None)
+    before = fields.read(lambda: _instructions(fields.get("instructions")), [])
+    text = fields.read(lambda: _format(fields.get("text")), None)
+    return fields.checked(
+        Asked(
+            messages=[*before, *fields.read(lambda: _messages(fields.get("input")), [])],
+            tools=tools,
+            max_tokens=fields.positive("max_output_tokens"),
+            stop_token_ids=fields.stop_tokens(),
+            stop=fields.stops(),
+            stream=fields.flag("stream"),
+            form=fields.read(
+                lambda: rules.form(tools, choice, parallel=parallel, text=text, name="text"), ANY_FORM
+            ),
+        )
     )
+
+
+def _instructions(given: Any) -> list[dict[str, Any]]:
+    """The message of the instructions."""
+    if given is not None and not isinstance(given, str):
+        raise Refused(f"instructions = {shown(given)}: they must be text", param="instructions")
+    return [{"role": "system", "content": given}] if given else []
+
+
+def _format(text: Any) -> Any:
+    """The format of the text that is wanted."""
+    if text is None:
+        return None
+    further = set(text) - {"format"} if isinstance(text, dict) else {"text"}
+    if further - {"verbosity"} or (isinstance(text, dict) and text.get("verbosity") not in (None, "medium")):
+        raise Refused(
+            f"text = {shown(text)}: it may have a format, and nothing else", param="text", ignorable=True
+        )
+    return text.get("format")
+
+
+def _schemas(tools: Any) -> Any:
+    """The tools in the form of chat completions."""
+    return [_schema(tool) for tool in tools] if isinstance(tools, list) else tools
 
 
 def _schema(tool: Any) -> Any:

@@ -13,8 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from cairn.orchestrator.endpoint import chat_completions, responses
+from cairn.orchestrator.endpoint import chat_completions, messages, responses
 from cairn.orchestrator.endpoint.asked import MODEL_NAME, Asked, Refused, Rules
+from cairn.orchestrator.endpoint.body import read_body
 from cairn.orchestrator.endpoint.session import Exchange, Session
 
 if TYPE_CHECKING:
@@ -28,16 +29,20 @@ LARGEST_REQUEST = 64 << 20
 SIGN_SECONDS = 10.0
 """How often a client of a streamed answer is shown that the server lives, until the answer is there."""
 RETRY = "x-stainless-retry-count"
-"""The header in which OpenAI's clients say how often they have sent a request before."""
+"""The header in which clients of both APIs say how often they have sent a request before."""
+LONG = 1 << 20
+"""Bytes of a body from which on it is read on a thread."""
 
 
 @dataclass(frozen=True)
 class _Kind:
-    """How requests of one path are read, and their answers written; `events` has lines of a stream."""
+    """How requests of one path are read, and their answers and errors written; `events` has lines of a
+    stream."""
 
     parse: Callable[[Any, Rules], Asked]
     whole: Callable[["Reply", str, Asked], dict[str, Any]]
     events: Callable[["Reply", str, Asked], Iterator[str]]
+    error: Callable[[Refused], dict[str, Any]] = lambda refused: refused.body
 
 
 def _lines_of_chunks(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
@@ -46,9 +51,14 @@ def _lines_of_chunks(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
     yield "data: [DONE]\n\n"
 
 
-def _lines_of_events(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
-    for event in responses.events(reply, name, asked):
-        yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+def _lines(events: Callable[["Reply", str, Asked], Iterator[dict[str, Any]]]) -> Any:
+    """What writes the lines of events that have names."""
+
+    def lines(reply: "Reply", name: str, asked: Asked) -> Iterator[str]:
+        for event in events(reply, name, asked):
+            yield f"event: {event['type']}\ndata: {json.dumps(event)}\n\n"
+
+    return lines
 
 
 KINDS = {
@@ -57,8 +67,10 @@ KINDS = {
         lambda reply, name, _: chat_completions.completion(reply, name),
         _lines_of_chunks,
     ),
-    "/v1/responses": _Kind(responses.parse, responses.response, _lines_of_events),
+    "/v1/responses": _Kind(responses.parse, responses.response, _lines(responses.events)),
+    "/v1/messages": _Kind(messages.parse, messages.answer, _lines(messages.events), messages.error),
 }
+COUNT = "/v1/messages/count_tokens"
 
 
 class Endpoint:
@@ -92,6 +104,7 @@ class Endpoint:
         app = web.Application(client_max_size=LARGEST_REQUEST, middlewares=[self._checked])
         for path, kind in KINDS.items():
             app.router.add_post(path, functools.partial(self._answer, kind))
+        app.router.add_post(COUNT, self._count)
         app.router.add_get("/v1/models", self._models)
         app.router.add_get("/v1/models/{model}", self._model)
         runner = self._runner = web.AppRunner(app, access_log=None, shutdown_timeout=1.0)
@@ -132,10 +145,11 @@ class Endpoint:
     def _session(self, request: web.Request) -> tuple[Session, str]:
         scheme, _, key = request.headers.get("Authorization", "").partition(" ")
         found = self._sessions.get(key.strip()) if scheme.lower() == "bearer" else None
+        found = found or self._sessions.get(request.headers.get("x-api-key", "").strip())
         if found is None:
             raise Refused(
                 "no rollout that is being worked on has this key: send the one in OPENAI_API_KEY as a bearer "
-                "token",
+                "token, or the one in ANTHROPIC_API_KEY as x-api-key",
                 401,
                 code="invalid_api_key",
             )
@@ -143,21 +157,27 @@ class Endpoint:
 
     @web.middleware
     async def _checked(self, request: web.Request, handler: Any) -> web.StreamResponse:
-        """Have a request answered; what is wrong with it is an error as OpenAI's clients know it."""
+        """Have a request answered; what is wrong with it is an error as the API's clients know it."""
         try:
             self._session(request)
             return await handler(request)
         except Refused as refused:
-            return _error(refused)
+            return _error(request, refused)
         except web.HTTPRequestEntityTooLarge:
-            return _error(Refused(f"a request may have at most {LARGEST_REQUEST} bytes", 413))
+            return _error(request, Refused(f"a request may have at most {LARGEST_REQUEST} bytes", 413))
         except web.HTTPException as error:
-            paths = ", ".join(f"POST {path}" for path in KINDS)
+            paths = ", ".join(f"POST {path}" for path in (*KINDS, COUNT))
             what = f"{request.method} {request.path}: {error.reason}; there are {paths} and GET /v1/models"
-            return _error(Refused(what, error.status))
+            return _error(request, Refused(what, error.status))
+        except ConnectionError:
+            raise
+        except Exception as error:
+            logger.exception("a request of an agent could not be answered")
+            return _error(request, Refused(f"the endpoint failed: {type(error).__name__}: {error}", 500))
 
     async def _models(self, _: web.Request) -> web.Response:
-        return web.json_response({"object": "list", "data": [_DESCRIPTION]})
+        pages = {"has_more": False, "first_id": MODEL_NAME, "last_id": MODEL_NAME}
+        return web.json_response({"object": "list", "data": [_DESCRIPTION], **pages})
 
     async def _model(self, request: web.Request) -> web.Response:
         name = request.match_info["model"]
@@ -168,11 +188,7 @@ class Endpoint:
     async def _answer(self, kind: _Kind, request: web.Request) -> web.StreamResponse:
         session, name = self._session(request)
         content = await request.read()
-        try:
-            body = json.loads(content)
-        except ValueError as error:
-            raise Refused(f"the body is not JSON: {error}") from None
-        asked = kind.parse(body, session.rules)
+        asked = kind.parse(await _body(content), session.rules)
         retry = request.headers.get(RETRY, "0").strip() not in ("", "0")
         exchange = session.ask(
             asked, request.path.encode() + b" " + content, retry=retry, is_open=lambda: _is_open(request)
@@ -185,6 +201,12 @@ class Endpoint:
         response = web.Response(text=text, content_type="application/json")
         await _write(request, response, [], exchange)
         return response
+
+    async def _count(self, request: web.Request) -> web.Response:
+        """The number of tokens of a conversation, as its text makes them."""
+        session, _ = self._session(request)
+        asked = messages.parse(await _body(await request.read()), session.rules)
+        return web.json_response({"input_tokens": await session.count(asked)})
 
     async def _stream(
         self, kind: _Kind, request: web.Request, asked: Asked, exchange: Exchange, name: str
@@ -202,12 +224,21 @@ class Endpoint:
         except Refused as refused:
             if not response.prepared:
                 raise
-            lines = [f"event: error\ndata: {json.dumps(refused.body)}\n\n"]
+            lines = [f"event: error\ndata: {json.dumps(kind.error(refused))}\n\n"]
         await _write(request, response, lines, exchange)
         return response
 
 
-_DESCRIPTION: Mapping[str, Any] = {"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "cairn"}
+_DESCRIPTION: Mapping[str, Any] = {
+    **{"id": MODEL_NAME, "object": "model", "created": 0, "owned_by": "cairn"},
+    **{"type": "model", "display_name": MODEL_NAME, "created_at": "1970-01-01T00:00:00Z"},
+}
+"""The model, as the clients of both APIs know models."""
+
+
+async def _body(content: bytes) -> Any:
+    """The decoded body of a request."""
+    return await asyncio.to_thread(read_body, content) if len(content) > LONG else read_body(content)
 
 
 def _reply(exchange: Exchange) -> "Reply":
@@ -249,6 +280,8 @@ async def _write(
     return _is_open(request)
 
 
-def _error(refused: Refused) -> web.Response:
-    # OpenAI's clients try again after errors of servers unless they are told not to.
-    return web.json_response(refused.body, status=refused.status, headers={"x-should-retry": "false"})
+def _error(request: web.Request, refused: Refused) -> web.Response:
+    of_messages = "anthropic-version" in request.headers or request.path in ("/v1/messages", COUNT)
+    body = messages.error(refused) if of_messages else refused.body
+    # Clients of both APIs try again after errors of servers unless they are told not to.
+    return web.json_response(body, status=refused.status, headers={"x-should-retry": "false"})

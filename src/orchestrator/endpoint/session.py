@@ -53,6 +53,8 @@ class Session:
         self.rules = rules
         self.conversation: list[dict[str, Any]] = []
         """The messages of the latest request that was answered, and the answer."""
+        self.misfits: list[str] = []
+        """Of each answer without the form that was asked for, why."""
         self._model = model
         self._exchanges: dict[bytes, Exchange] = {}
         """The latest of each different request, oldest first."""
@@ -121,6 +123,7 @@ class Session:
                 tools=asked.tools,
                 max_tokens=asked.max_tokens,
                 stop_token_ids=asked.stop_token_ids,
+                stop=asked.stop,
             )
         except NoPrompt as error:
             raise Refused(str(error), param="messages") from error
@@ -134,4 +137,17 @@ class Session:
                 code="context_length_exceeded",
             )
         self.conversation = [*map(dict, asked.messages), dict(reply.message)]
+        if (misfit := asked.form.misfit(reply.message)) is not None:
+            self.misfits.append(misfit)
         return reply
+
+    async def count(self, asked: Asked) -> int:
+        """Number of tokens of the conversation of a request, which is not answered.
+
+        Raises:
+            Refused: the chat template fails on the messages.
+        """
+        try:
+            return await self._model.count_tokens(asked.messages, tools=asked.tools)
+        except NoPrompt as error:
+            raise Refused(str(error), param="messages") from error

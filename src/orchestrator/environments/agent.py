@@ -17,7 +17,7 @@ from typing import Any, ClassVar
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.endpoint.agent_process import Ended, inherited, log_of_agents, run_agent
-from cairn.orchestrator.endpoint.asked import MODEL_NAME, Rules, checked_ignore
+from cairn.orchestrator.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, checked_ignore
 from cairn.orchestrator.endpoint.server import Endpoint
 from cairn.orchestrator.environments.asked import wrong_with_methods
 from cairn.orchestrator.environments.calls import shortened
@@ -31,6 +31,8 @@ from cairn.run.extensions import code_of, load
 SETTING = "orchestrator.environment.args.reward"
 PLACEHOLDERS = ("{problem}", "{folder}", "{base_url}", "{model}", "{python}")
 """What stands in a command for a value of the rollout."""
+MISFITS = "misfits"
+"""Names the part of the reward that counts answers without the form that was asked for."""
 LARGEST_REWARD_FILE = 1 << 20
 """Bytes."""
 
@@ -76,6 +78,8 @@ class Agent:
             reward = exit_code all.
         time_limit: seconds that an agent may take, without those in which it waits for the model.
         ignore: fields of requests to ignore, such as temperature, which would be refused otherwise.
+        structured: what becomes of requests that want an answer in a form (tool_choice, response_format):
+            refuse, or check: the model answers freely, and answers of another form are counted.
         env: further environment variables.
         inherit: names of variables to pass on from the run's own environment.
 
@@ -95,6 +99,7 @@ class Agent:
         exit_codes: Sequence[int] | None = None,
         time_limit: float | None = None,
         ignore: Sequence[str] = (),
+        structured: str = "refuse",
         env: Mapping[str, str] | None = None,
         inherit: Sequence[str] = (),
     ):
@@ -118,6 +123,9 @@ class Agent:
         self.exit_codes = exit_codes if exit_codes is not None else None if reward == "exit_code" else [0]
         self.time_limit = time_limit
         self.ignore = checked_ignore(ignore)
+        if structured not in STRUCTURED:
+            raise ValueError(f"structured = {structured!r}: it must be one of {', '.join(STRUCTURED)}")
+        self.structured = structured
         self.variables = inherited(inherit) | {str(name): str(value) for name, value in (env or {}).items()}
         about = [content_digest(source, self._records), reward, code_of(reward) or ""]
         self.identity = " ".join(about)
@@ -160,7 +168,12 @@ class AgentPrograms(Programs):
     def __init__(self, environment: Any, config: OrchestratorConfig):
         super().__init__(environment, config)
         self._endpoint = Endpoint()
-        self._rules = Rules(config.sampling.temperature, config.tool_parser is not None, environment.ignore)
+        self._rules = Rules(
+            config.sampling.temperature,
+            config.tool_parser is not None,
+            environment.ignore,
+            environment.structured,
+        )
         run = config.run_directory()
         self._folder = run.path / "agents"
         self._log_file = run.logs / "agents.log"
@@ -213,7 +226,8 @@ class AgentPrograms(Programs):
             self._ended.add(name)
         offered = {**end, "problem": environment.record(problem), "folder": self._folder / name}
         found = await model.once("reward", functools.partial(self._reward, offered))
-        return Rewards(found["parts"], found["weights"])
+        counts = {MISFITS: float(end[MISFITS])} if MISFITS in end else {}
+        return Rewards(found["parts"] | counts, found["weights"] | dict.fromkeys(counts, 0.0))
 
     async def over(self, problem: int, seed: int) -> None:
         """Remove the rollout's folder."""
@@ -225,11 +239,13 @@ class AgentPrograms(Programs):
         """What the reward is told of an agent that has done its work, as it is recorded."""
         environment = self.environment
         folder = await asyncio.to_thread(self._make_folder, name, environment.record(problem))
-        ended, messages = await self._work(problem, model, folder)
+        ended, messages, misfits = await self._work(problem, model, folder)
         codes = environment.exit_codes
         if ended.code < 0 or (codes is not None and ended.code not in codes):
             expected = "" if codes is None or ended.code < 0 else f", and exit_codes are {list(codes)}"
-            raise EnvironmentFailed(f"the agent {ended.how}{expected}{ended.last_words}")
+            count = f"{len(misfits)} of its answers, the first" if len(misfits) > 1 else "an answer"
+            form = f"; {count} without the form that it asked for: {misfits[0]}" if misfits else ""
+            raise EnvironmentFailed(f"the agent {ended.how}{expected}{form}{ended.last_words}")
         if not messages:
             raise EnvironmentFailed(
                 f"the agent {ended.how} and was never answered by the model, so nothing can be learned from "
@@ -238,14 +254,17 @@ class AgentPrograms(Programs):
         if environment.reward is file:
             _recorded(await asyncio.to_thread(file, folder))  # without it, the agent has not done its work
         told = {"exit_code": ended.code, "output": ended.output, "messages": messages}
+        checked = {MISFITS: len(misfits)} if environment.structured == "check" else {}
 
         async def end() -> dict[str, Any]:
-            return {name: value for name, value in told.items() if name in environment.reward_names}
+            return {name: value for name, value in told.items() if name in environment.reward_names} | checked
 
         return await model.once("end", end)
 
-    async def _work(self, problem: int, model: Model, folder: Path) -> tuple[Ended, list[dict[str, Any]]]:
-        """How the agent ended, and its latest conversation."""
+    async def _work(
+        self, problem: int, model: Model, folder: Path
+    ) -> tuple[Ended, list[dict[str, Any]], list[str]]:
+        """How the agent ended, its latest conversation, and why answers had not the form that it wanted."""
         environment = self.environment
         await self._endpoint.start()
         values = (folder / "problem.json", folder, self._endpoint.url, MODEL_NAME, sys.executable)
@@ -260,6 +279,10 @@ class AgentPrograms(Programs):
                     "OPENAI_BASE_URL": self._endpoint.url,
                     "OPENAI_API_KEY": key,
                     "OPENAI_MODEL": MODEL_NAME,
+                    "ANTHROPIC_BASE_URL": self._endpoint.url.removesuffix("/v1"),
+                    "ANTHROPIC_API_KEY": key,
+                    "ANTHROPIC_MODEL": MODEL_NAME,
+                    "ANTHROPIC_SMALL_FAST_MODEL": MODEL_NAME,
                     "CAIRN_PROBLEM": str(folder / "problem.json"),
                     "CAIRN_REWARD": str(folder / "reward.json"),
                     "CAIRN_SEED": str(model.seed),
@@ -271,7 +294,7 @@ class AgentPrograms(Programs):
                 waited=lambda: session.waited,
                 log=functools.partial(self._log, f"problem {problem}, {folder.name}"),
             )
-            return ended, session.conversation
+            return ended, session.conversation, session.misfits
 
     def _log(self, about: str, ended: Ended) -> None:
         log_of_agents(self._log_file).info("%s: the agent %s\n%s", about, ended.how, ended.output.rstrip())
@@ -314,6 +337,10 @@ def _recorded(found: Any) -> dict[str, dict[str, float]]:
     reward = to_json(found, "agent")
     if isinstance(reward, str):
         raise EnvironmentFailed(f"the reward must be finite, but {reward}: {shortened(found)}")
+    if MISFITS in reward["parts"]:
+        raise EnvironmentFailed(
+            f"the reward must call no part {MISFITS!r}: answers of another form than asked are counted so"
+        )
     return reward
 
 

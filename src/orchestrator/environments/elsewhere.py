@@ -104,6 +104,7 @@ class _Asking:
         else:
             work = {
                 "generate": self._generate,
+                "count_tokens": self._count_tokens,
                 "once": self._once,
                 "each_time": self._each_time,
                 "snapshot": self._snapshot,
@@ -125,6 +126,14 @@ class _Asking:
             self._say(message["call"], error=error)
         else:
             self._say(message["call"], asdict(reply))
+
+    async def _count_tokens(self, message: dict[str, Any]) -> None:
+        try:
+            count = await self._model.count_tokens(message["messages"], tools=message["tools"])
+        except Exception as error:
+            self._say(message["call"], error=error)
+        else:
+            self._say(message["call"], count)
 
     async def _once(self, message: dict[str, Any]) -> None:
         number: int = message["call"]

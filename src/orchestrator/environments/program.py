@@ -73,6 +73,18 @@ class Model(Protocol):
         """
         ...
 
+    async def count_tokens(
+        self, messages: Sequence[Mapping[str, Any]], *, tools: Sequence[Mapping[str, Any]] | None = None
+    ) -> int:
+        """Number of tokens of a conversation, as the chat template renders it anew.
+
+        Nothing is asked or recorded. A conversation that goes on in its branch may have a few more or less.
+
+        Raises:
+            NoPrompt: the chat template fails on the messages.
+        """
+        ...
+
     async def once(
         self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
     ) -> Any:

@@ -153,6 +153,11 @@ class Model:
         )
         return SimpleNamespace(**found)
 
+    async def count_tokens(self, messages, *, tools=None):
+        """Number of tokens of a conversation."""
+        tools = tools if tools is None else list(tools)
+        return await self._worker.ask(self._number, "count_tokens", messages=list(messages), tools=tools)
+
     async def once(self, name, call, *, snapshot=None):
         """The result of `call()`, which is called once however often the rollout is started again."""
         known = await self._worker.ask(self._number, "once", name=name, snapshot=snapshot is not None)
