@@ -369,6 +369,25 @@ def test_an_agent_that_fails_is_started_again_and_then_has_failed(
     assert (group.whole, len(servers.asked)) == (True, 2)
 
 
+FORM = ASK.replace('"messages"', '"response_format": {"type": "json_object"}, "messages"', 1)
+
+
+def test_answers_without_the_form_that_an_agent_wants_are_counted(task: Path):
+    """They reach it as they are; where it fails, the reason says so."""
+    group = work(task, script=FORM, structured="check")
+    assert group.rewards == [1.0, 1.0]
+    assert group.rollouts[0].parts == {"agent": 1.0, "misfits": 1.0}
+    assert work(task, script=ASK, structured="check").rollouts[0].parts == {"agent": 1.0, "misfits": 0.0}
+
+
+def test_an_agent_that_fails_at_an_answer_without_the_form_is_told_why(task: Path):
+    failure = work(task, script=FORM + "sys.exit(3)", structured="check", exit_codes=[0]).failure
+    why = "an answer without the form that it asked for: its content was to be JSON and is not"
+    assert f"exit_codes are [0]; {why}; it printed nothing" in (failure or "")
+    refused = work(task, script=FORM).failure or ""
+    assert "was never answered by the model" in refused
+
+
 def test_an_agent_that_takes_too_long_has_failed(task: Path):
     group = work(task, script="import time; time.sleep(1000)", time_limit=0.2)
     assert "has not ended within 0.2 s (orchestrator.environment.args.time_limit" in (group.failure or "")
@@ -434,6 +453,9 @@ def test_an_agent_knows_of_no_secrets(task: Path, monkeypatch: pytest.MonkeyPatc
     assert "WANDB_API_KEY" not in seen
     assert (seen["MY_TOOL"], seen["OPENAI_MODEL"]) == ("/opt/tool", "policy")
     assert seen["OPENAI_BASE_URL"].startswith("http://127.0.0.1:")
+    assert seen["OPENAI_BASE_URL"] == seen["ANTHROPIC_BASE_URL"] + "/v1"
+    assert seen["OPENAI_API_KEY"] == seen["ANTHROPIC_API_KEY"]
+    assert seen["ANTHROPIC_MODEL"] == "policy"
 
 
 # Settings
@@ -458,6 +480,7 @@ def test_an_agent_knows_of_no_secrets(task: Path, monkeypatch: pytest.MonkeyPatc
         ({"time_limit": 0}, "time_limit = 0: it must be more than 0 seconds"),
         ({"ignore": "temperature"}, "ignore = 'temperature': it must be a list of fields"),
         ({"ignore": ["messages"]}, "'messages' can't be ignored"),
+        ({"structured": "mask"}, "structured = 'mask': it must be one of refuse, check"),
     ],
 )
 def test_wrong_settings_are_refused_before_anything_starts(
