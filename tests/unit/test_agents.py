@@ -372,12 +372,12 @@ def test_an_agent_that_fails_is_started_again_and_then_has_failed(
 FORM = ASK.replace('"messages"', '"response_format": {"type": "json_object"}, "messages"', 1)
 
 
-def test_answers_without_the_form_that_an_agent_wants_are_counted(task: Path):
-    """They reach it as they are; where it fails, the reason says so."""
-    group = work(task, script=FORM, structured="check")
+@pytest.mark.parametrize(("script", "misfits"), [(ASK, 0.0), (FORM, 1.0), (FORM * 2, 2.0)])
+def test_answers_without_the_form_that_an_agent_wants_are_counted(task: Path, script: str, misfits: float):
+    """They reach it as they are."""
+    group = work(task, script=script, structured="check")
     assert group.rewards == [1.0, 1.0]
-    assert group.rollouts[0].parts == {"agent": 1.0, "misfits": 1.0}
-    assert work(task, script=ASK, structured="check").rollouts[0].parts == {"agent": 1.0, "misfits": 0.0}
+    assert group.rollouts[0].parts == {"agent": 1.0, "misfits": misfits}
 
 
 def test_an_agent_that_fails_at_an_answer_without_the_form_is_told_why(task: Path):
