@@ -21,7 +21,7 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
     store = CheckpointStore(run.checkpoints)
     folder = store.folder(step)
     if code == EXIT_STOPPED:
-        print(_saved(step, folder), flush=True)
+        print(_saved(run, step, folder), flush=True)
         return EXIT_STOPPED
     if code == EXIT_LOST:
         return conclude_early(run, attempt, step, config, why_unsaved(run))
@@ -51,8 +51,14 @@ def why_unsaved(run: RunDirectory) -> str:
     return RANK_DIED
 
 
-def _saved(step: int, folder: Path) -> str:
-    return f"stopped at step {step}, saved in {folder}; --ckpt.resume auto resumes"
+def _saved(run: RunDirectory, step: int, folder: Path) -> str:
+    return f"stopped at step {step}, saved in {folder}; --ckpt.resume auto resumes{_reason(run)}"
+
+
+def _reason(run: RunDirectory) -> str:
+    """Why the run was asked to stop, as a sentence of its own; nobody knows whom a signal comes from."""
+    reason = run.stop_requested()
+    return "" if reason is None else f". The reason of the stop: {reason}"
 
 
 def conclude_early(run: RunDirectory, attempt: Attempt, step: int, config: RunConfig, why: str) -> int:
@@ -60,22 +66,25 @@ def conclude_early(run: RunDirectory, attempt: Attempt, step: int, config: RunCo
     store = CheckpointStore(run.checkpoints)
     newest = store.latest() or 0
     if newest == step > attempt.start_step:  # killed after its save
-        print(_saved(step, store.folder(step)), flush=True)
+        print(_saved(run, step, store.folder(step)), flush=True)
         return EXIT_STOPPED
     if step <= max(newest, attempt.start_step):
         saved = f" Step {newest}, saved in {store.folder(newest)}, is the newest." if newest else ""
         print(
             f"stopped before step {step + 1}: nothing is lost.{saved} "
-            f"{'--ckpt.resume auto resumes from there' if newest else 'The same command starts again'}",
+            f"{'--ckpt.resume auto resumes from there' if newest else 'The same command starts again'}"
+            f"{_reason(run)}",
             flush=True,
         )
         return EXIT_STOPPED
     if not config.ckpt:
-        raise RoleFailed(f"stopped at step {step}, which is lost; with --ckpt it would have been saved")
+        raise RoleFailed(
+            f"stopped at step {step}, which is lost; with --ckpt it would have been saved{_reason(run)}"
+        )
     start = f"from step {newest}" if newest else "from the start"
     print(
         f"stopped, but step {step} could not be saved ({why}): --ckpt.resume auto resumes {start} and "
-        f"recomputes the steps after it",
+        f"recomputes the steps after it{_reason(run)}",
         flush=True,
     )
     return EXIT_STOPPED

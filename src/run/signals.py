@@ -6,8 +6,11 @@ for the same request.
 """
 
 import contextlib
+import faulthandler
+import functools
 import os
 import signal
+import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from multiprocessing import resource_tracker
@@ -22,6 +25,43 @@ def say(message: str) -> None:
     """Print a line from a signal handler, which may have interrupted another print."""
     with contextlib.suppress(OSError):  # the terminal may be gone
         os.write(1, f"{message}\n".encode())
+
+
+_handled: list[list[signal.Signals]] = []
+"""The signals that this process has handlers of `on_stop_signals` for; several if calls are nested."""
+_forking = threading.local()
+"""The signal mask of a thread that forks."""
+
+
+@functools.cache
+def _children_are_as_others() -> None:
+    """From now on a process that is forked off this one acts on signals as any other process does.
+
+    Python keeps handlers across a fork. Without this, whoever ends a worker that a reward has forked
+    (`Process.terminate`, the end of a `Pool`) would ask the run to stop, and the worker would go on. Programs
+    that are executed need none of this: the kernel resets handlers then.
+    """
+    os.register_at_fork(before=_block, after_in_parent=_unblock, after_in_child=_act_as_others)
+
+
+def _block() -> None:
+    """Until the child acts on stop signals as others do, they wait: Python forgets those that come before."""
+    _forking.mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+
+
+def _unblock() -> None:
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask)
+
+
+def _act_as_others() -> None:
+    """In a forked child: undo what this process has installed for itself."""
+    for number in {number for numbers in _handled for number in numbers}:
+        signal.signal(number, signal.SIG_DFL)
+    _handled.clear()
+    signal.set_wakeup_fd(-1)  # an event loop's, of the parent
+    signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask - set(STOP_SIGNALS))
+    if faulthandler.is_enabled():
+        faulthandler.disable()  # the stacks in the parent's log are the parent's
 
 
 @contextlib.contextmanager
@@ -48,13 +88,17 @@ def on_stop_signals(
             repeated = True
             again()
 
+    _children_are_as_others()
     ignored = signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     numbers = [number for number in signals if not (ignored and number == signal.SIGHUP)]
     before = {number: signal.signal(number, handle) for number in numbers}
     mask = signal.pthread_sigmask(signal.SIG_UNBLOCK, numbers)
+    _handled.append(numbers)
     try:
         yield
     finally:
+        if numbers in _handled:  # a forked child has forgotten them
+            _handled.remove(numbers)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         for number, handler in before.items():
             signal.signal(number, signal.SIG_DFL if handler is None else handler)

@@ -294,3 +294,67 @@ def test_a_command_that_is_still_reading(
     assert message in output
     assert "Traceback" not in output
     assert process.returncode == code
+
+
+# What is forked
+
+
+FORKS = """
+import multiprocessing, os, signal, sys, threading, time
+from cairn.run.signals import on_stop_signals
+
+def sleeps():
+    time.sleep(600)
+
+def double(x):
+    return 2 * x
+
+def reward(method, found):
+    context = multiprocessing.get_context(method)
+    child = context.Process(target=sleeps)
+    child.start()
+    child.terminate()
+    child.join(60)
+    child.kill()
+    with context.Pool(2) as pool:
+        doubled = pool.map(double, [1, 2])
+    found += [child.exitcode, doubled, heard]
+
+def ended(pid):
+    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+def forked(number, handler=None):
+    reader, writer = os.pipe()
+    if (pid := os.fork()) == 0:
+        if handler:
+            signal.signal(number, handler)
+        os.write(writer, b"x")
+        time.sleep(600)
+    os.read(reader, 1)
+    os.kill(pid, number)
+    return ended(pid)
+
+heard = []
+if __name__ == "__main__":
+    with on_stop_signals(heard.append), on_stop_signals(heard.append):
+        for method in ("fork", "forkserver", "spawn"):
+            thread = threading.Thread(target=reward, args=[method, found := []])
+            thread.start()
+            thread.join()
+            assert found == [-signal.SIGTERM, [2, 4], []], (method, found)
+        reward("fork", found := [])
+        assert found == [-signal.SIGTERM, [2, 4], []], found
+        assert [forked(n) for n in (signal.SIGINT, signal.SIGHUP, signal.SIGTERM)] == [-2, -1, -15]
+        assert forked(signal.SIGTERM, lambda *_: os._exit(7)) == 7, "its own handler"
+        signal.raise_signal(signal.SIGTERM)
+        assert heard == ["SIGTERM"], heard
+    print("right")
+"""
+
+
+def test_signals_that_end_a_forked_child_are_not_the_runs(tmp_path: Path):
+    """Rewards for code end workers that they have forked; that must end these, and ask the run for nothing."""
+    script = tmp_path / "forks.py"
+    script.write_text(FORKS)
+    done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)
+    assert done.stdout == "right\n", done.stdout + done.stderr

@@ -312,17 +312,18 @@ def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.Captur
     run = stopping_run(tmp_path, None, unsaved=False, waiting=False)
     config = SFTConfig(ckpt={})
     attempt = run.attempt()
+    why = f". The reason of the stop: {run.stop_requested()}"
 
     def ends(step: int) -> str:
         assert conclude_early(run, attempt, step, config, "a rank died") == 75
         return capsys.readouterr().out
 
-    assert ends(0) == "stopped before step 1: nothing is lost. The same command starts again\n"
+    assert ends(0) == "stopped before step 1: nothing is lost. The same command starts again" + why + "\n"
     assert "step 7 could not be saved (a rank died): --ckpt.resume auto resumes from the start" in ends(7)
     folder = run.checkpoints / "step_5"
     folder.mkdir(parents=True)
     (folder / "manifest.json").touch()
-    assert ends(5) == f"stopped at step 5, saved in {folder}; --ckpt.resume auto resumes\n"
+    assert ends(5) == f"stopped at step 5, saved in {folder}; --ckpt.resume auto resumes{why}\n"
     assert "step 7 could not be saved (a rank died): --ckpt.resume auto resumes from step 5" in ends(7)
     attempt = replace(attempt, start_step=5)
     assert ends(5).startswith(
