@@ -20,6 +20,7 @@ from httpx_aiohttp import HttpxAiohttpClient
 from cairn.inference.answers import check_answered_by, generation_spans, naming, read_generation
 from cairn.inference.backoff import Backoff
 from cairn.policy.errors import (
+    RequestRefused,
     ServerAsleep,
     ServerUnavailable,
     WeightsAltered,
@@ -265,7 +266,7 @@ class InferenceClient:
 
         Raises:
             ServerUnavailable: the server does not answer, or does not have the adapter any more.
-            ValueError: the server refused the request, as with a prompt that is too long.
+            RequestRefused: the server refused the request, as with a prompt that is too long.
         """
         sampling = {
             **asdict(params),
@@ -293,7 +294,7 @@ class InferenceClient:
 
         Raises:
             ServerUnavailable: the server does not answer, or has other weights.
-            ValueError: the server refused the request.
+            RequestRefused: the server refused the request.
         """
         sampling = {"max_tokens": 1, "prompt_logprobs": 0, "detokenize": False}  # no cache is read for these
         body = {"token_ids": token_ids, "sampling_params": sampling, "cache_salt": f"probe of {version}"}
@@ -370,7 +371,7 @@ class InferenceClient:
         if response.status_code == 503 and message.startswith(ASLEEP):
             raise ServerAsleep(f"{response.url}: {message}")
         bad_request = response.status_code < 500 and response.status_code not in BUSY
-        kind = ValueError if bad_request else ServerUnavailable
+        kind = RequestRefused if bad_request else ServerUnavailable
         raise kind(f"{response.url} answered {response.status_code}: {message}")
 
     @contextlib.contextmanager

@@ -75,7 +75,6 @@ class BatchMaker:
 
         Raises:
             EnvironmentFailed: nothing can be learned from several prompts in a row.
-            PromptRefused: a problem has no usable prompt.
             AdvantageFailed: the advantage fails on a group.
             ServerUnavailable: a served teacher does not answer in time.
             Exception: the servers' client gives up.

@@ -1,6 +1,8 @@
 """The chat format of a model: renders conversations to tokens, and decodes answers to text."""
 
 import functools
+import json
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -8,10 +10,16 @@ from typing import Any
 from cairn.run.conversations import Message, for_template, is_plain
 from cairn.run.end_tokens import end_tokens
 from cairn.run.imports import importing
+from cairn.run.output import quoted
+
+SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 class NoPrompt(ValueError):
     """The chat template renders no prompt from a conversation; the message says why."""
+
+    passing = False
+    """Another try meets the same."""
 
 
 class ChatFormat:
@@ -63,7 +71,9 @@ class ChatFormat:
                 **self._template_arguments,
             )
         except Exception as error:  # whatever a template makes of its messages
-            raise NoPrompt(f"the chat template fails on its messages: {error}") from error
+            raise NoPrompt(
+                unreadable(messages) or f"the chat template fails on its messages: {quoted(error)}"
+            ) from error
 
     def text(self, token_ids: Sequence[int]) -> str:
         """An answer's text, without special tokens."""
@@ -99,3 +109,19 @@ class ChatFormat:
         """The texts of the added tokens at which the tokenizer splits every text."""
         known = self.tokenizer.added_tokens_decoder.items()
         return {token_id: token.content for token_id, token in known if not token.single_word}
+
+
+def unreadable(messages: Sequence[Message]) -> str | None:
+    """Which character of the messages no tokenizer takes, in words; None if there is none."""
+    for number, message in enumerate(messages):
+        try:
+            text = json.dumps(message, ensure_ascii=False, default=str)
+        except (RecursionError, ValueError):
+            continue
+        if found := SURROGATE.search(text):
+            return (
+                f"message {number} (role {message.get('role')!r}) has the character U+{ord(found[0]):04X}, "
+                'half of a surrogate pair, which no tokenizer takes: decode the text with errors="replace", '
+                "or leave the character out"
+            )
+    return None

@@ -5,18 +5,23 @@ from typing import Generic, TypeVar
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.environments import AskedEnvironment
+from cairn.orchestrator.environments import AskedEnvironment, EnvironmentFailed
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.pacing import Pacing
 from cairn.orchestrator.retrying import Retrying
 from cairn.orchestrator.servers import GeneratingServers
-from cairn.run.errors import CairnError
 
 Asked = TypeVar("Asked", bound=AskedEnvironment)
 
 
-class PromptRefused(CairnError):
-    """A problem's messages give no usable prompt for this model and these servers; the message names it."""
+class PromptRefused(EnvironmentFailed):
+    """A problem's messages give no usable prompt for this model and these servers; the message names it.
+
+    That is the end of this prompt, and of no other: its answers have failed.
+    """
+
+    def __init__(self, message: str):
+        super().__init__(message, passing=False)
 
 
 class Completer(Generic[Asked]):

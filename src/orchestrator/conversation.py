@@ -30,7 +30,7 @@ import numpy as np
 import numpy.typing as npt
 
 from cairn.orchestrator.answers import Answer, AnswerParser, PlainText
-from cairn.orchestrator.chat import ChatFormat, NoPrompt
+from cairn.orchestrator.chat import ChatFormat, NoPrompt, unreadable
 from cairn.orchestrator.histories import Histories, with_message
 from cairn.orchestrator.stopping import Stopped
 from cairn.run.conversations import REASONING, Message, arguments_of, flat
@@ -143,6 +143,8 @@ class Conversation:
             NoPrompt: the chat template fails on the messages, or renders nothing.
         """
         text = _bytes(self._chat.rendering(messages, tools))
+        if wrong := None if _is_utf8(text) else unreadable(messages):
+            raise NoPrompt(wrong)
         histories = self._histories.of(messages)
         branch, kept, token_ids = self._longer(messages, tools, text, histories)
         if branch is None:
@@ -372,6 +374,15 @@ def _message(answer: Answer, context: Context, token_ids: Sequence[int]) -> dict
 
 def _hash(text: bytes) -> "hashlib.blake2b":
     return hashlib.blake2b(text, digest_size=16)
+
+
+def _is_utf8(text: bytes) -> bool:
+    """Whether the text has no half of a surrogate pair."""
+    try:
+        text.decode()
+    except UnicodeDecodeError:
+        return False
+    return True
 
 
 def _bytes(text: str) -> bytes:

@@ -20,7 +20,6 @@ from cairn.config.evaluation import EvalConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.answering import make_answering
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.completing import PromptRefused
 from cairn.orchestrator.environments import ask, make_environment
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.opening import remove
@@ -178,8 +177,6 @@ class Evaluation:
         try:
             groups = await self._answered(opened, policy, chat, servers, on_problem)
             result = results(groups, self.config)
-        except PromptRefused as error:
-            result = {"error": str(error)}
         finally:
             opened.close()
         if "error" in result:

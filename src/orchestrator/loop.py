@@ -84,7 +84,6 @@ class Orchestrator:
             LedgerFailed: the disk is full, or another program changed the ledger.
             AttemptOver: a new attempt of the run has begun.
             EnvironmentFailed: nothing can be learned from several prompts in a row.
-            PromptRefused: a problem has no usable prompt.
             AdvantageFailed: the advantage fails on a group.
             UsageError: a served teacher has another vocabulary, or refuses a request.
             Exception: the servers' client gives up.

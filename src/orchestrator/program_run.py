@@ -13,12 +13,20 @@ from typing import Any, NoReturn
 from cairn.orchestrator.answers import AnswerParser
 from cairn.orchestrator.completing import Completer, PromptRefused
 from cairn.orchestrator.conversation import Context, Conversation, Tokens
-from cairn.orchestrator.environments import EnvironmentFailed, Programs, Reply, Snapshot, no_tool_parser
-from cairn.orchestrator.environments.calls import Raised, shortened
+from cairn.orchestrator.environments import (
+    EnvironmentFailed,
+    Programs,
+    Reply,
+    Snapshot,
+    Unscored,
+    no_tool_parser,
+)
+from cairn.orchestrator.environments.calls import Raised, failed, shortened
 from cairn.orchestrator.environments.program import Model
-from cairn.orchestrator.environments.rewards import in_parts
+from cairn.orchestrator.environments.rewards import in_parts, says_nothing
 from cairn.orchestrator.rollouts import AnswerGroup, Call, Turn
 from cairn.orchestrator.stopping import StopWatch, shown_text, stopped_at_its_end
+from cairn.policy.errors import RequestRefused
 from cairn.policy.generation import SamplingParams
 from cairn.run.faults import fault_point
 from cairn.run.seeds import derive
@@ -58,6 +66,8 @@ class Run:
         self._skipped = False
         """The program goes on behind turns that `_conversation` does not know."""
         self._ended = False
+        self._too_long: int | None = None
+        """Tokens of the first conversation that left no room for an answer."""
 
     def _branch(self, branch: int) -> Tokens:
         """The tokens of a branch of the conversation."""
@@ -91,15 +101,23 @@ class Run:
                 f"{blocked}"
             ) from None
         except Raised as raised:
-            logger.error("%s raised", whose, exc_info=raised.error)
+            environment.calls.told(whose, raised.error)
             if isinstance(raised.error, EnvironmentFailed):
-                raise EnvironmentFailed(f"{whose}: {raised.error}") from raised.error
-            what = f"{type(raised.error).__name__}: {raised.error}"
-            raise EnvironmentFailed(f"{whose} raised {what}") from raised.error
+                raise raised.error.of(whose) from raised.error
+            raise failed(whose, raised.error) from raised.error
         finally:
             await self._end(program)
         if self._last is None:
             raise EnvironmentFailed(f"{whose} never asked the model, so nothing can be learned from it")
+        if not self.rollout.versions and self._too_long is not None:
+            raise PromptRefused(
+                f"{whose} was never answered, so nothing can be learned from it: its first conversation has "
+                f"{self._too_long} tokens, but prompt and answer together may have at most "
+                f"{self.runner.servers.max_model_len} on the servers; raise the servers' --max-model-len (on "
+                "rl, --inference.max-model-len), or remove the problem"
+            )
+        if says_nothing(found):
+            raise Unscored(f"{whose} returned None, which means that there is nothing to say of it")
         reward = in_parts(found)
         if isinstance(reward, str):
             raise EnvironmentFailed(f"{whose} must return a finite reward, but {reward}: {shortened(found)}")
@@ -318,20 +336,16 @@ class Run:
     async def _sample(
         self, context: Context, turn: Turn, longest: int, stops: Sequence[int], watch: StopWatch
     ) -> None:
-        """Sample and record the next piece of a turn, whose tokens so far the watch has seen.
+        """Sample and record the next piece of a turn, whose tokens so far the watch has seen; none if the
+        servers' context is full.
 
         Raises:
-            PromptRefused: the servers' context is full before the model was asked anything.
+            PromptRefused: the servers refuse the request.
         """
         done, config = len(turn.token_ids), self.runner.config
         if done >= longest:
-            if turn.number == 0 and not done:
-                raise PromptRefused(
-                    f"environment {self.runner.environment.name!r}, problem {self.group.problem}: its first "
-                    f"conversation has {len(context.token_ids)} tokens, but prompt and answer together may "
-                    f"have at most {self.runner.servers.max_model_len} on the servers; raise the servers' "
-                    "--max-model-len (on rl, --inference.max-model-len), or remove the problem"
-                )
+            if self._too_long is None and not done:
+                self._too_long = len(context.token_ids)
             turn.finish_reason = "length"
         else:
             chunk, within = divmod(done, config.sampling.chunk_tokens)
@@ -347,12 +361,17 @@ class Run:
             )
             prompt_ids = array("i", context.token_ids.tobytes())
             prompt_ids.extend(turn.token_ids)
-            (piece,) = await self.runner.servers.generate(
-                prompt_ids,
-                params,
-                affinity=self.group.place,
-                versions=self.runner.versions,
-            )
+            try:
+                (piece,) = await self.runner.servers.generate(
+                    prompt_ids,
+                    params,
+                    affinity=self.group.place,
+                    versions=self.runner.versions,
+                )
+            except RequestRefused as error:
+                raise PromptRefused(
+                    f"environment {self.runner.environment.name!r}: {self.about}: {error}"
+                ) from error
             self._check_going_on()
             piece, asked = watch.cut(piece, asked)
             turn.extend(piece, asked=asked, longest=longest)

@@ -15,6 +15,7 @@ from cairn.orchestrator.program_model import ProgramModel
 from cairn.orchestrator.program_run import Run
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.faults import fault_point
+from cairn.run.noted_calls import UserCall
 from cairn.run.seeds import derive
 
 
@@ -29,7 +30,6 @@ class ProgramRunner(Completer[Programs]):
         """Run the group's programs to their ends.
 
         Raises:
-            PromptRefused: the first conversation of a program leaves no room for an answer.
             UsageError: vLLM has no such parser, or a program has tools and there is no parser of calls.
             Exception: the servers' client gives up.
         """
@@ -64,7 +64,9 @@ class ProgramRunner(Completer[Programs]):
             await run.to_its_end(ProgramModel(run))
 
         try:
-            rollout.failed = await self.retrying.failure(attempt)
+            about = f"environment {self.environment.name!r}: a rollout of problem {group.problem}"
+            call = UserCall(f"{about}, {rollout.seed}", about, about)
+            rollout.failed = await self.retrying.failure(attempt, call)
         finally:
             await self.environment.over(group.problem, rollout.seed)
         if rollout.failed is not None:

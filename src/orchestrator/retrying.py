@@ -1,17 +1,28 @@
 """Trying an environment's calls again, before an answer counts as failed."""
 
 import asyncio
+import contextlib
+import functools
 import logging
 import time
+from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.orchestrator.environments import EnvironmentFailed
+from cairn.orchestrator.environments import EnvironmentFailed, Unscored
+from cairn.orchestrator.failures import kind_of
+from cairn.run import noted_calls
+from cairn.run.noted_calls import Charge, UserCall
+from cairn.run.output import quoted
 
 logger = logging.getLogger(__name__)
 
 LONGEST_PAUSE = 60.0
 """Seconds between two tries, at most."""
+SAID_IN_FULL, SAID_AGAIN = 3, (10, 100, 1_000, 10_000, 100_000)
+"""How often a reason of one kind is logged in full, and with which further ones it is mentioned."""
+MOST_KINDS = 1000
+"""Kinds of reasons that are told apart."""
 SHOWN_REASON = 200
 """Characters of a reason that a display has room for."""
 
@@ -30,28 +41,47 @@ class Retrying:
         self.failed_at = 0.0
         """When that was (`time.monotonic`)."""
         self._again = 0
+        self._said = Counter[str]()
+        """How often each kind of reason was logged."""
 
     def take(self) -> int:
         """How often something was tried again since the last call."""
         taken, self._again = self._again, 0
         return taken
 
-    async def failure(self, attempt: Callable[[], Awaitable[object]]) -> str | None:
-        """Await `attempt()` until it does not fail. Returns None, or why the last try failed."""
+    async def failure(
+        self, attempt: Callable[[], Awaitable[object]], call: UserCall | None = None, about: str = ""
+    ) -> str | None:
+        """Await `attempt()` until it does not fail. Returns None, or why the last try failed.
+
+        What can't pass is not tried again. A try during which the process died counts as failed, if the call
+        was to blame (`run/noted_calls.py`); such a call is made again while no other such call is.
+
+        Args:
+            call: what is noted while it is in progress.
+            about: what a reason says at its end if the process died.
+        """
         failed = False
+        before = Charge() if call is None else noted_calls.charged(call)
         try:
-            for number in range(self.tries):
+            for number in range(min(before.count, self.tries - 1), self.tries):
+                if call is not None and (reason := self._deadly(call, about)):
+                    return reason
                 try:
-                    await attempt()
+                    async with _alone() if before.count else contextlib.nullcontext():
+                        with noted_calls.in_progress(call):
+                            await attempt()
                 except EnvironmentFailed as error:
-                    if number + 1 == self.tries:
-                        logger.error("given up after %d tries: %s", self.tries, error)
+                    if number + 1 == self.tries or not error.passing:
+                        self._say(logging.ERROR, f"given up after {number + 1} tries", error)
                         return str(error)
                     self.now += not failed
                     failed = True
                     self.reason, self.failed_at = str(error), time.monotonic()
                     pause = min(self.pause * 2**number, LONGEST_PAUSE)
-                    logger.warning("try %d of %d, again in %g s: %s", number + 1, self.tries, pause, error)
+                    self._say(
+                        logging.WARNING, f"try {number + 1} of {self.tries}, again in {pause:g} s", error
+                    )
                     await asyncio.sleep(pause)
                     self._again += 1
                 else:
@@ -59,6 +89,45 @@ class Retrying:
             raise AssertionError("there is at least one try")
         finally:
             self.now -= failed
+
+    def _deadly(self, call: UserCall, about: str) -> str | None:
+        """Why a call is not made again: the process has died of it too often."""
+        charge = noted_calls.failed_for_good(call, self.tries)
+        if charge is None:
+            return None
+        noted_calls.use_up(call)
+        times = "once" if charge.count == 1 else f"{charge.count} times"
+        reason = quoted(
+            f"{call.text}: the process {charge.how} while it ran, {times}; a crash's stack is in "
+            f"logs/orchestrator.log{about}"
+        )
+        logger.error("given up: %s", reason)
+        return reason
+
+    def _say(self, level: int, what: str, error: EnvironmentFailed) -> None:
+        """Log a failed try: in full the first times that a reason of its kind comes, then now and then."""
+        if isinstance(error, Unscored):
+            return
+        kind = f"{what} {kind_of(str(error))}"
+        if kind not in self._said and len(self._said) >= MOST_KINDS:
+            kind = what
+        self._said[kind] += 1
+        count = self._said[kind]
+        if count <= SAID_IN_FULL:
+            more = " (further ones of the kind are only counted)" if count == SAID_IN_FULL else ""
+            logger.log(level, "%s: %s%s", what, error, more)
+        elif count in SAID_AGAIN:
+            logger.log(level, "%s, for the %dth time: %s", what, count, kind_of(str(error)))
+
+
+@functools.cache
+def _lock(_loop: asyncio.AbstractEventLoop) -> asyncio.Lock:
+    return asyncio.Lock()
+
+
+def _alone() -> asyncio.Lock:
+    """Held while a call is made again that may have killed the process: if it dies again, it was this one."""
+    return _lock(asyncio.get_running_loop())
 
 
 def tried_again(environments: Sequence[Retrying]) -> str | None:

@@ -1,6 +1,7 @@
 """Sampling: has a prompt's answers generated and rewarded, and records them in the ledger piece by piece."""
 
 import asyncio
+import logging
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -8,11 +9,17 @@ from typing import Any
 from cairn.orchestrator.chat import NoPrompt
 from cairn.orchestrator.completing import Completer, PromptRefused
 from cairn.orchestrator.environments import SingleTurn
+from cairn.orchestrator.environments.calls import shortened
+from cairn.orchestrator.failures import ANSWER
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.orchestrator.stopping import StopWatch, shown_text, stopped_at_its_end
+from cairn.policy.errors import RequestRefused
 from cairn.policy.generation import SamplingParams
 from cairn.run.faults import fault_point
+from cairn.run.noted_calls import UserCall
 from cairn.run.seeds import derive
+
+logger = logging.getLogger(__name__)
 
 
 class Sampler(Completer[SingleTurn]):
@@ -26,25 +33,54 @@ class Sampler(Completer[SingleTurn]):
     async def complete(self, group: AnswerGroup) -> AnswerGroup:
         """Sample and reward the answers of the group that are missing or partial.
 
+        Where the conversation gives no usable prompt for this model and these servers, or they refuse it, all
+        answers that are not whole have failed.
+
         Raises:
-            PromptRefused: the conversation gives no usable prompt for this model and these servers.
             Exception: the servers' client gives up.
         """
         n, seed = self.config.samples_per_prompt, self._seed(group, 0)
-        if not group.prompt_ids and (failure := await self.retrying.failure(lambda: self._ask(group))):
+        asks = self._call("messages", group, seed)
+        if not group.prompt_ids and (failure := await self.retrying.failure(lambda: self._ask(group), asks)):
             group.rollouts = [Rollout(seed + i, failed=failure) for i in range(n)]
             return group
         if not group.rollouts:
             group.rollouts = [Rollout(seed + i, begun=time.monotonic()) for i in range(n)]
-            await self._sample(group, {i: self._watch() for i in range(n)}, seed)
+            try:
+                await self._sample(group, {i: self._watch() for i in range(n)}, seed)
+            except PromptRefused as refused:
+                logger.warning("%s", refused)
+                group.rollouts = [Rollout(seed + i, failed=str(refused)) for i in range(n)]
+                return group
         whole = [i for i, rollout in enumerate(group.rollouts) if rollout.finish_reason is not None]
         partial = [i for i in range(len(group.rollouts)) if i not in whole]
         await asyncio.gather(self._reward(group, whole), *(self._finish(group, i) for i in partial))
         fault_point("orchestrator.finished_group")
         return group
 
+    def _call(self, method: str, group: AnswerGroup, seed: int) -> UserCall:
+        """A call of the environment's, as it is noted while it is in progress."""
+        about = f"environment {self.environment.name!r}: {method} of problem {group.problem}"
+        return UserCall(f"{about}, {seed}", about, about)
+
     async def _finish(self, group: AnswerGroup, i: int) -> None:
         """Sample the rest of answer `i` piece by piece, then have it rewarded."""
+        rollout = group.rollouts[i]
+        try:
+            await self._sample_rest(group, i)
+        except PromptRefused as refused:
+            logger.warning("%s", refused)
+            rollout.failed = str(refused)
+            self.ledger.record(group.place, {i: rollout})
+        else:
+            await self._reward(group, [i])
+
+    async def _sample_rest(self, group: AnswerGroup, i: int) -> None:
+        """Sample the rest of answer `i` piece by piece.
+
+        Raises:
+            PromptRefused: the servers do not take it any more.
+        """
         rollout, watch = group.rollouts[i], self._watch()
         if (stopped := watch.feed(rollout.token_ids)) is not None:  # the settings were others when it began
             rollout.cut(stopped.tokens)
@@ -56,7 +92,6 @@ class Sampler(Completer[SingleTurn]):
                 break
             seed = self._seed(group, *divmod(done, self.config.sampling.chunk_tokens)) + i
             await self._sample(group, {i: watch}, seed)
-        await self._reward(group, [i])
 
     async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
         """Have the environment reward the whole answers in `numbers` that have no reward yet; record them."""
@@ -71,7 +106,9 @@ class Sampler(Completer[SingleTurn]):
                 found = await self.environment.reward(group.problem, rollout.text)
                 rollout.reward, rollout.parts = found
 
-            rollout.failed = await self.retrying.failure(attempt)
+            call = self._call("reward", group, rollout.seed)
+            answer = f"{ANSWER}{shortened(rollout.text)}"
+            rollout.failed = await self.retrying.failure(attempt, call, answer)
             rollout.note_seconds()
 
         await asyncio.gather(*map(reward, rollouts.values()))
@@ -136,9 +173,13 @@ class Sampler(Completer[SingleTurn]):
             stop_token_ids=self.chat.stop_token_ids,
             stop=tuple(self.config.sampling.stop),
         )
-        pieces = await self.servers.generate(
-            [*group.prompt_ids, *so_far], params, affinity=group.place, versions=self.versions
-        )
+        try:
+            pieces = await self.servers.generate(
+                [*group.prompt_ids, *so_far], params, affinity=group.place, versions=self.versions
+            )
+        except RequestRefused as error:
+            about = f"environment {self.config.environment.called!r}, problem {group.problem}"
+            raise PromptRefused(f"{about}: {error}") from error
         for i, found in zip(numbers, pieces, strict=True):
             generation, wanted = watches[i].cut(found, asked)
             group.rollouts[i].extend(generation, asked=wanted, longest=longest)

@@ -22,6 +22,10 @@ class WeightsAltered(ServerDisagrees):
     """The weights that the server received, or holds now, differ from those that the trainer published."""
 
 
+class RequestRefused(CairnError, ValueError):
+    """The server refused this request, as with a prompt that is too long; other requests it may well take."""
+
+
 class WeightsRefused(CairnError):
     """The server refused the weights. It keeps serving the old ones, unless it is unfit for updates."""
 

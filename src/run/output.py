@@ -10,6 +10,10 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from _typeshed import ReadableBuffer
 
+LONGEST_TEXT = 4000
+"""Characters of a text from outside that are kept where it is quoted."""
+UNWRITABLE = re.compile("[\ud800-\udfff\x00]")
+"""Half a surrogate pair, which no UTF-8 can hold, and NUL, at which SQLite and C end a text."""
 COLORS = re.compile(r"\x1b\[[0-9;]*m")
 
 
@@ -21,8 +25,29 @@ def start_logging() -> None:
         format="%(asctime)s %(levelname)s %(name)s: %(message)s",
         force=True,
     )
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # what user code prints must not raise
     for chatty in ("httpx", "datasets", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+def writable(text: str) -> str:
+    """`text` with U+FFFD for what no database or file of UTF-8 can hold; see `UNWRITABLE`."""
+    return UNWRITABLE.sub("\ufffd", text)
+
+
+def quoted(value: object, most: int = LONGEST_TEXT) -> str:
+    """Text from outside, such as an exception's message: writable, and without its middle if it is long."""
+    try:
+        text = value if isinstance(value, str) else str(value)
+    except BaseException as error:  # of the user's own class
+        text = f"(its text can't be had: {type(error).__name__})"
+    if len(text) > most:
+        tail = most // 4
+        left_out = f" [... {len(text) - most} characters left out ...] "
+        text = text[: most - tail] + left_out + text[-tail:]
+    return writable(text)
 
 
 def printable(text: object) -> str:

@@ -226,12 +226,27 @@ def test_rewards_that_an_advantage_can_not_use():
     these[0].rollouts[0].reward = -1.0
     with pytest.raises(AdvantageFailed, match=r"problem 0, raised ValueError: maxrl divides by the mean"):
         batch_samples(these, made("maxrl"))
-    with pytest.raises(
-        AdvantageFailed, match="gdpo needs the reward 'fast' of each answer; an answer has right"
-    ):
+    with pytest.raises(AdvantageFailed, match="gdpo needs the reward 'fast'; the answers have right"):
         batch_samples(these, made("gdpo", weights={"fast": 1}))
     with pytest.raises(AdvantageFailed, match="teaches of the advantage Gdpo, for problem 0, raised"):
         teaches(made("gdpo", weights={"fast": 1}), these[0])
+
+
+def test_a_reward_that_does_not_apply_to_an_answer_is_normalised_over_the_others():
+    """As TRL and ms-swift do: the others get 0 for it, and nothing ends the run."""
+    (one, *_) = groups()
+    for rollout, right in zip(one.rollouts, [1.0, 0.0, None, None], strict=False):
+        rollout.parts = {"short": 0.5} | ({} if right is None else {"right": right})
+    advantage = made("gdpo", weights={"right": 1.0, "short": 1.0})
+    there = [rollout.parts.get("right") for rollout in one.rollouts]
+    values = advantage(one)
+    assert [value == 0.0 for value in values] == [right is None for right in there]
+    assert sum(values) == pytest.approx(0.0)
+    assert teaches(advantage, one)
+    for rollout in one.rollouts[1:]:
+        rollout.parts.pop("right", None)
+    assert advantage(one) == [0.0] * len(one.rollouts)
+    assert not teaches(advantage, one)
 
 
 class Whole:

@@ -356,7 +356,7 @@ def test_where_a_reward_comes_from(task: Path, end: str, args: dict, reward: flo
             {"reward": "file"},
             "the reward must be finite, but it is not one finite number: nan",
         ),
-        ("", {"reward": "my_agent_rewards:nothing"}, "the reward must be finite, but it is not one finite"),
+        ("", {"reward": "my_agent_rewards:nothing"}, "unscored: environment"),
     ],
 )
 def test_an_agent_that_fails_is_started_again_and_then_has_failed(

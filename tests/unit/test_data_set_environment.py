@@ -176,7 +176,7 @@ def test_functions_see_the_rendered_template(folder: Path):
         ("two", "two returned 2 rewards for one answer"),
         ("text", "text must return a list with one finite number"),
         ("failing", "RuntimeError: out of service"),
-        ("only_hard", "no reward function applies to this answer: only_hard returned None"),
+        ("only_hard", "unscored: environment 'reverse_text': reward of problem 0 returned None"),
     ],
 )
 def test_a_reward_that_is_none_is_no_zero(folder: Path, reward: str, message: str):

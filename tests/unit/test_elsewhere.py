@@ -93,7 +93,7 @@ def test_an_environment_that_prints_answers_from_its_own_process():
     [
         ("raise", "reward of problem 1: KeyError: 'no such word'; the answer was 'raise'"),
         ("exit", "SystemExit: 3"),
-        ("nothing", "must be one finite number, or named parts, and is None"),
+        ("nothing", "unscored: environment 'process': reward of problem 1 returned None"),
         ("die", "the environment's process was killed by signal 9"),
     ],
 )

@@ -23,10 +23,14 @@ from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
 from cairn.orchestrator.environments import (
     BadEnvironment,
     EnvironmentFailed,
+    Rewards,
     SingleTurn,
+    Unscored,
     check_environment,
     make_environment,
 )
+from cairn.orchestrator.environments.rewards import in_parts
+from cairn.orchestrator.failures import unscored
 
 USER = [{"role": "user", "content": "hill"}]
 
@@ -100,7 +104,6 @@ def test_numbers_of_all_kinds_are_rewards(returned: Any, reward: float, threads:
 @pytest.mark.parametrize(
     ("returned", "shown"),
     [
-        (None, "None, of type NoneType (is there a path without a `return`?)"),
         (math.nan, "nan, of type float"),
         (math.inf, "inf, of type float"),
         (-math.inf, "-inf, of type float"),
@@ -133,6 +136,17 @@ def test_what_is_no_finite_number_is_refused(returned: Any, shown: str):
             "and is "
         )
         assert message.endswith("; the answer was 'an answer'")
+
+
+@pytest.mark.parametrize("returned", [None, {"right": None, "short": None}, Rewards({"right": None})])
+def test_none_means_unscored(returned: Any):
+    """The environment has nothing to say of the answer: no failure to try again, and never 0."""
+    for one in (returned, later(returned)):
+        with pytest.raises(Unscored, match=r"^unscored: environment 'hills:Given': reward of") as raised:
+            rewarded(one)
+        assert unscored(str(raised.value))
+        assert not raised.value.passing
+    assert in_parts({"right": None, "short": 0.5}) == (0.5, {"short": 0.5})
 
 
 def raises(error: BaseException) -> Callable[..., Any]:

@@ -12,12 +12,12 @@ from runs import CONFIGS, REPOSITORY
 
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig, SamplingConfig
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.completing import PromptRefused
 from cairn.orchestrator.environments import SingleTurn
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.prompts import Prompts
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sampling import Sampler
+from cairn.policy.errors import RequestRefused
 from cairn.policy.generation import Generation, SamplingParams, VersionSpan
 
 MODEL = REPOSITORY / CONFIGS / "model"
@@ -33,12 +33,13 @@ class Hills:
         self._reward = reward
         self.answers: list[str] = []
         self.role = "user"
+        self.text = "hill"
 
     def __len__(self) -> int:
         return 3
 
     def messages(self, problem: int) -> list[dict[str, str]]:
-        return [{"role": self.role, "content": "hill"}]
+        return [{"role": self.role, "content": self.text}]
 
     def reward(self, problem: int, answer: str) -> Any:
         self.answers.append(answer)
@@ -150,23 +151,47 @@ def test_a_prompt_that_is_too_long_is_named(tmp_path: Path, context: int):
     one = sampler(tmp_path, server, Hills())
     problem = begin(one).problem
     what = rf"hills:Hills', problem {problem}: its prompt has {PROMPT} tokens, but .* at most {context} on"
-    with pytest.raises(PromptRefused, match=rf"{what}.*--max-model-len"):
-        complete(one, one.ledger.waiting()[0])
+    group = complete(one, one.ledger.waiting()[0])
+    assert (group.whole, group.usable, len(group.rollouts)) == (True, False, 2)
+    assert re.search(rf"{what}.*--max-model-len", group.failure or "")
     assert server.asked == []
 
 
 def test_messages_that_the_chat_template_refuses_are_named(tmp_path: Path):
     one = sampler(tmp_path, Server(100), Hills())
     one.chat.tokenizer.chat_template = "{{ raise_exception('no system turns, please') }}"
-    with pytest.raises(PromptRefused, match=r"hills:Hills', problem \d: .* no system turns, please"):
-        complete(one)
+    assert re.search(r"hills:Hills', problem \d: .* no system turns, please", complete(one).failure or "")
     one = sampler(tmp_path / "empty", Server(100), Hills())
     one.chat.tokenizer.chat_template = "{# nothing #}"
-    with pytest.raises(PromptRefused, match=r"problem \d: the chat template renders its messages to nothing"):
-        complete(one)
+    assert "the chat template renders its messages to nothing" in (complete(one).failure or "")
+    assert one.retrying.take() == 0  # it would be the same again
 
 
-@pytest.mark.parametrize("returned", [None, "0.5", float("nan")])
+def test_a_prompt_that_the_servers_refuse_fails_alone(tmp_path: Path):
+    """A 4xx is about this request: its answers have failed, and the next prompt is answered."""
+    server = Server(100, answer=6)
+    one = sampler(tmp_path, server, Hills())
+    answers = server.generate
+
+    async def refuse(*_: Any, **__: Any) -> Any:
+        raise RequestRefused("http://server answered 400: this prompt is no good")
+
+    server.generate = refuse
+    group = complete(one)
+    assert (group.whole, group.usable) == (True, False)
+    assert re.search(r"hills:Hills', problem \d: http.* 400: this prompt is no good", group.failure or "")
+    server.generate = answers
+    assert complete(sampler(tmp_path, server, Hills())).usable
+
+
+def test_half_a_surrogate_pair_in_messages_is_named(tmp_path: Path):
+    one = sampler(tmp_path, Server(100), Hills())
+    one.environment.environment.text = "caf\ud83d"
+    failure = complete(one).failure or ""
+    assert "message 0 (role 'user') has the character U+D83D, half of a surrogate pair" in failure
+
+
+@pytest.mark.parametrize("returned", ["0.5", float("nan")])
 def test_a_reward_that_is_none_fails_and_the_answer_waits_for_another(tmp_path: Path, returned: Any):
     """It is asked for again a few times, and never taken for 0. The ledger has the answer, whole, with why it
     failed; and who takes over with a mended environment has it rewarded without asking a server.
@@ -193,7 +218,7 @@ def test_a_reward_that_is_none_fails_and_the_answer_waits_for_another(tmp_path: 
 
 def test_a_reward_that_fails_now_and_then_is_asked_for_again(tmp_path: Path):
     """Nothing shows in what is learned."""
-    rewards = iter([None, float("nan"), 0.25, 0.75])
+    rewards = iter(["no", float("nan"), 0.25, 0.75])
     group = complete(sampler(tmp_path, Server(100, answer=6), Hills(lambda: next(rewards))))
     assert sorted(group.rewards) == [0.25, 0.75]
     assert group.failure is None

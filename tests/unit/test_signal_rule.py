@@ -353,7 +353,7 @@ if __name__ == "__main__":
 
 
 def test_signals_that_end_a_forked_child_are_not_the_runs(tmp_path: Path):
-    """Rewards for code end workers that they have forked; that must end these, and ask the run for nothing."""
+    """Rewards for code end workers that they have forked; that must end these, and the run must not stop."""
     script = tmp_path / "forks.py"
     script.write_text(FORKS)
     done = subprocess.run([sys.executable, str(script)], capture_output=True, text=True, timeout=120)

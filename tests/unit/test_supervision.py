@@ -312,7 +312,8 @@ def test_how_a_run_that_was_cut_short_ends(tmp_path: Path, capsys: pytest.Captur
     run = stopping_run(tmp_path, None, unsaved=False, waiting=False)
     config = SFTConfig(ckpt={})
     attempt = run.attempt()
-    why = f". The reason of the stop: {run.stop_requested()}"
+    run.request_stop("SIGTERM")
+    why = ". The reason of the stop: SIGTERM"
 
     def ends(step: int) -> str:
         assert conclude_early(run, attempt, step, config, "a rank died") == 75

@@ -223,7 +223,7 @@ def test_calls_end_at_the_last_turn(chat: ChatFormat, tmp_path: Path):
     ("reward", "message"),
     [
         (math.nan, "reward must return a finite reward, but it is not one finite number: nan"),
-        (None, "but it is not one finite number: None"),
+        (None, "unscored: environment"),
         ({"tool_calls": 1.0}, "reward must call no part 'tool_calls'"),
     ],
 )

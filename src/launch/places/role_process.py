@@ -113,7 +113,7 @@ def tell_launcher(pipe: int, message: str) -> None:
     """In a role: write the error message to the launcher's pipe; what does not fit at once is cut off."""
     with contextlib.suppress(OSError):
         os.set_blocking(pipe, False)
-        os.write(pipe, message.encode()[:LONGEST_MESSAGE])
+        os.write(pipe, message.encode(errors="replace")[:LONGEST_MESSAGE])
 
 
 def _ray_token() -> dict[str, str]:

@@ -19,7 +19,7 @@ from cairn.orchestrator.environments.program import (
     Snapshot,
     no_tool_parser,
 )
-from cairn.orchestrator.environments.protocol import BadEnvironment, Environment, EnvironmentFailed
+from cairn.orchestrator.environments.protocol import BadEnvironment, Environment, EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.reverse_text import ReverseText, longest_common_subsequence
 from cairn.orchestrator.environments.rewards import TOOL_COUNTS, Rewards
 from cairn.orchestrator.environments.single_turn import SingleTurn
@@ -46,6 +46,7 @@ __all__ = [
     "Snapshot",
     "ToolEnvironment",
     "ToolPrograms",
+    "Unscored",
     "WorldEnvironment",
     "WorldPrograms",
     "ask",

@@ -23,8 +23,8 @@ from cairn.orchestrator.environments.asked import wrong_with_methods
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.data_set import Source, content_digest
 from cairn.orchestrator.environments.program import Model, Programs
-from cairn.orchestrator.environments.protocol import EnvironmentFailed
-from cairn.orchestrator.environments.rewards import Rewards, to_json
+from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
+from cairn.orchestrator.environments.rewards import Rewards, says_nothing, to_json
 from cairn.run.data_sets import load_records
 from cairn.run.extensions import code_of, load
 
@@ -310,13 +310,21 @@ class AgentPrograms(Programs):
         folder = self._folder / name
         _remove(folder)
         folder.mkdir(parents=True)
-        (folder / "problem.json").write_text(json.dumps(record, ensure_ascii=False, default=str))
+        (folder / "problem.json").write_bytes(_json(record))
         return folder
 
     def _reward(self, offered: Mapping[str, Any]) -> Any:
         """The reward, as JSON."""
         found = self.environment.reward(**{name: offered[name] for name in self.environment.reward_names})
         return _later(found) if inspect.isawaitable(found) else _recorded(found)
+
+
+def _json(record: Mapping[str, Any]) -> bytes:
+    """A record in UTF-8; with escapes where it has half a surrogate pair, which UTF-8 can't hold."""
+    try:
+        return json.dumps(record, ensure_ascii=False, default=str).encode()
+    except UnicodeEncodeError:
+        return json.dumps(record, default=str).encode()
 
 
 def _name(problem: int, seed: int) -> str:
@@ -334,6 +342,8 @@ def _recorded(found: Any) -> dict[str, dict[str, float]]:
     Raises:
         EnvironmentFailed: it is none.
     """
+    if says_nothing(found):
+        raise Unscored("the reward is None, which means that it has nothing to say of what the agent did")
     reward = to_json(found, "agent")
     if isinstance(reward, str):
         raise EnvironmentFailed(f"the reward must be finite, but {reward}: {shortened(found)}")

@@ -5,16 +5,31 @@ import inspect
 import logging
 import queue
 import threading
+import traceback
+from collections import Counter
 from collections.abc import Awaitable, Callable, Coroutine
-from concurrent.futures import Future
+from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 from cairn.orchestrator.environments.protocol import EnvironmentFailed
+from cairn.orchestrator.failures import hint, passes, place_of
+from cairn.run import noted_calls
+from cairn.run.output import quoted
 
 logger = logging.getLogger(__name__)
 
 SHOWN = 300
 """Characters of an answer to quote in an error message."""
+LOGGED_AGAIN = (10, 100, 1_000, 10_000, 100_000)
+"""How often the same exception must have been raised to be mentioned again."""
+LONGEST_TRACE = 16_000
+"""Characters of a traceback in the log."""
+MOST_KINDS = 1000
+"""Exceptions that are told apart; those of further kinds are logged in one line each."""
+
+
+Job = tuple[Callable[[], Any], Future[Any], int | None]
+"""What to call, its result, and the call in progress that it is part of (`noted_calls.current`)."""
 
 
 class Calls:
@@ -35,12 +50,14 @@ class Calls:
         self._count = threads
         self.free = asyncio.Semaphore(max(1, threads))
         """Held by who calls `in_thread`."""
-        self._jobs: queue.SimpleQueue[tuple[Callable[[], Any], Future[Any]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._started = 0
         self._starting = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._afterwards = set[asyncio.Task[None]]()
         self._closed = False
+        self._raised_at = Counter[str]()
+        """How often each exception was raised: by its type and the place in the code."""
 
     def close(self) -> None:
         """End the threads once their calls have returned. They are daemons: a hung call delays no exit."""
@@ -81,8 +98,22 @@ class Calls:
         )
 
     def _raised(self, what: str, error: BaseException, about: str) -> EnvironmentFailed:
-        logger.error("%s: %s raised", self.whose, what, exc_info=error)
-        return EnvironmentFailed(f"{self.whose}: {what} raised {type(error).__name__}: {error}{about}")
+        self.told(f"{self.whose}: {what}", error)
+        return failed(f"{self.whose}: {what}", error, about)
+
+    def told(self, whose: str, error: BaseException) -> None:
+        """Log an exception of the user's code: with its traceback the first time, then how often it came."""
+        kind = f"{type(error).__name__} at {place_of(error)}"
+        if kind not in self._raised_at and len(self._raised_at) >= MOST_KINDS:
+            logger.error("%s raised %s: %s", whose, kind, quoted(error, SHOWN))
+            return
+        self._raised_at[kind] += 1
+        count = self._raised_at[kind]
+        if count == 1:
+            trace = quoted("".join(traceback.format_exception(error)), LONGEST_TRACE)
+            logger.error("%s raised (further ones of the kind are only counted)\n%s", whose, trace)
+        elif count in LOGGED_AGAIN:
+            logger.error("%s raised %s, for the %dth time", whose, kind, count)
 
     async def in_thread(self, call: Callable[[], Any]) -> Any:
         """The result of a function, which is called on a thread; at most `threads` may do so at once.
@@ -99,21 +130,22 @@ class Calls:
             Its result, or the `Raised` with its exception.
         """
         future: Future[Any] = Future()
+        noted = noted_calls.current()
         if self._count == 0:
-            _fill(future, call)
+            _fill(future, call, noted)
             return future
         with self._starting:
             if self._started < self._count:
                 self._started += 1
                 name = f"environment {self._started}"
                 threading.Thread(target=self._work, name=name, daemon=True).start()
-        self._jobs.put((call, future))
+        self._jobs.put((call, future, noted))
         return future
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            call, future = job
-            _fill(future, call)
+            call, future, noted = job
+            _fill(future, call, noted)
             del job, call, future  # else the last answer stays referenced
 
     async def on_own_loop(self, begin: Callable[[], Awaitable[Any]]) -> Any:
@@ -138,6 +170,8 @@ class Calls:
                 raise asyncio.CancelledError(f"{self.whose} is closed")
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
+                self._loop.set_task_factory(_noted_task)
+                self._loop.set_default_executor(_NotedThreads(thread_name_prefix="environment's own"))
                 threading.Thread(
                     target=self._run_loop, args=[self._loop], name="environment loop", daemon=True
                 ).start()
@@ -192,8 +226,10 @@ class AwaitedCalls(Calls):
                     return await method(*arguments)
             except TimeoutError:
                 raise self._too_late(what, about) from None
-            except EnvironmentFailed as failed:
-                raise EnvironmentFailed(f"{self.whose}: {what}: {failed}{about}") from failed
+            except EnvironmentFailed as error:
+                raise EnvironmentFailed(
+                    f"{self.whose}: {what}: {error}{about}", passing=error.passing
+                ) from error
 
 
 class Raised(Exception):
@@ -203,22 +239,72 @@ class Raised(Exception):
         self.error = error
 
 
-def _fill(future: "Future[Any]", call: Callable[[], Any]) -> None:
+def _fill(future: "Future[Any]", call: Callable[[], Any], noted: int | None) -> None:
     if future.set_running_or_notify_cancel():
         try:
-            future.set_result(_outcome(call))
+            future.set_result(_outcome(call, noted))
         except Raised as raised:
             future.set_exception(raised)
 
 
-def _outcome(call: Callable[[], Any]) -> Any:
+def _outcome(call: Callable[[], Any], noted: int | None) -> Any:
     try:
-        return call()
+        with noted_calls.executing(noted):
+            return call()
     except BaseException as error:
         raise Raised(error) from error
 
 
+class _Noted(Coroutine[Any, Any, Any]):
+    """A coroutine each of whose steps is noted as code of the call in progress; for a task."""
+
+    def __init__(self, coroutine: Any, noted: int):
+        self._coroutine, self._noted = coroutine, noted
+
+    def send(self, value: Any) -> Any:
+        with noted_calls.executing(self._noted):
+            return self._coroutine.send(value)
+
+    def throw(self, *error: Any) -> Any:
+        with noted_calls.executing(self._noted):
+            return self._coroutine.throw(*error)
+
+    def close(self) -> None:
+        self._coroutine.close()
+
+    def __await__(self) -> Any:
+        return self._coroutine.__await__()
+
+
+def _noted_task(loop: asyncio.AbstractEventLoop, coroutine: Any, **context: Any) -> "asyncio.Task[Any]":
+    """A task, as the environment's event loop makes it."""
+    noted = noted_calls.current()
+    return asyncio.Task(coroutine if noted is None else _Noted(coroutine, noted), loop=loop, **context)
+
+
+class _NotedThreads(ThreadPoolExecutor):
+    """The threads of the environment's event loop (`asyncio.to_thread`)."""
+
+    def submit(self, fn: Callable[..., Any], /, *args: Any, **kwargs: Any) -> "Future[Any]":
+        noted = noted_calls.current()
+
+        def call() -> Any:
+            with noted_calls.executing(noted):
+                return fn(*args, **kwargs)
+
+        return super().submit(call)
+
+
+def failed(whose: str, error: BaseException, about: str = "") -> EnvironmentFailed:
+    """What an exception of the user's code means: a failure, which says whether another try may help."""
+    what = f"{whose} raised {type(error).__name__}: {quoted(error)}{hint(error)}{about}"
+    return EnvironmentFailed(what, passing=passes(error))
+
+
 def shortened(value: object) -> str:
     """The repr of `value`; the middle of a long one is cut out."""
-    text = repr(value)
+    try:
+        text = repr(value)
+    except Exception as error:  # of the user's own class
+        text = f"(a {type(value).__name__} without a repr: {type(error).__name__})"
     return text if len(text) <= SHOWN else f"{text[: SHOWN * 2 // 3]} ... {text[-SHOWN // 3 :]}"

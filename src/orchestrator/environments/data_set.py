@@ -104,10 +104,10 @@ class DataSet:
         return self._conversation(self._question(self._records[problem]))
 
     def reward(self, problem: int, answer: str) -> Rewards | Awaitable[Rewards]:
-        """What the functions give, by their names; those that do not apply (None) count nothing.
+        """What the functions give, by their names; None where they do not apply.
 
         Raises:
-            ValueError: a function returns no number, or none of them applies.
+            ValueError: a function returns neither a number nor None.
         """
         question = self._question(self._records[problem])
         if isinstance(question, str):
@@ -141,10 +141,7 @@ class DataSet:
         values = {
             one.name: one.value_of(returned) for one, returned in zip(self._rewards, found, strict=True)
         }
-        parts = {name: value for name, value in values.items() if value is not None}
-        if not parts:
-            raise ValueError(f"no reward function applies to this answer: {', '.join(values)} returned None")
-        return Rewards(parts, {one.name: one.weight for one in self._rewards if one.name in parts})
+        return Rewards(values, {one.name: one.weight for one in self._rewards})
 
     def _question(self, record: Mapping[str, Any]) -> Any:
         """What the record asks: text, or a list of messages."""

@@ -4,7 +4,9 @@ from collections.abc import Awaitable, Mapping, Sequence
 from typing import Any, Protocol
 
 from cairn.orchestrator.environments.rewards import Rewards
+from cairn.orchestrator.failures import UNSCORED
 from cairn.run.errors import CairnError
+from cairn.run.output import quoted
 
 
 class BadEnvironment(CairnError):
@@ -14,8 +16,32 @@ class BadEnvironment(CairnError):
 class EnvironmentFailed(CairnError):
     """An environment raised, timed out, or returned an invalid conversation or reward.
 
-    The message names the environment, the problem, the cause and, for a reward, the answer.
+    The message names the environment, the problem, the cause and, for a reward, the answer. What it quotes is
+    text from outside, so it is made writable and is cut if it is long.
+
+    Args:
+        passing: whether another try may succeed.
     """
+
+    def __init__(self, message: str, *, passing: bool = True):
+        super().__init__(quoted(message))
+        self.passing = passing
+
+    def of(self, whose: str) -> "EnvironmentFailed":
+        """The same failure, where it is known whose it is."""
+        return EnvironmentFailed(f"{whose}: {self}", passing=self.passing)
+
+
+class Unscored(EnvironmentFailed):
+    """The environment has nothing to say of an answer: its reward is None. That is no failure."""
+
+    def __init__(self, message: str):
+        super().__init__(UNSCORED + message, passing=False)
+        self._message = message
+
+    def of(self, whose: str) -> EnvironmentFailed:
+        """As in `EnvironmentFailed`."""
+        return Unscored(f"{whose}: {self._message}")
 
 
 Reward = float | Mapping[str, float] | Rewards

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, cast
 
+from cairn.run.output import writable
+
 LARGEST_REWARD = 1e37
 """Largest absolute reward: advantages are stored as float32, whose maximum is 3.4e38."""
 TOOL_COUNTS = ("tool_calls", "tool_errors")
@@ -16,11 +18,11 @@ TOOL_COUNTS = ("tool_calls", "tool_errors")
 class Rewards:
     """A reward in parts. The reward is the sum of the parts, each multiplied by its weight.
 
-    parts: a finite number for each name. weights: by name; a part without a weight counts once, and a part
-    with weight 0 is only recorded.
+    parts: a finite number for each name; None where a part does not apply to the answer. weights: by name; a
+    part without a weight counts once, and a part with weight 0 is only recorded.
     """
 
-    parts: Mapping[str, float]
+    parts: Mapping[str, float | None]
     weights: Mapping[str, float] = field(default_factory=dict[str, float])
 
 
@@ -56,12 +58,22 @@ def to_json(value: Any, unnamed: str) -> dict[str, dict[str, float]] | str:
     weights = value.weights if isinstance(value, Rewards) else {}
     return {
         "parts": parts or {unnamed: total},
-        "weights": {str(name): float(weight) for name, weight in weights.items()},
+        "weights": {writable(str(name)): float(weight) for name, weight in weights.items()},
     }
+
+
+def says_nothing(value: Any) -> bool:
+    """Whether a reward is None, or has parts that all are: the answer is unscored."""
+    parts = value.parts if isinstance(value, Rewards) else value
+    if isinstance(parts, Mapping):
+        return bool(parts) and all(part is None for part in cast("Mapping[str, Any]", parts).values())
+    return value is None
 
 
 def in_parts(value: Any) -> tuple[float, dict[str, float]] | str:
     """The reward and its parts by name: of `Rewards`, of a mapping of names to numbers, or of one number.
+
+    A part that is None does not apply to the answer: the reward has no such part.
 
     Returns:
         If it is none of these, why, in words.
@@ -78,9 +90,13 @@ def in_parts(value: Any) -> tuple[float, dict[str, float]] | str:
     parts: dict[str, float] = {}
     total = 0.0
     for name, part in value.parts.items():
+        if part is None:
+            continue
         found, weight = to_reward(part), to_reward(value.weights.get(name, 1.0))
         if found is None or weight is None:
             return f"its part {name!r} or the weight of that part is not one finite number"
-        parts[str(name)] = found
+        parts[writable(str(name))] = found
         total += weight * found
+    if not parts:
+        return "all of its parts are None"
     return (total, parts) if to_reward(total) is not None else "its parts add up to no finite number"

@@ -5,8 +5,9 @@ from typing import Any
 
 from cairn.orchestrator.environments.asked import AskedEnvironment, wrong_with_methods
 from cairn.orchestrator.environments.calls import shortened
-from cairn.orchestrator.environments.protocol import EnvironmentFailed
-from cairn.orchestrator.environments.rewards import Rewards, in_parts
+from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
+from cairn.orchestrator.environments.rewards import Rewards, in_parts, says_nothing
+from cairn.orchestrator.failures import ANSWER
 
 
 class SingleTurn(AskedEnvironment):
@@ -37,15 +38,19 @@ class SingleTurn(AskedEnvironment):
             EnvironmentFailed: the environment raised, timed out, or returned something else.
         """
         what = f"reward of problem {problem}"
-        about = f"; the answer was {shortened(answer)}"
+        about = f"{ANSWER}{shortened(answer)}"
         found = await self.calls.call(self.environment.reward, what, problem, answer, about=about)
+        if says_nothing(found):
+            raise Unscored(
+                f"environment {self.name!r}: {what} returned None, which means that it has nothing to say of "
+                f"the answer (or there is a path without a `return`){about}"
+            )
         reward = in_parts(found)
         if isinstance(reward, str):
-            hint = " (is there a path without a `return`?)" if found is None else ""
             why = f": {reward}" if isinstance(found, Mapping | Rewards) else ""
             raise EnvironmentFailed(
                 f"environment {self.name!r}: {what} must be one finite number, or named parts, and is "
-                f"{shortened(found)}, of type {type(found).__name__}{why}{hint}{about}"
+                f"{shortened(found)}, of type {type(found).__name__}{why}{about}"
             )
         return reward
 

@@ -12,9 +12,10 @@ from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.asked import MAX_TURNS, wrong_with_methods, wrong_with_turns
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.program import Model, Programs, no_tool_parser
-from cairn.orchestrator.environments.protocol import EnvironmentFailed
-from cairn.orchestrator.environments.rewards import TOOL_COUNTS, Rewards, to_json
+from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
+from cairn.orchestrator.environments.rewards import TOOL_COUNTS, Rewards, says_nothing, to_json
 from cairn.orchestrator.environments.single_turn import messages_of, wrong_with_conversation
+from cairn.run.output import quoted, writable
 
 
 class ToolEnvironment(Protocol):
@@ -86,7 +87,7 @@ async def _outcome_of_coroutine(call: Callable[[], Awaitable[Any]]) -> dict[str,
 
 def _result(found: Any) -> dict[str, str]:
     text = found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
-    return {"content": text}
+    return {"content": writable(text)}
 
 
 def _error(error: Exception) -> dict[str, str]:
@@ -94,7 +95,7 @@ def _error(error: Exception) -> dict[str, str]:
     if isinstance(error, ValidationError):
         wrong = (f"{'.'.join(map(str, e['loc']))}: {e['msg']}" for e in error.errors(include_url=False))
         return {"error": f"Error: wrong arguments: {'; '.join(wrong)}"}
-    return {"error": f"Error: {type(error).__name__}: {error}"}
+    return {"error": f"Error: {type(error).__name__}: {quoted(error)}"}
 
 
 class ToolPrograms(Programs):
@@ -221,6 +222,8 @@ def _checked(found: Any) -> dict[str, dict[str, float]]:
     Raises:
         EnvironmentFailed: it is none.
     """
+    if says_nothing(found):
+        raise Unscored("reward returned None, which means that it has nothing to say of the answer")
     reward = to_json(found, "answer")
     if isinstance(reward, str):
         raise EnvironmentFailed(f"reward must return a finite reward, but {reward}: {shortened(found)}")

@@ -17,11 +17,12 @@ from typing import Any, Protocol
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.asked import MAX_TURNS, wrong_with_methods, wrong_with_turns
-from cairn.orchestrator.environments.calls import Calls, Raised, shortened
+from cairn.orchestrator.environments.calls import Calls, Raised, failed, shortened
 from cairn.orchestrator.environments.program import Model, Programs
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Reward
 from cairn.orchestrator.environments.rewards import Rewards, to_json
 from cairn.orchestrator.environments.single_turn import wrong_with_conversation
+from cairn.run.output import writable
 
 logger = logging.getLogger(__name__)
 
@@ -277,8 +278,8 @@ class _World:
         except Exception as caught:
             error = caught.error if isinstance(caught, Raised) else caught
             if isinstance(error, EnvironmentFailed):
-                raise EnvironmentFailed(f"{name}: {error}") from error
-            raise EnvironmentFailed(f"{name} raised {type(error).__name__}: {error}") from error
+                raise error.of(name) from error
+            raise failed(name, error) from error
 
 
 def _method(environment: Any, name: str) -> Callable[..., Any] | None:
@@ -310,7 +311,7 @@ def _stepped(found: Any) -> dict[str, Any]:
 def _observed(observation: Any) -> list[Any]:
     """An observation, as messages."""
     if isinstance(observation, str):
-        return [{"role": "user", "content": observation}]
+        return [{"role": "user", "content": writable(observation)}]
     if wrong := wrong_with_conversation(observation):
         raise EnvironmentFailed(f"an observation must be text or a list of messages, and it {wrong}")
     return [dict(message) for message in observation]
