@@ -20,6 +20,7 @@ from cairn.checkpoint.step import MODEL
 from cairn.checkpoint.tensors import dtype_of
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
+from cairn.run.recipe import in_one_form
 
 VALUES = 4 << 20
 """Values of a tensor that are added at a time."""
@@ -159,4 +160,4 @@ def _kind(source: Source) -> str:
 
 def _config(content: Content) -> dict[str, Any]:
     found = read_json(content.model / "config.json", dict[str, Any]) if content.model else None
-    return found or {}
+    return in_one_form(found or {})

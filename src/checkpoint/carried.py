@@ -14,7 +14,7 @@ from cairn.checkpoint.away import away_files
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, check_content, check_size, load_manifest
 from cairn.checkpoint.receipts import make_receipt
-from cairn.run.files import forget_cached, naming, sync, write_json
+from cairn.run.files import forget_cached, make_folders, naming, sync, write_json
 
 PIECE = CHUNK_BYTES
 
@@ -57,6 +57,7 @@ def carry(
     checksums: dict[str, FileChecksum] = {}
     for name, file in files.items():
         target = folder / name
+        make_folders(target.parent)
         linked = False
         if parent is not None:
             # Whatever keeps it from being linked, it can be copied.

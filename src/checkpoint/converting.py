@@ -3,13 +3,13 @@
 import fcntl
 import hashlib
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cairn.checkpoint.exporting import appearing
 from cairn.checkpoint.formats import FORMATS, Stage, no_progress
 from cairn.checkpoint.formats.fitting import weights_of
-from cairn.checkpoint.importing import companions_of, layout_and_files
+from cairn.checkpoint.importing import companions_of, fitted
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.noted import check_noted, noted
 from cairn.checkpoint.step import MODEL
@@ -42,7 +42,13 @@ def place_in(cache: Path, source: Path, name: str, model: Path | None) -> Path:
 
 
 def convert(
-    source: Path, out: Path, name: str, *, model: Path | None = None, stage: Stage = no_progress
+    source: Path,
+    out: Path,
+    name: str,
+    *,
+    model: Path | None = None,
+    stage: Stage = no_progress,
+    say: Callable[[str], None] = lambda sentence: None,
 ) -> None:
     """Write the weights that `source` holds, in the format `name`, to the Hugging Face directory `out`.
 
@@ -51,6 +57,7 @@ def convert(
 
     Args:
         model: a folder with config.json and tokenizer; default: the one that belongs to the source.
+        say: told what was chosen or corrected, one sentence each.
 
     Raises:
         UsageError: there is no config.json, or no tokenizer.
@@ -65,26 +72,31 @@ def convert(
     try:
         flock(fd, fcntl.LOCK_EX, lock)
         if not out.exists():
-            _convert(source, out, name, model, stage)
+            _convert(source, out, name, model, stage, say)
     finally:
         os.close(fd)
 
 
-def _convert(source: Path, out: Path, name: str, model: Path | None, stage: Stage) -> None:
+def _convert(
+    source: Path, out: Path, name: str, model: Path | None, stage: Stage, say: Callable[[str], None]
+) -> None:
     content = FORMATS[name].read(source, model)
     with companions_of(content, source, SETTING) as companions:
-        layout, files = layout_and_files(companions)
-    beside = {Path(path).name: data for path, data in files.items()}
+        content, layout, files = fitted(content, companions, source)
+    for sentence in content.said:
+        say(sentence)
+    beside = {path.removeprefix("model/"): data for path, data in files.items()}
     if not TOKENIZERS.intersection(beside):
         raise UsageError(f"{source}: has no tokenizer beside it; give the folder of its model with {SETTING}")
     weights = noted(weights_of(content.tensors[MODEL], layout, source))
     nbytes = sum(tensor.spec.nbytes for tensor in weights.values())
     with appearing(out) as folder:
         for file, data in beside.items():
+            make_folders((folder / file).parent)
             with naming(folder / file):
                 (folder / file).write_bytes(data)
         write_sources(folder, weights, "model", on_bytes=stage("writing weights", nbytes))
-        for path in (*folder.iterdir(), folder):
+        for path in (*folder.rglob("*"), folder):
             sync(path)
         progress = stage("comparing weights", nbytes)
         check_noted(find_tensors(folder, "model"), weights, folder, on_bytes=progress)

@@ -151,13 +151,14 @@ def _by_stem(content: Content, layout: "Layout | None") -> dict[str, Mapping[str
 
 
 def _hub_names(weights: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
-    """Weights by the hub's names, without tied copies; what has no place in the model keeps its name."""
+    """Weights by the hub's names, without copies of tied ones; what has no place keeps its name."""
     from cairn.checkpoint.formats.derived import Section
+    from cairn.checkpoint.formats.tying import tied_apart
     from cairn.checkpoint.layout import TensorSpec
 
     places = {name: place for name, place in layout.find(weights.keys()).items() if name in weights}
     hub = {place: name for name, place in layout.places.items()}
-    tied = layout.tied.keys() | layout.tied_in_memory.keys()
+    copies = tied_apart(weights, layout)[0]
     found: dict[str, Source] = {}
     for name, source in weights.items():
         place = places.get(name)
@@ -167,7 +168,7 @@ def _hub_names(weights: Mapping[str, Source], layout: "Layout") -> dict[str, Sou
             for part, own in hub.items():
                 if part.name == place.name:
                     found[own] = Section(source, part.first, TensorSpec(own, source.spec.dtype, part.shape))
-        elif name not in tied:
+        elif name not in copies:
             found[name] = source
     return found
 

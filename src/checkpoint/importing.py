@@ -6,16 +6,19 @@ import secrets
 import shutil
 import tempfile
 from collections.abc import Callable, Generator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.fork import check_empty, fresh_store
 from cairn.checkpoint.formats import Content, Stage, no_progress, read_foreign
+from cairn.checkpoint.formats.agreement import agree
+from cairn.checkpoint.formats.companions import companion_files, with_tokenizer_of
+from cairn.checkpoint.formats.described import FILE_NAME, about_model, as_file, with_both_forms
 from cairn.checkpoint.formats.fitting import state_of, weights_of
-from cairn.checkpoint.formats.foreign import check_link, check_plain, load_config
-from cairn.checkpoint.formats.hub import Layout, hub_layout
-from cairn.checkpoint.formats.huggingface import COMPANIONS
+from cairn.checkpoint.formats.foreign import check_link, check_plain
+from cairn.checkpoint.formats.hub import Layout
 from cairn.checkpoint.formats.valued import critic_of
 from cairn.checkpoint.manifest import CheckpointError, Manifest
 from cairn.checkpoint.noted import check_noted, noted
@@ -33,9 +36,6 @@ from cairn.checkpoint.streaming import write_sources
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_json
-
-NOT_OF_A_MODEL = {"trainer_state.json"}
-"""Files beside a model that belong to its training."""
 
 
 def import_checkpoint(
@@ -76,7 +76,7 @@ def import_checkpoint(
             "--weights-only takes the weights alone"
         )
     with companions_of(content, source) as companions:
-        layout, files = layout_and_files(companions)
+        content, layout, files = fitted(content, companions, source)
     number = content.step if step is None else step
     number = 1 if number is None else number
     if number < 1:
@@ -185,16 +185,29 @@ def companions_of(content: Content, source: Path, setting: str = "--model FOLDER
         )
 
 
-def layout_and_files(companions: Path) -> tuple[Layout, dict[str, bytes]]:
-    """The layout of the model that config.json describes, and the files beside the weights by their paths."""
+def fitted(content: Content, companions: Path, source: Path) -> tuple[Content, Layout, dict[str, bytes]]:
+    """The content of a source and its config.json, brought to agree, with the layout of the model.
+
+    Args:
+        companions: the folder with config.json and tokenizer.
+
+    Returns:
+        The content, the layout, and the files beside the weights by their paths in a step.
+
+    Raises:
+        CheckpointError: see `agree`.
+        Damaged: a file is invalid, or a link to another folder.
+    """
     check_plain(companions)
-    layout = hub_layout(load_config(companions))
-    copied = [
-        path
-        for path in sorted(companions.iterdir())
-        if path.is_file() and path.suffix in COMPANIONS and path.name not in NOT_OF_A_MODEL
-        if ".safetensors" not in path.name and not path.name.endswith(".bin.index.json")
-    ]
-    for path in copied:
+    files = companion_files(companions)
+    if content.tokenizer is not None:
+        files = with_tokenizer_of(files, content.tokenizer)
+    for path in files.values():
         check_link(path)
-    return layout, {f"model/{path.name}": path.read_bytes() for path in copied}
+    found = agree(content.tensors, companions, source, content.changes)
+    content = replace(content, tensors=found.tensors, said=(*content.said, *found.said))
+    beside = {name: path.read_bytes() for name, path in files.items()}
+    about = with_both_forms(found.about)
+    if about != about_model(companions):
+        beside[FILE_NAME] = as_file(about)
+    return content, found.layout, {f"model/{name}": data for name, data in beside.items()}

@@ -97,10 +97,12 @@ class CheckpointStore(StepFolders):
         folder = self.folder(step)
         checksums: dict[str, FileChecksum] = {}
         for name, content in files.items():
+            make_folders((folder / name).parent)
             write_atomic(folder / name, content, durable=True)
             checksums[name] = FileChecksum(len(content))
             checksums[name].add(0, content)
-        sync(folder)
+        for where in {folder, *((folder / name).parent for name in files)}:
+            sync(where)
         if read_back:
             for name, content in files.items():
                 check_written(folder / name, content)

@@ -1,5 +1,6 @@
 """Resolves --model.name to a Hugging Face directory with weights."""
 
+import functools
 import hashlib
 import os
 import re
@@ -9,11 +10,19 @@ from pathlib import Path
 
 from cairn.checkpoint.formats import FORMATS, format_of
 from cairn.checkpoint.formats.adapters import base_of_adapter
+from cairn.checkpoint.formats.described import about_model
+from cairn.checkpoint.formats.disagreeing import (
+    UNQUANTIZED,
+    disagrees,
+    quantization_of,
+    refuse_quantized,
+)
+from cairn.checkpoint.formats.peft_settings import adapter_settings
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.step import StepFolder
 from cairn.config.lora import LoraConfig
 from cairn.config.model import ModelConfig
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.files import read_json
 from cairn.run.imports import importing
 from cairn.run.progress import progress_bars
@@ -38,15 +47,14 @@ def resolve_model(config: ModelConfig, cache: Path | None = None) -> str:
     Raises:
         UsageError: there is no such model, or a file is missing in it.
     """
-    path = _in_place(config)
-    if path is None:
-        return _fetch(config.name, [*ABOUT, WEIGHTS])
+    path = _in_place(config) or Path(_fetch(config.name, [*ABOUT, WEIGHTS]))
     name = foreign_format(path)
     if name is not None:
         return str(_converted(path, name, config, cache or _cache()))
     if list(path.glob(WEIGHTS)):
         return str(path.absolute())
-    assert config.init_seed is not None, "otherwise it is refused"
+    if config.init_seed is None:
+        raise UsageError(_no_weights(config.name))
     return str(_create(path, config.init_seed))
 
 
@@ -82,20 +90,42 @@ def _in_place(config: ModelConfig) -> Path | None:
         except CheckpointError as error:
             raise UsageError(f"--model.name {config.name}: {error}") from None
         path = StepFolder(path).model
-    if foreign_format(path) is not None:
+    name = foreign_format(path)
+    if name == "peft":
+        try:
+            adapter_settings(path)
+        except CairnError as error:
+            raise UsageError(f"--model.name {config.name}: {error}") from None
+    if name is not None:
         return path
     if not FORMATS["hf"].detect(path):
         raise UsageError(
             f"--model.name {config.name}: it has no config.json, so it is not a Hugging Face model, nor has "
             f"it another format that Cairn reads ({', '.join(FORMATS)})"
         )
-    _refuse_quantized(path / "config.json", config.name)
-    if config.init_seed is None and not list(path.glob(WEIGHTS)):
-        raise UsageError(
-            f"--model.name {config.name}: it has no safetensors weights; "
-            "--model.init-seed 0 starts from random ones"
-        )
+    if not list(path.glob(WEIGHTS)):
+        if config.init_seed is None:
+            raise UsageError(_no_weights(config.name))
+        _check_plain_weights(path, config.name)
     return path
+
+
+def _no_weights(name: str) -> str:
+    return f"--model.name {name}: it has no safetensors weights; --model.init-seed 0 starts from random ones"
+
+
+def _check_plain_weights(folder: Path, name: str) -> None:
+    """Check that the config.json in `folder` describes no quantised weights.
+
+    Raises:
+        UsageError: it does, or it is damaged.
+    """
+    try:
+        about = about_model(folder)
+        if quantization_of(about):
+            refuse_quantized(about, name)
+    except CairnError as error:
+        raise UsageError(f"--model.name {error}") from None
 
 
 def model_to_serve(step: Path, lora: LoraConfig | None) -> Path:
@@ -123,9 +153,32 @@ def is_step(path: Path) -> bool:
 def foreign_format(path: Path) -> str | None:
     """The format of weights that have to be converted; None if there is nothing to convert in `path`."""
     name = format_of(path)
-    if name in HUGGING_FACE:
-        return "hf" if any(path.glob("pytorch_model*.bin")) and not any(path.glob("*.safetensors")) else None
-    return name
+    if name not in HUGGING_FACE:
+        return name
+    if any(path.glob("*.safetensors")):
+        return "hf" if _disagrees(path) else None
+    return "hf" if any(path.glob("pytorch_model*.bin")) else None
+
+
+def _disagrees(path: Path) -> bool:
+    """Whether a folder's config.json and tensors contradict each other, so that a corrected copy is made.
+
+    Raises:
+        UsageError: a file is invalid, or the weights are quantised.
+    """
+    try:
+        files = sorted((*path.glob("*.safetensors*"), path / "config.json"))
+        known = tuple((file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
+        return _disagrees_once(path, known)
+    except OSError as error:
+        raise UsageError(f"--model.name {path}: {error.filename}: {error.strerror}") from None
+    except CairnError as error:
+        raise UsageError(f"--model.name {error}") from None
+
+
+@functools.cache
+def _disagrees_once(path: Path, files: tuple[tuple[str, int, int], ...]) -> bool:
+    return disagrees(path)
 
 
 def _converted(path: Path, name: str, config: ModelConfig, cache: Path) -> Path:
@@ -138,39 +191,48 @@ def _converted(path: Path, name: str, config: ModelConfig, cache: Path) -> Path:
         from cairn.checkpoint.converting import convert, place_in
 
     model = Path(config.config) if config.config else None
-    if model is not None:
-        if not (model / "config.json").is_file():
-            raise UsageError(f"--model.config {model}: it has no config.json")
-        _refuse_quantized(model / "config.json", str(model))
+    if model is not None and not (model / "config.json").is_file():
+        raise UsageError(f"--model.config {model}: it has no config.json")
     try:
         target = place_in(cache, path, name, model)
         if target.exists():
             print(f"{path} has the format {name}; {target} holds its weights already", flush=True)
             return target
+        said: list[str] = []
         print(f"{path} has the format {name}; its weights are converted once, to {target}", flush=True)
         with progress_bars() as stage:
-            convert(path, target, name, model=model, stage=stage)
-    except (CheckpointError, UsageError) as error:
+            convert(path, target, name, model=model, stage=stage, say=said.append)
+        for sentence in said:
+            print(f"{config.name}: {sentence}", flush=True)
+    except CairnError as error:
         raise UsageError(f"--model.name {config.name}: {error}") from None
     except FileNotFoundError as error:
         raise UsageError(f"--model.name {config.name}: {error.filename}: {error.strerror}") from None
     return target
 
 
-def _refuse_quantized(path: Path, name: str) -> None:
-    """Refuse quantized weights, such as those of gpt-oss and DeepSeek-V3: they can't be trained directly.
+def _refuse_quantized(folder: Path, name: str) -> None:
+    """Refuse a model on the hub whose weights are quantised, before they are fetched.
+
+    What config.json says counts only if the tensors' data types, which the hub tells, don't say otherwise.
 
     Raises:
-        UsageError: the weights are quantized.
+        UsageError: they are.
     """
-    about = (read_json(path, dict) or {}).get("quantization_config")
-    if about:
-        kind = about.get("quant_method", "method unknown") if isinstance(about, dict) else about
-        raise UsageError(
-            f"--model.name {name}: its weights are quantized ({kind}), and Cairn trains float32 or bfloat16; "
-            "transformers converts them: AutoModelForCausalLM.from_pretrained with the method's dequantize, "
-            "then save_pretrained into a folder without quantization_config in its config.json"
-        )
+    if not quantization_of(about_model(folder)):
+        return
+    from huggingface_hub import get_safetensors_metadata
+
+    try:
+        kinds = {
+            info.dtype
+            for file in get_safetensors_metadata(name).files_metadata.values()
+            for info in file.tensors.values()
+        }
+    except Exception:  # whatever the hub's client raises: then config.json is believed
+        kinds = {"?"}
+    if kinds - UNQUANTIZED:
+        _check_plain_weights(folder, name)
 
 
 def _fetch(name: str, patterns: list[str]) -> str:
@@ -183,7 +245,7 @@ def _fetch(name: str, patterns: list[str]) -> str:
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
     try:
-        _refuse_quantized(Path(hf_hub_download(name, "config.json")), name)
+        _refuse_quantized(Path(hf_hub_download(name, "config.json")).parent, name)
         return os.path.abspath(snapshot_download(name, allow_patterns=patterns))
     except (HfHubHTTPError, LocalEntryNotFoundError, httpx.HTTPError, OSError) as error:
         reason = str(error).strip().splitlines()[0]

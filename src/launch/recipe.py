@@ -8,12 +8,15 @@ from typing import Any
 
 from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.adapters import base_of_adapter, held_base
+from cairn.checkpoint.formats.described import about_model
+from cairn.checkpoint.formats.disagreeing import QUANTIZATION
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.critic import critic_problem
 from cairn.config.kinds import RunConfig, RunKind
 from cairn.config.lora import LoraConfig
 from cairn.launch.beside_policy import check_models_beside
+from cairn.launch.model import foreign_format
 from cairn.launch.preflight import look_at_records
 from cairn.launch.start import Start
 from cairn.orchestrator.identity import changes_since, unknown_since
@@ -22,11 +25,13 @@ from cairn.run.changes import Change, Settings, check_accepted, in_words, measur
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, read_json, write_json
+from cairn.run.imports import importing
 from cairn.run.recipe import (
     NOT_ARCHITECTURE,
     TRAINER,
     base_of,
     code_in,
+    in_one_form,
     model_of,
     now,
     prints_date,
@@ -203,12 +208,14 @@ def check_model(name: str, start: Start) -> None:
     saved = StepFolder(start.folder).model
     if own is None:
         return
-    ours, theirs = (json.loads((folder / "config.json").read_text()) for folder in (own, saved))
-    keys = sorted((ours.keys() | theirs.keys()) - NOT_ARCHITECTURE - OF_HEADS)
+    apart = NOT_ARCHITECTURE | OF_HEADS
+    if foreign_format(own) is not None:  # then these were corrected when the run began
+        apart |= {"tie_word_embeddings", QUANTIZATION}
+    ours, theirs = (in_one_form(about_model(folder)) for folder in (own, saved))
+    if _differing(ours, theirs, apart):
+        ours, theirs = (_with_defaults(folder) for folder in (own, saved))
     different = [
-        f"{key} {theirs.get(key)} there, {ours.get(key)} here"
-        for key in keys
-        if ours.get(key) != theirs.get(key)
+        f"{key} {theirs.get(key)} there, {ours.get(key)} here" for key in _differing(ours, theirs, apart)
     ]
     if not different and tokenizer_of(own) != tokenizer_of(saved):
         different = ["its tokenizer or chat template differs; a run resumes with the checkpoint's"]
@@ -217,6 +224,19 @@ def check_model(name: str, start: Start) -> None:
             f"--model.name {name} is not the model in {start.folder}: {'; '.join(different)}. "
             "Leave --model.name as it was to resume, or start a new run in another --output-dir"
         )
+
+
+def _differing(a: Mapping[str, Any], b: Mapping[str, Any], apart: Collection[str]) -> list[str]:
+    """The keys whose values differ, apart from some."""
+    return [key for key in sorted((a.keys() | b.keys()) - set(apart)) if a.get(key) != b.get(key)]
+
+
+def _with_defaults(folder: Path) -> dict[str, Any]:
+    """A folder's configuration as transformers understands it: any form of it, and what it leaves out."""
+    with importing():
+        from cairn.checkpoint.formats.foreign import load_config  # takes seconds, and is hardly ever needed
+
+    return load_config(folder).to_dict()
 
 
 def check_adapter(lora: LoraConfig | None, start: Start, flags: str) -> None:

@@ -107,6 +107,8 @@ NAMED = ("validation", "eval")
 """Lists of tables that have a `name`: the settings of one are called validation[NAME].records and so on."""
 ENTRY = re.compile(r"(\w+)\[([^\]]*)\]")
 
+TEMPLATES = "additional_chat_templates"
+"""The folder of a tokenizer's chat templates beside the default one, such as `tool_use.jinja`."""
 TOKENIZER_FILES = (
     "tokenizer.json",
     "tokenizer_config.json",
@@ -118,8 +120,15 @@ TOKENIZER_FILES = (
     "chat_template.jinja",
     "chat_template.json",
     "*.model",
+    "*.tiktoken",
+    f"{TEMPLATES}/*.jinja",
 )
 """What a Hugging Face directory holds of the tokenizer and its chat template."""
+OLDER_ROTARY = (
+    *("rope_theta", "rope_scaling", "partial_rotary_factor"),
+    *("rope_local_base_freq", "rotary_emb_base", "rotary_pct"),
+)
+"""What config.json says in `rope_parameters`, too, if it has that."""
 NOT_ARCHITECTURE = {"transformers_version", "dtype", "torch_dtype", "_name_or_path", "use_cache"}
 """What config.json says beside the model's architecture."""
 
@@ -190,19 +199,34 @@ def covers(key: str, name: str) -> bool:
 def tokenizer_of(folder: Path) -> str:
     """Names the tokenizer and chat template of a Hugging Face directory: a digest of their files."""
     digest = hashlib.blake2b(digest_size=16)
-    for path in _tokenizer_files(folder):
+    for path in tokenizer_files(folder):
         content = path.read_bytes()
-        digest.update(f"{path.name} {len(content)} ".encode() + content)
+        digest.update(f"{path.relative_to(folder).as_posix()} {len(content)} ".encode() + content)
     return digest.hexdigest()
 
 
-def _tokenizer_files(folder: Path) -> list[Path]:
+def tokenizer_files(folder: Path) -> list[Path]:
+    """The files of a Hugging Face directory's tokenizer and its chat templates, in a fixed order."""
     return sorted(path for pattern in TOKENIZER_FILES for path in folder.glob(pattern))
+
+
+def in_one_form(about: Mapping[str, Any]) -> dict[str, Any]:
+    """A config.json without what it says twice: the older names of rotary settings, beside the newer ones."""
+    twice = OLDER_ROTARY if isinstance(about.get("rope_parameters"), dict) else ()
+    one = {key: value for key, value in about.items() if key not in twice}
+    if "num_local_experts" in one and one.get("num_experts") == one["num_local_experts"]:
+        del one["num_experts"]
+    return {
+        key: in_one_form(cast("Mapping[str, Any]", value))
+        if isinstance(value, Mapping) and key.endswith("_config")
+        else value
+        for key, value in one.items()
+    }
 
 
 def model_of(folder: Path) -> str:
     """Names the architecture of a Hugging Face directory."""
-    config = json.loads((folder / "config.json").read_text())
+    config = in_one_form(json.loads((folder / "config.json").read_text()))
     kept = {key: value for key, value in config.items() if key not in NOT_ARCHITECTURE}
     return hashlib.blake2b(json.dumps(kept, sort_keys=True).encode(), digest_size=16).hexdigest()
 
@@ -220,7 +244,11 @@ def base_of(folder: Path) -> str:
 
 def prints_date(folder: Path) -> bool:
     """Whether the chat template in a Hugging Face directory asks for today's date."""
-    files = [path for path in _tokenizer_files(folder) if path.name.startswith(("chat_", "tokenizer_config"))]
+    files = [
+        path
+        for path in tokenizer_files(folder)
+        if path.name.startswith(("chat_", "tokenizer_config")) or path.parent.name == TEMPLATES
+    ]
     return any(b"strftime_now" in path.read_bytes() for path in files)
 
 

@@ -219,10 +219,13 @@ def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace
                 "weights_only": weights_only,
                 "critic": content.critic is not None,
                 "settings": dict(content.settings),
+                "said": list(content.said),
                 "left_out": list(content.left_out),
             }
         )
         return 0
+    for line in content.said:
+        say(line)
     for line in content.left_out:
         say(f"left out: {line}")
     for key, value in content.settings.items():

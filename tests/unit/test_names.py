@@ -152,6 +152,11 @@ def test_quantized_weights_are_refused_before_anything_is_read(tmp_path: Path):
     about = json.loads((folder / "config.json").read_text())
     about["quantization_config"] = {"quant_method": "mxfp4", "modules_to_not_convert": []}
     (folder / "config.json").write_text(json.dumps(about))
+    tensors = load_file(folder / "model.safetensors")
+    experts = "model.layers.0.mlp.experts.gate_up_proj"
+    tensors[f"{experts}_blocks"] = torch.zeros(4, 8, 2, 16, dtype=torch.uint8)
+    tensors[f"{experts}_scales"] = torch.zeros(4, 8, 2, dtype=torch.uint8)
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
     with pytest.raises(UsageError, match=r"its weights are quantized \(mxfp4\).*save_pretrained"):
         resolve_model(ModelConfig(name=str(folder)))
 

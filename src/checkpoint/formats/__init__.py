@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from cairn.checkpoint.formats.accelerate import Accelerate
 from cairn.checkpoint.formats.content import (
     Content,
     Exporter,
@@ -52,6 +53,7 @@ FORMATS: dict[str, Format] = {
     "tf": TensorFlow(),
     "peft": Peft(),
     "hf-trainer": HuggingFaceTrainer(),
+    "accelerate": Accelerate(),
     "pt": PlainFile(),
     "hf": HuggingFace(),
 }

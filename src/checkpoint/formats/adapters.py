@@ -15,6 +15,9 @@ from typing import TYPE_CHECKING, Any
 from cairn.checkpoint.away import away_files
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
 from cairn.checkpoint.formats.content import Source, listed
+from cairn.checkpoint.formats.disagreeing import unwrapped
+from cairn.checkpoint.formats.peft_settings import adapter_settings, scaling, start_of_base
+from cairn.checkpoint.formats.storages import whole_storage
 from cairn.checkpoint.layout import TensorSpec, find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, FileEntry, check_content
 from cairn.checkpoint.step import ADAPTER_CONFIG, BASE_RECORD, StepFolder
@@ -29,25 +32,6 @@ PREFIX = "base_model.model."
 """What PEFT puts before the names of a model's modules."""
 BLOCK_ROWS = 256
 """Rows of a merged weight that are computed at a time."""
-PLAIN: dict[str, tuple[object, ...]] = {
-    "peft_type": ("LORA",),
-    "bias": ("none",),
-    "use_dora": (False,),
-    "use_qalora": (False,),
-    "fan_in_fan_out": (False,),
-    "lora_bias": (False,),
-    "alpha_pattern": ({},),
-    "layer_replication": (None,),
-    "target_parameters": (None, []),
-    "trainable_token_indices": (None,),
-    "use_bdlora": (None, False),
-    "alora_invocation_tokens": (None,),
-    "arrow_config": (None,),
-    "kasa_config": (None,),
-    "velora_config": (None,),
-    "monteclora_config": (None,),
-}
-"""The settings of PEFT with which a merged weight is W + scaling B A; others are refused."""
 
 
 @dataclass(frozen=True)
@@ -183,37 +167,36 @@ def base_folder(folder: Path, elsewhere: Path | None = None) -> Path:
     )
 
 
-def adapter_settings(folder: Path) -> dict[str, Any]:
-    """PEFT's configuration of the adapter in `folder`, with which a merged weight is W + scaling B A.
+def adapter_parts(folder: Path) -> dict[str, Source]:
+    """The tensors of the adapter in `folder`, by the names of modules in memory.
 
     Raises:
-        CheckpointError: it has a setting with which there is more to it.
+        FileNotFoundError: a file is missing.
+        Damaged: a file is invalid.
     """
-    about = read_json(folder / ADAPTER_CONFIG, dict[str, Any]) or {}
-    odd = [key for key, plain in PLAIN.items() if key in about and about[key] not in plain]
-    if odd:
-        raise CheckpointError(
-            f"{folder}: this adapter can't be merged here: its {ADAPTER_CONFIG} has "
-            + ", ".join(f"{key} = {about[key]!r}" for key in odd)
-            + "; PEFT's merge_and_unload can do that"
-        )
-    return about
+    stored = find_tensors(folder, "adapter_model")
+    bare = {unwrapped(name, leading=False): tensor for name, tensor in stored.items()}
+    return {unwrapped(name.removeprefix(PREFIX), leading=False): tensor for name, tensor in bare.items()}
 
 
 def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -> dict[str, Source]:
     """The weights of the base with the adapter in `folder` added, in float32, by the names in `base`.
 
     Args:
-        base: the base's weights by any names that transformers knows.
+        base: the base's weights by any names that transformers knows. Modules that the adapter holds
+            whole may have other shapes there.
+        layout: that of the merged model.
 
     Raises:
         CheckpointError: the adapter has a part that can't be merged, or does not fit the model.
         Damaged: a file is invalid.
         FileNotFoundError: a file is missing.
     """
+    from cairn.checkpoint.formats.tying import is_copy  # imports torch
+
     about = adapter_settings(folder)
-    stored = find_tensors(folder, "adapter_model")
-    parts = {name.removeprefix(PREFIX): tensor for name, tensor in stored.items()}
+    start = start_of_base(about)
+    parts = adapter_parts(folder)
     pairs: dict[str, Pair] = {}
     whole: dict[str, Source] = {}
     for name, tensor in parts.items():
@@ -225,9 +208,11 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
             shapes = tensor.spec.shape, other.spec.shape
             if [len(shape) for shape in shapes] != [2, 2] or shapes[0][0] != shapes[1][1] or not shapes[0][0]:
                 raise Damaged(f"{folder}: {module} has matrices of shapes {shapes[0]} and {shapes[1]}")
-            pairs[f"{module}.weight"] = Pair(tensor, other, _scaling(about, shapes[0][0], folder))
+            pairs[f"{module}.weight"] = Pair(tensor, other, scaling(about, shapes[0][0], folder))
         elif not name.endswith(".lora_B.weight"):
             whole[name] = tensor
+    for name in [name for name in whole if is_copy(name, whole, layout)]:
+        del whole[name]
     places = {name: place for name, place in layout.find(base.keys()).items() if name in base}
     names = {place.name for place in places.values()}
     if strange := sorted((pairs.keys() | whole.keys()) - names):
@@ -239,33 +224,34 @@ def merged_weights(folder: Path, base: Mapping[str, Source], layout: "Layout") -
         place = places.get(name)
         if place is None:
             continue
-        spec = TensorSpec(
-            name, "F32" if source.spec.dtype in FLOATS else source.spec.dtype, source.spec.shape
-        )
+        kind = "F32" if source.spec.dtype in FLOATS else source.spec.dtype
+        spec = TensorSpec(name, kind, source.spec.shape)
         if place.name in whole:
             if whole[place.name].spec.shape != layout.shapes[place.name]:
-                raise CheckpointError(f"{folder}: {place.name} has another shape than the base's")
-            merged[name] = Merged(whole[place.name], spec, place.first)
+                raise CheckpointError(
+                    f"{folder}: {place.name} has the shape {list(whole[place.name].spec.shape)}, and that of "
+                    f"the base {list(layout.shapes[place.name])}; PEFT's merge_and_unload may merge it"
+                )
+            merged[name] = Merged(whole[place.name], TensorSpec(name, kind, place.shape), place.first)
         elif place.name in pairs:
             pair = pairs[place.name]
             if pair.shape != layout.shapes[place.name]:
                 raise CheckpointError(
                     f"{folder}: the adapter of {place.name} has another shape than the base's"
                 )
-            merged[name] = Merged(source, spec, 0, pair, place.first)
+            if start is None:
+                begun = source
+            elif source.spec.shape == pair.shape:
+                begun = Residual(source, start, pair.a.spec.shape[0], pair.scaling)
+            else:
+                raise CheckpointError(
+                    f"{folder}: {place.name} began with {start}, which is computed of the whole weight, and "
+                    "the base's files hold it in parts; merge the adapter in PEFT (merge_and_unload)"
+                )
+            merged[name] = Merged(begun, spec, 0, pair, place.first)
         else:
             merged[name] = Merged(source, spec)
     return merged
-
-
-def _scaling(about: Mapping[str, Any], rank: int, folder: Path) -> float:
-    """What the product of two matrices of rank `rank` is multiplied by, from the adapter's configuration."""
-    alpha, root = about.get("lora_alpha"), about.get("use_rslora", False)
-    if isinstance(alpha, bool) or not isinstance(alpha, (int, float)) or not 0 < alpha < math.inf:
-        raise Damaged(f"{folder / ADAPTER_CONFIG}: has lora_alpha = {alpha!r}, which is no positive number")
-    if not isinstance(root, bool):
-        raise Damaged(f"{folder / ADAPTER_CONFIG}: has use_rslora = {root!r}, which is not true or false")
-    return alpha / (math.sqrt(rank) if root else rank)
 
 
 FLOATS = frozenset({"F16", "BF16", "F32"})
@@ -327,6 +313,48 @@ class Merged:
             into.copy_(_float32(self.source, self.skipped + first, len(into)))
         if self.added is not None:
             into.add_(self.added.values(self.added_from + first, len(into)))
+
+
+@dataclass(frozen=True, eq=False)
+class Residual:
+    """A weight of the base less the first product of an adapter that began as PiSSA or OLoRA; a `Source`.
+
+    PEFT computes the product of the base's weight when it makes the adapter, and again whenever it loads it.
+    The whole weight is in memory until all of it is read. Values are rounded to the base's data type, as in
+    PEFT.
+    """
+
+    source: Source
+    start: str
+    rank: int
+    scaling: float
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The source's."""
+        return self.source.spec
+
+    def fill(self, first: int, into: "torch.Tensor") -> None:
+        """See `Source.fill`."""
+        of = math.prod(self.spec.shape)
+        with whole_storage(self, None, self._computed, taken=len(into), of=of) as values:
+            into.copy_(values[first : first + len(into)])
+
+    def _computed(self) -> "torch.Tensor":
+        import torch
+
+        from cairn.checkpoint.tensors import dtype_of
+
+        linalg: Any = torch.linalg  # is typed in part, as is all that comes of it
+        weight: Any = _float32(self.source, 0, math.prod(self.spec.shape)).view(self.spec.shape)
+        if self.start == "pissa":
+            left, values, right = linalg.svd(weight, full_matrices=False)
+            root = (values[: self.rank] / self.scaling).sqrt().diag()
+            a, b = root @ right[: self.rank], left[:, : self.rank] @ root
+        else:
+            q, r = linalg.qr(weight)
+            a, b = r[: self.rank], q[:, : self.rank]
+        return (weight - self.scaling * b @ a).to(dtype_of(self.source)).view(-1)
 
 
 def _float32(source: Source, first: int, count: int) -> "torch.Tensor":

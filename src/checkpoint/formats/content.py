@@ -57,6 +57,8 @@ class Content:
     weights with any of these names; a step is float32 of shape [], as in torch. A critic has the stems CRITIC
     and CRITIC_OPTIMIZER; its head is called as in `valued`.
     model: the folder with config.json, tokenizer, chat template and generation_config.json, if there is one.
+    tokenizer: the folder of which tokenizer, chat templates and generation_config.json go before those in
+    `model`, if there is one. changes: entries of config.json that are others than `model` says.
     critic: the folder with the critic's config.json, if there is a critic.
     step, tokens, samples: what was trained so far, as far as that is known.
     optimizer: name of the optimiser's class, such as AdamW; None if there is no state.
@@ -65,6 +67,7 @@ class Content:
     origin: where the weights come from, for a model card, as far as it is known: `base` (the model that
     training began with), `method` (sft or reinforcement-learning), `run`, `saved` (when), Cairn's `version`.
     left_out: what the source holds beside that and Cairn does not take over, one sentence each.
+    said: what was chosen or corrected, one sentence each.
     write_companions: writes config.json and tokenizer into a folder, for sources without such files that say
     the same in another way.
     state_refused: why the state of the source's optimiser can't be taken over; None if it is in `tensors`, or
@@ -73,6 +76,8 @@ class Content:
 
     tensors: Mapping[str, Mapping[str, Source]]
     model: Path | None = None
+    tokenizer: Path | None = None
+    changes: Mapping[str, Any] = field(default_factory=dict[str, Any])
     critic: Path | None = None
     step: int | None = None
     tokens: int | None = None
@@ -81,6 +86,7 @@ class Content:
     settings: Mapping[str, Any] = field(default_factory=dict[str, Any])
     origin: Mapping[str, str] = field(default_factory=dict[str, str])
     left_out: tuple[str, ...] = ()
+    said: tuple[str, ...] = ()
     write_companions: Callable[[Path], None] | None = None
     state_refused: str | None = None
 

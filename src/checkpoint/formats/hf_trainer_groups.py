@@ -5,8 +5,12 @@
 
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from cairn.checkpoint.formats.foreign import load_config
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 STATE = "trainer_state.json"
 OPTIMIZER_FILE = "optimizer.pt"
@@ -25,18 +29,37 @@ def groups_of(folder: Path) -> tuple[dict[str, tuple[int, ...]], dict[str, tuple
     Returns:
         Those that decay, and those that don't.
     """
-    import torch
     from torch import nn
-    from transformers import AutoModelForCausalLM
     from transformers.trainer_pt_utils import get_parameter_names
+
+    model = _outline(folder)
+    shapes = _shapes(model)
+    decay = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
+    others = {name: shape for name, shape in shapes.items() if name not in decay}
+    return {name: shape for name, shape in shapes.items() if name in decay}, others
+
+
+def weights_in_order(folder: Path) -> dict[str, tuple[int, ...]]:
+    """The shapes of the weights by name, in the order of `model.parameters()`; tied ones stand once.
+
+    Args:
+        folder: has the model's config.json.
+    """
+    return _shapes(_outline(folder))
+
+
+def _outline(folder: Path) -> "PreTrainedModel":
+    import torch
+    from transformers import AutoModelForCausalLM
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(load_config(folder))
     model.tie_weights()
-    shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
-    decay = set(get_parameter_names(model, [nn.LayerNorm], NO_DECAY))
-    others = {name: shape for name, shape in shapes.items() if name not in decay}
-    return {name: shape for name, shape in shapes.items() if name in decay}, others
+    return model
+
+
+def _shapes(model: "PreTrainedModel") -> dict[str, tuple[int, ...]]:
+    return {name: tuple(p.shape) for name, p in model.named_parameters()}
 
 
 def decaying_otherwise(

@@ -9,13 +9,10 @@ writes and reads its own ranges of files without a gather.
 # torch and transformers are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-import copy
 import re
-import tempfile
 import weakref
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -135,16 +132,6 @@ def hub_layout(config: "PreTrainedConfig") -> Layout:
     shapes = {name: tuple(tensor.shape) for name, tensor in mine.items()}
     buffers = frozenset(name for name, _ in model.named_buffers())
     return Layout(places, tied, tied_in_memory, shapes, buffers, renamings, model.base_model_prefix)
-
-
-def config_json(config: "PreTrainedConfig", dtype: torch.dtype) -> bytes:
-    """The config.json of a folder that holds a model's weights as `dtype`."""
-    config = copy.deepcopy(config)
-    for part in (config, *(getattr(config, name) for name in config.sub_configs)):
-        part.dtype = dtype
-    with tempfile.TemporaryDirectory() as temporary:
-        config.save_pretrained(temporary)
-        return (Path(temporary) / "config.json").read_bytes()
 
 
 def tensors_in_memory(model: "PreTrainedModel") -> dict[str, torch.Tensor]:

@@ -1,23 +1,17 @@
 """Hugging Face directories: config.json, a tokenizer, and files of weights with the hub's names (`hub`)."""
 
-import json
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
 
 from cairn.checkpoint.formats.card import FILE_NAME, model_card
+from cairn.checkpoint.formats.companions import companion_files
 from cairn.checkpoint.formats.content import Content, Source, Verification, WriteOptions
+from cairn.checkpoint.formats.described import about_model, as_file, with_both_forms, with_dtype
 from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import MODEL, OF_ADAPTERS
-
-if TYPE_CHECKING:
-    pass
-
-COMPANIONS = (".json", ".jinja", ".txt", ".model")
-"""Suffixes of the files beside the weights: configuration, tokenizer, chat template."""
 
 
 class HuggingFace:
@@ -86,25 +80,17 @@ def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
     """
     if content.model is None or not (content.model / "config.json").is_file():
         raise CheckpointError(f"{content.model}: has no config.json, which the new folder needs")
-    for path in sorted(content.model.iterdir()):
-        if path.name in OF_ADAPTERS:
-            continue
-        if path.is_file() and path.suffix in COMPANIONS and ".safetensors" not in path.name:
-            shutil.copyfile(path, folder / path.name)
+    for name, path in companion_files(content.model).items():
+        if name not in OF_ADAPTERS:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+    about = with_both_forms(about_model(content.model))
     if dtype is not None:
-        config = json.loads((folder / "config.json").read_text())
-        _set_dtype(config, _torch_name(dtype))
-        (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n")
+        from cairn.checkpoint.dtypes import DTYPES
 
-
-def _set_dtype(config: dict[str, Any], dtype: str) -> None:
-    """Name the data type in a configuration, and in the configurations of its parts that name one."""
-    config["dtype"] = dtype
-    config.pop("torch_dtype", None)
-    parts = [cast("dict[str, Any]", part) for part in config.values() if isinstance(part, dict)]
-    for part in parts:
-        if "dtype" in part or "torch_dtype" in part:
-            _set_dtype(part, dtype)
+        about = with_dtype(about, DTYPES[dtype])
+    if about != about_model(content.model):
+        (folder / "config.json").write_bytes(as_file(about))
 
 
 def _torch_name(dtype: str) -> str:

@@ -5,12 +5,16 @@ from dataclasses import replace
 from pathlib import Path
 
 from cairn.checkpoint.formats.adapters import base_folder, is_adapter, merged_weights
+from cairn.checkpoint.formats.companions import companion_files
 from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
-from cairn.checkpoint.formats.huggingface import COMPANIONS, weights_in
+from cairn.checkpoint.formats.huggingface import weights_in
+from cairn.checkpoint.formats.peft_settings import adapter_settings
 from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import ADAPTER, ADAPTER_CONFIG, MODEL
+from cairn.run.end_tokens import GENERATION_CONFIG
+from cairn.run.recipe import tokenizer_files
 
 
 class Peft:
@@ -31,15 +35,25 @@ class Peft:
         Raises:
             CheckpointError: the base is not there or is another model, or the adapter can't be merged.
         """
-        from cairn.checkpoint.formats.foreign import load_config  # imports transformers, as the next one does
-        from cairn.checkpoint.formats.hub import hub_layout
+        from cairn.checkpoint.formats.wider import base_for  # imports transformers
 
+        adapter_settings(source)  # before anything large is read
         base = base_folder(source, model)
-        weights = merged_weights(source, weights_in(base), hub_layout(load_config(base)))
+        fit = base_for(source, weights_in(base), base)
+        weights = merged_weights(source, fit.weights, fit.layout)
         left_out = ()
         if (source / "optimizer.pt").exists():
             left_out = ("the state of the adapter's optimiser: an import holds the merged weights",)
-        return Content(tensors={MODEL: weights}, model=base, left_out=left_out)
+        own = [path.name for path in tokenizer_files(source)]
+        said = [f"the adapter's own go before the base's: {', '.join(own)}"] if own else []
+        return Content(
+            tensors={MODEL: weights},
+            model=base,
+            tokenizer=source if own or (source / GENERATION_CONFIG).is_file() else None,
+            changes=fit.changes,
+            left_out=left_out,
+            said=(*fit.said, *said),
+        )
 
     def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
         """Write the adapter, its configuration, and copies of the tokenizer's files.
@@ -57,11 +71,10 @@ class Peft:
             )
         if options.dtype is not None:
             raise CheckpointError("an adapter is written in float32, as it is trained; leave --dtype out")
-        for path in sorted(content.model.iterdir()):
-            if path.name == "config.json" or ".safetensors" in path.name:
-                continue
-            if path.is_file() and path.suffix in COMPANIONS:
-                shutil.copyfile(path, folder / path.name)
+        for name, path in companion_files(content.model).items():
+            if name != "config.json":
+                (folder / name).parent.mkdir(exist_ok=True)
+                shutil.copyfile(path, folder / name)
         kept = KeptValues(replace(content, tensors={ADAPTER: content.tensors[ADAPTER]}), None)
         write_sources(
             folder,

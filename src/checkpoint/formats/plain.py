@@ -7,9 +7,10 @@ from typing import Any, cast
 from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.reading_back import KeptValues
+from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.step import MODEL
 
-SUFFIXES = (".pt", ".pth", ".bin")
+SUFFIXES = (".pt", ".pth", ".bin", ".ckpt")
 ENTRIES = ("model", "state_dict", "module")
 FILE = "model.pt"
 """The file in a folder that Cairn wrote."""
@@ -37,7 +38,15 @@ class PlainFile:
         from cairn.checkpoint.formats.pickled import load_pickled
 
         source = source / FILE if source.is_dir() else source
-        found: Any = load_pickled(source)
+        try:
+            found: Any = load_pickled(source)
+        except Damaged as error:
+            if source.suffix != ".ckpt":
+                raise
+            raise Damaged(
+                f"{error}. If it is Lightning's: torch.save(torch.load(FILE, weights_only=False)"
+                "['state_dict'], 'weights.pt') in a program that trusts the file writes what is read here"
+            ) from None
         left_out: tuple[str, ...] = ()
         for entry in ENTRIES:
             if isinstance(found, Mapping) and isinstance(cast(Any, found).get(entry), Mapping):

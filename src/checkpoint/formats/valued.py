@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cairn.checkpoint.formats.content import Content, Source, listed
+from cairn.checkpoint.formats.described import carried_over
 from cairn.checkpoint.formats.fitting import state_of, weights_of
 from cairn.checkpoint.formats.foreign import load_config
-from cairn.checkpoint.formats.hub import Layout, Place, config_json, hub_layout
+from cairn.checkpoint.formats.hub import Layout, Place, hub_layout
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.step import CRITIC, CRITIC_OPTIMIZER
 
@@ -74,7 +75,7 @@ def value_config(config: "PreTrainedConfig", *, bias: bool) -> bytes:
     from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING
     from transformers.modeling_layers import GenericForTokenClassification
 
-    about = json.loads(config_json(config, torch.float32))
+    about = json.loads(carried_over(None, config, torch.float32))
     kind: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), object)
     about["architectures"] = [kind.__name__] if issubclass(kind, GenericForTokenClassification) else None
     about |= {"id2label": {"0": "value"}, "label2id": {"value": 0}, "classifier_dropout": 0.0}

@@ -16,7 +16,8 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from cairn.checkpoint.formats.adapters import PREFIX, Base, adapter_settings, base_of_adapter, is_adapter
+from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, is_adapter
+from cairn.checkpoint.formats.peft_settings import adapter_settings
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import ADAPTER_CONFIG

@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from cairn.checkpoint.carried import Carried
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
+from cairn.checkpoint.formats.companions import companion_files
 from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.shares import Stored, at_places, local_values
@@ -32,8 +33,6 @@ from cairn.trainer.models.model import build_model, places_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 
-BESIDE_WEIGHTS = {".json", ".jinja", ".txt", ".model"}
-"""What a Hugging Face directory holds beside its weights: configuration, tokenizer, index."""
 _OF_EXPERT = re.compile(r"experts\.\d+\.")
 
 
@@ -119,11 +118,9 @@ class Adapter(Trained):
             return {}
         assert self._found_in
         weights = {name: Carried(self._found_in / name, entry) for name, entry in self.base.files.items()}
-        others = {
-            path.name: Carried.of(path)
-            for path in sorted(self._found_in.iterdir())
-            if path.is_file() and path.suffix in BESIDE_WEIGHTS
-        }
+        indexes = {path.name: path for path in sorted(self._found_in.glob("*.safetensors.index.json"))}
+        beside = companion_files(self._found_in) | indexes
+        others = {name: Carried.of(path) for name, path in beside.items()}
         return {f"{BASE}/{name}": file for name, file in {**others, **weights}.items()}
 
     def constant(self) -> Collection[str]:

@@ -2,8 +2,7 @@
 
 import fnmatch
 import logging
-import shutil
-import tempfile
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,12 +17,17 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 from torch.nn.modules.module import register_module_parameter_registration_hook
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
 from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.hub import Place, config_json, layout_of, tensors_in_memory
+from cairn.checkpoint.formats.companions import companion_files
+from cairn.checkpoint.formats.described import FILE_NAME, about_model, carried_over
+from cairn.checkpoint.formats.foreign import load_config
+from cairn.checkpoint.formats.hub import Place, layout_of, tensors_in_memory
+from cairn.checkpoint.formats.tying import tied_apart
+from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.shares import Stored, at_places
 from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
@@ -53,7 +57,7 @@ def build_model(
     Args:
         remade: makes of the causal language model, on the meta device, what is trained.
     """
-    about = AutoConfig.from_pretrained(folder)
+    about = load_config(folder)
     about._attn_implementation = None  # files may ask for one that mixes the samples of a micro-batch
     model = remade(_outline(about))
     if caps_attention(model) and model.config._attn_implementation == "sdpa":
@@ -81,7 +85,12 @@ def build_model(
         }
         _shard(model, layers, how)
     _allocate(model, "cpu" if on_host else mesh.device_type)
+    _DESCRIBED[model] = about_model(folder)
     return model
+
+
+_DESCRIBED: "weakref.WeakKeyDictionary[torch.nn.Module, dict[str, Any]]" = weakref.WeakKeyDictionary()
+"""The content of the config.json that each model was made from: the folder may be deleted during a run."""
 
 
 def freeze(model: torch.nn.Module, patterns: Sequence[str]) -> None:
@@ -212,7 +221,7 @@ def published_dtypes(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, to
 
 def config_of(model: PreTrainedModel, dtype: torch.dtype) -> dict[str, bytes]:
     """The config.json of a folder that holds the model's weights as `dtype`."""
-    return {"config.json": config_json(model.config, dtype)}
+    return {FILE_NAME: carried_over(_DESCRIBED.get(model), model.config, dtype)}
 
 
 def weights_in(model: PreTrainedModel, folder: Path) -> Mapping[str, Stored]:
@@ -234,8 +243,16 @@ def places_in(model: PreTrainedModel, folder: Path) -> dict[str, Place]:
     Raises:
         FileNotFoundError: there are no files.
         Damaged: a file is damaged.
+        CheckpointError: the model ties two tensors, and the files hold different ones.
     """
-    layout, stored = layout_of(model), FORMATS["hf"].read(folder).tensors[MODEL].keys()
+    found = FORMATS["hf"].read(folder).tensors[MODEL]
+    layout, stored = layout_of(model), found.keys()
+    _, apart = tied_apart(found, layout)
+    for name, of in apart.items():
+        raise CheckpointError(
+            f"{folder}: {name} differs from {of}, and config.json says that they are the same "
+            "(tie_word_embeddings): set it to false there. As --model.name, the folder is corrected by itself"
+        )
     places = layout.find(stored)
     if left_out := sorted(stored - places.keys() - layout.tied.keys()):
         more = f" and {len(left_out) - 3} more" if len(left_out) > 3 else ""
@@ -250,12 +267,11 @@ def places_in(model: PreTrainedModel, folder: Path) -> dict[str, Place]:
 
 
 def companions(model: PreTrainedModel, source: Path) -> dict[str, bytes]:
-    """The other files of the Hugging Face directory `source`, by name: configuration, tokenizer and so on."""
-    with tempfile.TemporaryDirectory() as temporary:
-        folder = Path(temporary)
-        for path in source.iterdir():
-            is_weights = ".safetensors" in path.name
-            if path.is_file() and not is_weights and path.suffix in (".json", ".jinja", ".txt", ".model"):
-                shutil.copyfile(path, folder / path.name)
-        model.config.save_pretrained(folder)  # last: it says in which data type the weights are
-        return {path.name: path.read_bytes() for path in sorted(folder.iterdir())}
+    """The other files of the Hugging Face directory `source`, by their paths in it.
+
+    config.json says in which data type the weights are; apart from that it is as it was.
+    """
+    files = {name: path.read_bytes() for name, path in companion_files(source).items()}
+    dtype = next(model.parameters()).dtype
+    files[FILE_NAME] = carried_over(_DESCRIBED.get(model), model.config, dtype)
+    return dict(sorted(files.items()))
