@@ -3,6 +3,7 @@
 import fcntl
 import hashlib
 import os
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.noted import check_noted, noted
 from cairn.checkpoint.step import MODEL
 from cairn.checkpoint.streaming import write_sources
+from cairn.checkpoint.weight_sums import damage_in, note_sums
 from cairn.run.errors import UsageError
 from cairn.run.file_system import flock, open_lock
 from cairn.run.files import make_folders, naming, sync
@@ -53,7 +55,8 @@ def convert(
     """Write the weights that `source` holds, in the format `name`, to the Hugging Face directory `out`.
 
     Data types stay as they are. The result is read back and compared with what was read of the source, bit
-    for bit. If `out` exists, or another process makes it meanwhile, it is left as it is.
+    for bit, and its checksums are noted beside it. If `out` exists as it was written, or another process
+    makes it meanwhile, it is left as it is; one that is damaged, or without checksums, is made again.
 
     Args:
         model: a folder with config.json and tokenizer; default: the one that belongs to the source.
@@ -71,8 +74,11 @@ def convert(
     fd = open_lock(lock)
     try:
         flock(fd, fcntl.LOCK_EX, lock)
+        if out.exists() and damage_in(out):
+            shutil.rmtree(out)
         if not out.exists():
             _convert(source, out, name, model, stage, say)
+            note_sums(out)
     finally:
         os.close(fd)
 

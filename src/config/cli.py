@@ -279,6 +279,9 @@ def _plain(path: tuple[str, ...], problem: Any, root: Setting) -> str:
     """The message about one invalid value."""
     kind, given, context = problem["type"], problem.get("input"), problem.get("ctx") or {}
     setting = root.find(path)
+    number = next((i for i, part in enumerate(problem["loc"]) if isinstance(part, int)), None)
+    if kind == "extra_forbidden" and setting and number is not None:
+        return hints.unknown_in_table(setting, problem["loc"][number:], root, hidden_settings(root))
     if kind == "extra_forbidden" and setting:
         return hints.of_another_type(setting, root, problem["loc"][-2])
     if kind == "extra_forbidden":

@@ -214,6 +214,31 @@ def of_another_type(setting: Setting, root: Setting, now: object) -> str:
     return f"it is a setting of type {' and '.join(owners)}, and type is {now}"
 
 
+def unknown_in_table(
+    tables: Setting, place: tuple[int | str, ...], root: Setting, hidden: set[tuple[str, ...]]
+) -> str:
+    """The message about an unknown setting in one of a list of tables, such as [[data.sets]].
+
+    Args:
+        tables: the list.
+        place: the number of the table, counted from 0, and the keys in it.
+        hidden: settings that must not be suggested.
+    """
+    keys = tuple(str(key) for key in place[1:] if isinstance(key, str))
+    number = int(place[0]) + 1
+    said = f"table {number} has {'.'.join(keys)!r}, and there is no such setting in a [[{tables.name}]] table"
+    known = {leaf.path: leaf for leaf in root.leaves() if leaf.path not in hidden}
+    model = next((one for one in get_args(tables.annotation) if hasattr(one, "model_fields")), None)
+    unlisted: frozenset[str] = getattr(model, "unlisted", frozenset())
+    fields = [name for name in getattr(model, "model_fields", ()) if name not in unlisted]
+    if len(keys) == 1 and (close := one_of(keys[0], fields)):
+        return f"{said}{close}"
+    found = _ending_in(keys, known, tables.path[:1])
+    if found and len(found) <= 2:
+        return f"{said}; did you mean {_either(found)}?"
+    return f"{said}; it has {', '.join(fields)}" if fields else said
+
+
 def flag_without_dashes(word: str, follows: str, root: Setting) -> str:
     """The message about a flag with one dash, such as `-max-steps`."""
     path = tuple(word.lstrip("-").partition("=")[0].replace("-", "_").split("."))

@@ -1,5 +1,6 @@
 """Resolves --model.name to a Hugging Face directory with weights."""
 
+import fcntl
 import functools
 import hashlib
 import os
@@ -20,10 +21,12 @@ from cairn.checkpoint.formats.disagreeing import (
 from cairn.checkpoint.formats.peft_settings import adapter_settings
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
 from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.weight_sums import damage_in, note_sums
 from cairn.config.lora import LoraConfig
 from cairn.config.model import ModelConfig
 from cairn.run.errors import CairnError, UsageError
-from cairn.run.files import read_json
+from cairn.run.file_system import flock, open_lock
+from cairn.run.files import make_folders, read_json, sync
 from cairn.run.imports import importing
 from cairn.run.progress import progress_bars
 
@@ -195,10 +198,13 @@ def _converted(path: Path, name: str, config: ModelConfig, cache: Path) -> Path:
         raise UsageError(f"--model.config {model}: it has no config.json")
     try:
         target = place_in(cache, path, name, model)
-        if target.exists():
+        problem = damage_in(target) if target.exists() else None
+        if target.exists() and problem is None:
             print(f"{path} has the format {name}; {target} holds its weights already", flush=True)
             return target
         said: list[str] = []
+        if problem:
+            print(f"{target} is made again: {problem}", flush=True)
         print(f"{path} has the format {name}; its weights are converted once, to {target}", flush=True)
         with progress_bars() as stage:
             convert(path, target, name, model=model, stage=stage, say=said.append)
@@ -260,14 +266,36 @@ def _cache() -> Path:
 
 
 def _create(source: Path, seed: int) -> Path:
-    """Random weights for the configuration in `source`; the same files and seed give the same weights."""
+    """Random weights for the configuration in `source`; the same files and seed give the same weights.
+
+    They are kept in the user's cache folder with their checksums, and made again if they are not as they were
+    written.
+    """
     digest = hashlib.blake2b(f"{seed}, hub names".encode(), digest_size=8)
     for file in sorted(path for path in source.iterdir() if path.is_file()):
         digest.update(file.name.encode() + file.read_bytes())
     cache = _cache()
     target = cache / f"{source.absolute().parent.name}-{digest.hexdigest()}"
-    if target.exists():
-        return target
+    make_folders(cache)
+    lock = cache / ".lock"
+    fd = open_lock(lock)
+    try:
+        flock(fd, fcntl.LOCK_EX, lock)  # one process makes it, others wait
+        if target.exists():
+            if (problem := damage_in(target)) is None:
+                return target
+            print(f"{target} is made again: {problem}", flush=True)
+            shutil.rmtree(target)
+        print(f"creating a model with random weights (seed {seed}) from {source}", flush=True)
+        _make(source, seed, target)
+        note_sums(target)
+    finally:
+        os.close(fd)
+    return target
+
+
+def _make(source: Path, seed: int, target: Path) -> None:
+    """Write a model with random weights to the folder `target`, which appears complete and durable."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -276,9 +304,7 @@ def _create(source: Path, seed: int) -> Path:
     from cairn.checkpoint.tensors import write_tensors
     from cairn.run.seeds import derive
 
-    print(f"creating a model with random weights (seed {seed}) from {source}", flush=True)
-    cache.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=cache) as temporary:
+    with tempfile.TemporaryDirectory(dir=target.parent) as temporary:
         folder = Path(temporary) / "model"
         shutil.copytree(source, folder)
         torch.manual_seed(derive(seed, "model weights"))
@@ -286,12 +312,10 @@ def _create(source: Path, seed: int) -> Path:
         model.config.save_pretrained(folder)
         tensors = at_places(tensors_in_memory(model), layout_of(model).places)
         write_tensors(folder, tensors, "model")
-        try:
-            folder.rename(target)
-        except OSError:  # another process has created it first
-            if not target.exists():
-                raise
-    return target
+        for path in (*folder.iterdir(), folder):
+            sync(path)
+        folder.rename(target)
+    sync(target.parent)
 
 
 def vocabulary_size(folder: Path) -> int:

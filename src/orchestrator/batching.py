@@ -16,6 +16,7 @@ from cairn.orchestrator.ledger import RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
 from cairn.orchestrator.pools import Pools
 from cairn.orchestrator.prompts import Prompts
+from cairn.orchestrator.remade import Remade
 from cairn.orchestrator.rollouts import AnswerGroup
 from cairn.orchestrator.sharing import Sharing
 from cairn.orchestrator.sources import problems_of
@@ -69,6 +70,7 @@ class BatchMaker:
             )
         self.pools = Pools(state.ledger, [source.config.pools for source in state.sources])
         self.prompts = Prompts(state.ledger, self.pools)
+        self.remade = Remade(state, self.prompts.ready)
 
     async def run(self) -> None:
         """Make batches until cancelled.
@@ -77,6 +79,7 @@ class BatchMaker:
             EnvironmentFailed: nothing can be learned from several prompts in a row.
             AdvantageFailed: the advantage fails on a group.
             ServerUnavailable: a served teacher does not answer in time.
+            UsageError: a batch that is made again is not the one that was shipped.
             Exception: the servers' client gives up.
         """
         while True:
@@ -188,6 +191,7 @@ class BatchMaker:
         config = self.state.config
         step, size = self.state.shipped.newest.step + 1, config.prompts_per_step
         for group in self.prompts.older_than(step - 1 - config.max_off_policy_steps):
+            self.remade.forget(group.place)
             self.state.ledger.drop(group.place, "stale", step)
             self.prompts.drop(group.place)
             self._dropped[group.environment] += 1
@@ -206,11 +210,13 @@ class BatchMaker:
         self._retried = Counter({i: one.take() for i, one in enumerate(self.answering.retrying)})
         await self.teachers.score(list(itertools.chain.from_iterable(by_group)))
         batch = self._batch(step, groups, by_group)
+        self.remade.check(batch.header.ledger)
         fault_point("orchestrator.before_ship")
         await state.disk.do(self._write, step, groups, batch)
         fault_point("orchestrator.shipped")
         state.ledger.ship(batch.header.ledger, {group.place: group.problem for group in groups})
         state.shipped.add(batch.header.ledger)
+        self.remade.shipped(step)
         self._dropped, self._failed, self._redrawn, self._resting = (Counter[int]() for _ in range(4))
         self._given_up = []
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])

@@ -12,6 +12,7 @@ from cairn.checkpoint.step import ORCHESTRATOR_STATE, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
+from cairn.orchestrator.remade import note_lost
 from cairn.orchestrator.servers import PolicyServers
 from cairn.orchestrator.sources import Source, problems_of
 from cairn.orchestrator.state import OrchestratorState, ShippedSteps, ShippingProgress
@@ -46,6 +47,7 @@ def take_up(
     shipped = ShippedSteps(_saved_progress(step) if step else ShippingProgress())
     while (batch := _shipped_already(shipped.newest.step + 1, attempt, run, store, ledger)) is not None:
         shipped.add(batch)
+    note_lost(run, attempt, ledger.shipped_after(shipped.newest.step))  # before the ledger forgets it
     ledger.unship_after(shipped.newest.step)
     own = recipe.get("orchestrator", {})
     state = OrchestratorState(config, attempt, run, store, own, sources, servers, ledger, shipped)

@@ -85,6 +85,8 @@ class RunDirectory:
         self.batches = self.path / "batches"
         self.rollouts = self.path / "rollouts"
         self.ledger = self.path / "ledger.sqlite"
+        self.remade = self.path / "remade.json"
+        """What batches were that are made again, written by the orchestrator while there are any."""
         self.weights = self.path / "weights"
         self.versions = PolicyVersions(self.weights)
         self.servers = self.path / "servers.json"
@@ -189,6 +191,8 @@ class RunDirectory:
 
         `pid` and `host` are this process's own unless given. A run goes on if it can't be written.
         """
+        if self.has_moved():
+            return
         try:
             self._set_role(role, state, pid or os.getpid(), host or socket.gethostname())
         except OSError as error:
@@ -239,6 +243,10 @@ class RunDirectory:
         while not patience.over:
             with contextlib.suppress(BlockingIOError):
                 flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)
+                if not _is_at(fd, path):  # the lock is of a file, and the promise about a path
+                    os.close(fd)
+                    fd = open_lock(path)
+                    continue
                 self._lock = fd
                 return True
             try:  # whoever only looks, as `is_locked` does, shares it
@@ -249,6 +257,13 @@ class RunDirectory:
             time.sleep(POLL_SECONDS)
         os.close(fd)
         return False
+
+    def has_moved(self) -> bool:
+        """Whether the folder that this process has locked is not the one at `path` any more.
+
+        It was moved, removed or replaced, and another process may be at work in what is there now.
+        """
+        return self._lock is not None and not _is_at(self._lock, self.path / ".lock")
 
     def unlock(self) -> None:
         """Let other launchers in again."""
@@ -289,7 +304,7 @@ class RunDirectory:
         # If there is no saying, the ledger itself says whose it is to whoever opens it.
         same = earlier is None or (earlier.run_id, earlier.branch) == (attempt.run_id, attempt.branch)
         ledger = [Path(f"{self.ledger}{suffix}") for suffix in ("", *JOURNALS)]
-        doomed = [] if same else ledger
+        doomed = [] if same else [*ledger, self.remade]
         if self.batch(attempt, attempt.start_step + 1) is None:
             doomed += [self.batches, *self._rollouts_after(attempt.start_step)]
         for path in doomed:
@@ -374,6 +389,17 @@ class RunDirectory:
         """Seconds until the run must have ended, with a reserve for its end; None without a deadline."""
         content = read_note(self._deadline, Deadline)
         return content.time - RESERVE_SECONDS - time.time() if content else None
+
+
+def _is_at(fd: int, path: Path) -> bool:
+    """Whether the open file is the one at this path; also if that can't be found out now."""
+    try:
+        there, held = os.stat(path), os.fstat(fd)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError:  # a server that does not answer
+        return True
+    return (there.st_dev, there.st_ino) == (held.st_dev, held.st_ino)
 
 
 def _kind(file: bool) -> str:

@@ -799,3 +799,30 @@ def test_pydantics_own_text_repeats_no_credentials():
         with pytest.raises(ValidationError, match="a URL must hold no credentials") as error:
             SFTConfig.model_validate({"ckpt": given})
         assert SECRET not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("command", "text", "message"),
+    [
+        (
+            "sft",
+            '[[data.sets]]\nname = "a.jsonl"\n[[data.sets]]\nname = "b.jsonl"\nshuffle_block = 9\n',
+            "--data.sets .*: table 2 has 'shuffle_block', and there is no such setting in a .*"
+            "; did you mean --data.shuffle-block",
+        ),
+        (
+            "sft",
+            '[[validation]]\nname = "held"\nintervall = 5\n',
+            "table 1 has 'intervall', .* did you mean interval",
+        ),
+        ("sft", '[[validation]]\nname = "held"\ndata = { name = "a", splits = "b" }\n', "'data.splits'"),
+        ("rl", '[[orchestrator.eval]]\nname = "e"\nzzz = 5\n', "has 'zzz', .*; it has name, environment"),
+        ("rl", '[[orchestrator.environments]]\nname = "e"\nzzz = 5\n', "table 1 has 'zzz'"),
+    ],
+)
+def test_an_unknown_setting_in_one_of_a_list_of_tables(tmp_path: Path, command: str, text: str, message: str):
+    """The table is named by its number, and what was meant is suggested."""
+    path = tmp_path / "file.toml"
+    path.write_text(text)
+    with pytest.raises(UsageError, match=message):
+        load(COMMANDS[command], ["@", str(path)])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from families import make, make_model
-from runs import ABOUT
+from runs import ABOUT, flip
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -82,7 +82,12 @@ def test_every_format_that_is_written_starts_a_run(
     assert resolve_model(config, cache) == str(model)
     assert model.stat().st_mtime_ns == made
     assert "holds its weights already" in capsys.readouterr().out
-    assert names_in(cache) == [".lock", model.name]
+    assert names_in(cache) == [".lock", model.name, f"{model.name}.sums.json"]
+    weights = next(model.glob("*.safetensors"))
+    flip(weights, weights.stat().st_size - 10)
+    assert resolve_model(config, cache) == str(model)
+    assert f"{model} is made again: {weights.name} is not what was written" in capsys.readouterr().out
+    assert_same_model(model, folder)
     (source / "more").touch()
     assert resolve_model(config, cache) != str(model)
 
@@ -156,7 +161,7 @@ def test_a_killed_conversion_is_begun_again(folders: dict[str, Path], tmp_path: 
     (left_over / "model.safetensors").write_bytes(b"half")
     assert resolve_model(config, tmp_path / "cache") == str(model)
     assert_same_model(model, folders["qwen3_tied"])
-    assert names_in(tmp_path / "cache") == [".lock", model.name]
+    assert names_in(tmp_path / "cache") == [".lock", model.name, f"{model.name}.sums.json"]
 
 
 def test_a_dry_run_converts_nothing(

@@ -10,10 +10,13 @@ from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from cairn.inference.plugin.guard import Guard
+from cairn.inference.plugin.guard import MAX_BODY, MAX_TEXT, OPEN_ROUTES, TEXT_ROUTES, Guard
 
 TOKEN = "secret"
-PATHS = ("/health", "/inference/v1/generate", "/scale_elastic_ep", "/cairn/update_weights")
+PATHS = (
+    *("/health", "/inference/v1/generate", "/scale_elastic_ep", "/cairn/update_weights"),
+    *sorted(TEXT_ROUTES),
+)
 
 
 def ask(method: str, path: str, **options: object) -> tuple[httpx.Response, list[int]]:
@@ -25,7 +28,7 @@ def ask(method: str, path: str, **options: object) -> tuple[httpx.Response, list
         return PlainTextResponse("done")
 
     app = Starlette(routes=[Route(path, route, methods=["GET", "POST"]) for path in PATHS])
-    guarded = Guard(app, TOKEN, "ask the person who started it", max_body=1000)
+    guarded = Guard(app, TOKEN, "ask the person who started it", max_body=1000, max_text=100)
 
     async def main() -> httpx.Response:
         transport = httpx.ASGITransport(app=guarded)
@@ -77,3 +80,14 @@ def test_a_body_that_is_too_large_is_refused(announced: bool):
     assert (answer.status_code, seen) == (413, [])
     assert "more than 1000 bytes" in answer.json()["error"]["message"]
     assert ask("POST", PATHS[1], content=b"x" * 1000)[1] == [1000]
+
+
+@pytest.mark.parametrize("path", sorted(TEXT_ROUTES))
+def test_text_is_bounded_more_tightly(path: str):
+    """One thread tokenises it, for which the text of everybody else waits; token ids need no such thread."""
+    answer, seen = ask("POST", path, content=b"x" * 101)
+    assert (answer.status_code, seen) == (413, [])
+    assert "more than 100 bytes" in answer.json()["error"]["message"]
+    assert ask("POST", path, content=b"x" * 100)[1] == [100]
+    assert OPEN_ROUTES["POST"] - TEXT_ROUTES == {"/inference/v1/generate"}
+    assert MAX_TEXT < MAX_BODY

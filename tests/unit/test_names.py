@@ -146,6 +146,39 @@ def test_a_model_from_a_seed_is_as_transformers_would_publish_it(
     assert_same_bits(ours, theirs)
 
 
+@pytest.mark.parametrize("damage", ["zeros", "cut", "gone", "config", "no sums"])
+def test_kept_random_weights_are_not_believed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], damage: str
+):
+    """A power cut may leave anything of a file; an earlier version has kept no checksums."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    config = tmp_path / "config"
+    make_config("qwen3").save_pretrained(config)
+    asked = ModelConfig(name=str(config), init_seed=3)
+    folder = Path(resolve_model(asked))
+    path = folder / "model.safetensors"
+    good = path.read_bytes()
+    capsys.readouterr()
+    assert resolve_model(asked) == str(folder)
+    assert capsys.readouterr().out == ""
+    middle = len(good) // 2
+    if damage == "zeros":
+        path.write_bytes(good[:middle] + bytes(4096) + good[middle + 4096 :])
+    elif damage == "cut":
+        path.write_bytes(good[:middle])
+    elif damage == "gone":
+        path.unlink()
+    elif damage == "config":
+        (folder / "config.json").write_bytes(b"")
+    else:
+        folder.with_name(f"{folder.name}.sums.json").unlink()
+    assert resolve_model(asked) == str(folder)
+    assert f"{folder} is made again: " in capsys.readouterr().out
+    assert path.read_bytes() == good
+    assert resolve_model(asked) == str(folder)
+    assert capsys.readouterr().out == ""
+
+
 def test_quantized_weights_are_refused_before_anything_is_read(tmp_path: Path):
     """As the hub's gpt-oss has them; with what to do instead."""
     folder = make("gpt_oss", tmp_path)

@@ -8,6 +8,7 @@ import math
 import multiprocessing
 import re
 import resource
+import shutil
 import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -19,6 +20,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
+from cairn.launch.exits import RoleFailed
+from cairn.launch.places.supervisor import check_in_place
+from cairn.run import directory
 from cairn.run.attempt import Attempt
 from cairn.run.batches import (
     COLUMNS,
@@ -488,6 +492,47 @@ def test_one_launcher_at_a_time(run: RunDirectory):
     assert RunDirectory(run.path).live_attempt() == attempt
     run.set_role("trainer", "done")
     assert run.live_attempt() is None
+
+
+def test_a_lock_is_of_the_folder_at_a_path(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    """One that is moved and copied back is another: its launcher notices, and writes nothing there."""
+    run.begin(ATTEMPT)
+    assert run.lock()
+    assert not run.has_moved()
+    run.set_role("trainer", "running")
+    moved = run.path.rename(run.path.with_name("moved"))
+    assert run.has_moved()
+    shutil.copytree(moved, run.path)
+    assert run.has_moved()
+    second = RunDirectory(run.path)
+    assert second.lock()
+    second.set_role("trainer", "running", pid=7)
+    run.set_role("trainer", "failed")
+    run.end_roles("stopped", "trainer")
+    assert (second.current_roles() or {})["trainer"].state == "running"
+    with pytest.raises(RoleFailed, match="was moved, removed or replaced"):
+        check_in_place(run)
+    check_in_place(second)
+    shutil.rmtree(run.path)
+    assert second.has_moved()
+    run.unlock()
+    second.unlock()
+    assert not run.has_moved()
+
+    third = RunDirectory(run.path.with_name("third"))
+    third.path.mkdir()
+    real, replaced = directory.open_lock, []
+
+    def replaced_meanwhile(path: Path) -> int:
+        fd = real(path)
+        if not replaced:
+            replaced.append(path.unlink())
+        return fd
+
+    monkeypatch.setattr(directory, "open_lock", replaced_meanwhile)
+    assert third.lock()
+    assert not third.has_moved()
+    third.unlock()
 
 
 def test_what_a_killed_attempt_left_is_no_live_attempt(run: RunDirectory):

@@ -18,6 +18,10 @@ OPEN_ROUTES = {
 """Routes that need no token: generation and status."""
 MAX_BODY = 32 << 20
 """Bytes of a request's body; a prompt of a million tokens takes a quarter of it."""
+TEXT_ROUTES = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+"""Open routes whose text is tokenised by one thread, for which all other text requests wait."""
+MAX_TEXT = 8 << 20
+"""Bytes of a request's body there: more than a million tokens, and a few seconds of that thread."""
 
 
 class Guard:
@@ -26,11 +30,19 @@ class Guard:
     Nothing of a request is read, let alone parsed, before its token was seen.
     """
 
-    def __init__(self, app: ASGIApp, token: str, how_to_get_it: str, max_body: int = MAX_BODY):
+    def __init__(
+        self,
+        app: ASGIApp,
+        token: str,
+        how_to_get_it: str,
+        max_body: int = MAX_BODY,
+        max_text: int = MAX_TEXT,
+    ):
         self._app = app
         self._bearer = b"Bearer " + token.encode()
         self._how_to_get_it = how_to_get_it
         self._max_body = max_body
+        self._max_text = max_text
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "lifespan":
@@ -49,10 +61,12 @@ class Guard:
             return await refusal(scope, receive, send)
         if scope["type"] != "http":
             return await self._app(scope, receive, send)
-        body = await self._body(headers, receive)
+        is_text = is_open and scope["path"] in TEXT_ROUTES
+        most = min(self._max_text, self._max_body) if is_text else self._max_body
+        body = await self._body(headers, receive, most)
         if body is None:
             # A client may read no answer before it has sent its whole body; closing the connection stops it.
-            refusal = failure(413, f"the body has more than {self._max_body} bytes", {"Connection": "close"})
+            refusal = failure(413, f"the body has more than {most} bytes", {"Connection": "close"})
             return await refusal(scope, receive, send)
         unread: list[Message] = [body]
 
@@ -61,10 +75,10 @@ class Guard:
 
         return await self._app(scope, replay, send)
 
-    async def _body(self, headers: dict[bytes, bytes], receive: Receive) -> Message | None:
+    async def _body(self, headers: dict[bytes, bytes], receive: Receive, most: int) -> Message | None:
         """The whole body as one message, or that the client has gone; None if it is too large."""
         announced = headers.get(b"content-length", b"0")
-        if announced.isdigit() and int(announced) > self._max_body:
+        if announced.isdigit() and int(announced) > most:
             return None
         parts, size = [], 0
         while True:
@@ -73,7 +87,7 @@ class Guard:
                 return message
             parts.append(message.get("body", b""))
             size += len(parts[-1])
-            if size > self._max_body:
+            if size > most:
                 return None
             if not message.get("more_body", False):
                 return {"type": "http.request", "body": b"".join(parts), "more_body": False}

@@ -8,7 +8,7 @@ from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.beside import work_beside
 from cairn.launch.display import StepDisplay
 from cairn.launch.endings import RANK_DIED, conclude, conclude_early, why_unsaved
-from cairn.launch.exits import EXIT_LOST, WORKING
+from cairn.launch.exits import EXIT_LOST, WORKING, RoleFailed
 from cairn.launch.places.role import OWN_WORKERS, RolePlace
 from cairn.launch.preemption import Notice, watching
 from cairn.launch.process import stop_on_signals
@@ -27,7 +27,8 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
 
     Raises:
-        RoleFailed: a role failed for good; or the run is complete, but its exports or uploads are not.
+        RoleFailed: a role failed for good; the run directory was moved, removed or replaced; or the run is
+            complete, but its exports or uploads are not.
         StartDamaged: the checkpoint that the trainer must resume from is damaged.
         KeyboardInterrupt: the user asked to stop a second time.
     """
@@ -44,6 +45,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
         try:
             while any(not role.ended for role in watched.values() if role.name in WORKING):
+                check_in_place(run)
                 stopping = run.stop_requested() is not None
                 for role in watched.values():
                     role.look_after(display.step, stopping=stopping)
@@ -59,12 +61,18 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
                 role.stop()
             run.end_roles("stopped", *roles, *OWN_WORKERS)
             remove_private_folders()
+
+        def update() -> None:
+            check_in_place(run)
+            display.update()
+
+        update()
         if not cut_short and watched["trainer"].exit_code == 0:
-            beside.finish(display.update, lambda: run.stop_requested() is not None)
+            beside.finish(update, lambda: run.stop_requested() is not None)
         elif run.stop_requested() and config.ckpt:
             left = run.seconds_left()
             seconds = config.ckpt.remote_grace if left is None else left
-            beside.finish_stopped(display.step, seconds, display.update, at_once.is_set)
+            beside.finish_stopped(display.step, seconds, update, at_once.is_set)
     if cut_short:
         code = conclude_early(run, attempt, display.step, config, cut_short)
     else:
@@ -72,6 +80,19 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     if account := display.account():
         print(account, flush=True)
     return beside.conclude(code)
+
+
+def check_in_place(run: RunDirectory) -> None:
+    """See that the run directory is still where it was when it was locked.
+
+    Raises:
+        RoleFailed: it is not, so that nothing may be written there any more.
+    """
+    if run.has_moved():
+        raise RoleFailed(
+            f"{run.path} was moved, removed or replaced while the run was at work in it, so another run may "
+            "be there now: nothing more is written. Where the folder is by now, --ckpt.resume auto goes on"
+        )
 
 
 def stop_for(notice: Notice, run: RunDirectory) -> None:

@@ -290,6 +290,10 @@ class Ledger:
         """The batch of `step`, or None if it was not shipped."""
         return self._shipped.get(step)
 
+    def shipped_after(self, step: int) -> list[ShippedBatch]:
+        """The batches of later steps than `step` that are on record."""
+        return [batch for number, batch in self._shipped.items() if number > step]
+
     def unship_after(self, step: int) -> None:
         """Make the prompts of all batches after `step` wait again, as if these had never been shipped."""
         with self._database:

@@ -13,7 +13,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from cairn.checkpoint.arena import Tensors
+from cairn.checkpoint.arena import SaveFailed, Tensors
 from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.manifest import Origin
 from cairn.checkpoint.retention import apply_retention
@@ -193,6 +193,15 @@ class TrainerCheckpoints:
         waiting = AllWaiting(context, ckpt)
         self.metrics = waiting.metrics
 
+        def before_commit() -> None:
+            context.run.metrics.make_durable()
+            now = context.run.attempt()
+            if now and now.token and self.attempt.token and now.token != self.attempt.token:
+                raise SaveFailed(
+                    f"attempt {now.number} of the run has begun in {context.run.path}, so attempt "
+                    f"{self.attempt.number} commits nothing there any more"
+                )
+
         def committed(step: int) -> None:
             context.run.forget_batches(step)
             apply_retention(self.store, ckpt, waiting.spare)
@@ -211,7 +220,7 @@ class TrainerCheckpoints:
                 carried=state.policy.carried() if group.rank == 0 else {},
                 parent=Path(context.attempt.resume_from) if context.attempt.resume_from else None,
             ),
-            before_commit=context.run.metrics.make_durable,
+            before_commit=before_commit,
             after_commit=committed,
         )
         self.before_update = self._saver.before_update
