@@ -1,179 +1,26 @@
 """Hints for unknown settings: what the user may have meant.
 
-`RENAMED` and `MISSING` list names from other frameworks. A hint never names a setting that the command does
-not have.
+`other_names.py` lists names from other frameworks. A hint never names a setting that the command
+does not have.
 """
 
 import difflib
+import re
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
+from cairn.config.other_names import BATCH_SIZES, MISSING, NOTES, RENAMED
 from cairn.config.settings import Setting
 
 FILES = (".toml", ".json", ".yaml", ".yml")
 """Suffixes of configuration files."""
 
-RENAMED = {
-    # TRL and the transformers Trainer
-    "lr": "optimizer.lr",
-    "learning_rate": "optimizer.lr",
-    "adam_beta1": "optimizer.betas",
-    "adam_beta2": "optimizer.betas",
-    "adam_epsilon": "optimizer.eps",
-    "weight_decay": "optimizer.weight_decay",
-    "max_grad_norm": "optimizer.max_grad_norm",
-    "lr_scheduler_type": "scheduler.type",
-    "warmup_steps": "scheduler.warmup_steps",
-    "warmup_ratio": "scheduler.warmup_steps",
-    "gradient_checkpointing": "activation_checkpointing",
-    "torch_compile": "compile",
-    "bf16": "precision.compute",
-    "fp16": "precision.compute",
-    "max_length": "seq_len",
-    "max_seq_length": "seq_len",
-    "model_name_or_path": "model.name",
-    "dataset_name": "data.name",
-    "dataset_train_split": "data.split",
-    "num_train_epochs": "data.epochs|max_steps",
-    "epochs": "data.epochs|max_steps",
-    "steps": "max_steps",
-    "save_steps": "ckpt.interval",
-    "save_total_limit": "ckpt.keep_last",
-    "resume_from_checkpoint": "ckpt.resume",
-    "run_name": "wandb.name",
-    "report_to": "wandb.project",
-    "num_generations": "samples_per_prompt",
-    "max_completion_length": "sampling.max_tokens",
-    "epsilon": "loss.clip_low",
-    "epsilon_high": "loss.clip_high",
-    "delta": "loss.dual_clip",
-    "loss_type": "loss.type",
-    "importance_sampling_level": "loss.type",
-    "sapo_temperature_pos": "loss.tau_pos",
-    "sapo_temperature_neg": "loss.tau_neg",
-    "entropy_coef": "loss.entropy_coef",
-    "vllm_importance_sampling_mode": "loss.importance",
-    "vllm_importance_sampling_clip_max": "loss.importance_max",
-    "vllm_importance_sampling_clip_min": "loss.importance_min",
-    "scale_rewards": "normalize_advantages",
-    "vllm_server_base_url": "inference_url",
-    "vllm_max_model_length": "max_model_len",
-    "max_staleness": "max_off_policy_steps",
-    "max_inflight_tasks": "max_in_flight",
-    # prime-rl
-    "optim.lr": "optimizer.lr",
-    "optim.weight_decay": "optimizer.weight_decay",
-    "optim.max_norm": "optimizer.max_grad_norm",
-    "optim.betas1": "optimizer.betas",
-    "optim.betas2": "optimizer.betas",
-    "scheduler.decay_steps": "scheduler.steps",
-    "scheduler.min_lr": "scheduler.min_lr_ratio",
-    "keep_interval": "ckpt.keep_every",
-    "resume": "ckpt.resume",
-    "resume.step": "ckpt.resume_step",
-    "resume.dir": "ckpt.resume",
-    "resume_step": "ckpt.resume_step",
-    "run.name": "output_dir",
-    "monitors.wandb.project": "wandb.project",
-    "monitors.wandb.name": "wandb.name",
-    "weight_broadcast.type": "weight_transport",
-    "model.ac": "activation_checkpointing",
-    "dp_replicate": "replicas",
-    "model.dp_replicate": "replicas",
-    "model.compile": "compile",
-    "model.seq_len": "seq_len",
-    "model.optimization_dtype": "precision.compute",
-    "model.reduce_dtype": "precision.reduce",
-    "data.seq_len": "seq_len",
-    "data.splits": "data.split",
-    "group_size": "samples_per_prompt",
-    "rollouts_per_example": "samples_per_prompt",
-    "concurrency.max_inflight": "max_in_flight",
-    "sampling.max_completion_tokens": "sampling.max_tokens",
-    "env.id": "environment.name",
-    "train.source": "environments",
-    "loss.dppo_mask_low": "loss.delta_low",
-    "loss.dppo_mask_high": "loss.delta_high",
-    # verl
-    "actor_rollout_ref.model.path": "model.name",
-    "actor_rollout_ref.actor.optim.lr": "optimizer.lr",
-    "actor_rollout_ref.rollout.n": "samples_per_prompt",
-    "actor_rollout_ref.rollout.temperature": "sampling.temperature",
-    "actor_rollout_ref.actor.clip_ratio_low": "loss.clip_low",
-    "actor_rollout_ref.actor.clip_ratio_high": "loss.clip_high",
-    "actor_rollout_ref.actor.clip_ratio_c": "loss.dual_clip",
-    "actor_rollout_ref.actor.entropy_coeff": "loss.entropy_coef",
-    "actor_rollout_ref.actor.loss_agg_mode": "loss.aggregation",
-    "algorithm.adv_estimator": "advantage.type",
-    "algorithm.rollout_correction.rollout_is": "loss.importance",
-    "algorithm.rollout_correction.rollout_is_threshold": "loss.importance_max",
-    "data.train_files": "data.name",
-    "data.max_response_length": "sampling.max_tokens",
-    "trainer.save_freq": "ckpt.interval",
-    "trainer.total_epochs": "data.epochs|max_steps",
-    "trainer.default_local_dir": "output_dir",
-    # Telescope, SkyRL, and how the transformers Trainer names checkpoints
-    "checkpoint_every": "ckpt.interval",
-    "ckpt_interval": "ckpt.interval",
-    "checkpoint_dir": "ckpt.dir",
-    "ckpt_path": "ckpt.dir",
-    "checkpoint_save_training_state": "ckpt.training_state",
-    "save_only_model": "ckpt.training_state",
-    "checkpoint_keep_last": "ckpt.keep_last",
-    "max_ckpts_to_keep": "ckpt.keep_last",
-    "checkpoint_keep_every": "ckpt.keep_every",
-    "load_best_model_at_end": "ckpt.keep_best",
-    "metric_for_best_model": "ckpt.metric",
-    "greater_is_better": "ckpt.mode",
-    "save_strategy": "ckpt.interval",
-    "resume_mode": "ckpt.resume",
-    "resume_path": "ckpt.resume",
-    # abbreviations and other likely guesses
-    "model": "model.name",
-    "data": "data.name",
-    "dataset": "data.name",
-    "output": "output_dir",
-    "save_every": "ckpt.interval",
-    "gpus": "workers",
-    "num_gpus": "workers",
-    "world_size": "workers",
-    "tensor_parallel_size": "tensor_parallel",
-    "gpu_memory_utilization": "kv_cache_memory",
-}
-"""Names used elsewhere, and the last keys of the corresponding setting here."""
+MOST = 3
+"""Settings that one hint names."""
+NAME_OF_SETTING = re.compile(r"\{(\??)([\w.]+)\}")
 
-NOTES = {
-    "warmup_ratio": "in steps",
-    "scheduler.min_lr": "as a fraction of the peak",
-    "bf16": "--precision.compute bfloat16",
-    "fp16": "float32 or bfloat16",
-    "adam_beta1": "both values: --optimizer.betas 0.9 0.95",
-    "adam_beta2": "both values: --optimizer.betas 0.9 0.95",
-    "optim.betas1": "both values: --optimizer.betas 0.9 0.95",
-    "optim.betas2": "both values: --optimizer.betas 0.9 0.95",
-    "resume": "latest, auto, or the path of a step_N folder",
-    "resume.dir": "the path of a step_N folder",
-    "loss.dppo_mask_low": "with loss.type = mask; a ratio, not a difference",
-    "loss.dppo_mask_high": "with loss.type = mask; a ratio, not a difference",
-    "gpu_memory_utilization": "in bytes, such as 4G",
-    "save_only_model": "false saves weights only",
-    "greater_is_better": "min or max",
-    "resume_mode": "latest, auto, or the path of a step_N folder",
-    "resume_path": "the path of a step_N folder",
-}
-"""How the setting here differs, by the names in `RENAMED`."""
-
-MISSING = {
-    "packing": "samples are always packed into rows of --seq-len tokens",
-    "padding_free": "samples are always packed into rows of --seq-len tokens",
-    "gradient_accumulation_steps": "a step's samples are split into as many micro-batches as they need",
-    "logging_steps": "metrics.jsonl has a row for every step",
-    "deepspeed": "FSDP2 shards parameters, gradients and optimiser state over all --workers",
-    "fsdp": "FSDP2 is always on with several workers",
-}
-"""Names used elsewhere that have no setting here, and why none is needed."""
-
-BATCH_SIZES = ("batch_size", "per_device_train_batch_size", "train_batch_size", "data.train_batch_size")
+Known = Mapping[tuple[str, ...], Setting]
 
 
 def unknown_setting(path: tuple[str, ...], root: Setting, hidden: set[tuple[str, ...]], value: object) -> str:
@@ -190,7 +37,15 @@ def unknown_setting(path: tuple[str, ...], root: Setting, hidden: set[tuple[str,
         return (
             f"{said}; a configuration file is given as `@ {value if isinstance(value, str) else 'file.toml'}`"
         )
-    hint = _renamed(path, known) or _missing(path) or _elsewhere(path, known) or _misspelt(path, known)
+    hint = (
+        _renamed(path, known, whole=True)
+        or _misspelt(path, known, most=1)
+        or _renamed(path, known)
+        or _elsewhere(path, known)
+        or _missing(path, known)
+        or _misspelt_elsewhere(path, known)
+        or _misspelt(path, known)
+    )
     if hint:
         return f"{said}; {hint}"
     section = root.find(path[:-1])
@@ -268,8 +123,9 @@ def one_of(wanted: object, choices: list[str]) -> str:
     return f"; did you mean {close[0]}?" if close else ""
 
 
-def _renamed(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> str | None:
-    for start in range(len(path)):
+def _renamed(path: tuple[str, ...], known: Known, *, whole: bool = False) -> str | None:
+    """whole: only if all keys are a name used elsewhere, not the last ones alone."""
+    for start in range(1 if whole else len(path)):
         name = ".".join(path[start:])
         if name in BATCH_SIZES:
             return _batch_size(known)
@@ -281,11 +137,34 @@ def _renamed(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> st
     return None
 
 
-def _missing(path: tuple[str, ...]) -> str | None:
-    return MISSING.get(path[-1])
+def _missing(path: tuple[str, ...], known: Known) -> str | None:
+    """What there is instead of a setting of other trainers."""
+    for start in range(len(path)):
+        for text in MISSING.get(".".join(path[start:]), ()):
+            if (filled := _with_flags(text, known)) is not None:
+                return filled
+    return None
 
 
-def _batch_size(known: dict[tuple[str, ...], Setting]) -> str | None:
+def _with_flags(text: str, known: Known) -> str | None:
+    """The text with the flags of the settings that it names; None if the command lacks one."""
+    flags: dict[str, str] = {}
+    for mark, name in NAME_OF_SETTING.findall(text):
+        keys = tuple(filter(None, name.split(".")))
+        section = name.endswith(".")
+        found = [
+            leaf for path, leaf in known.items() if (path[:-1] if section else path)[-len(keys) :] == keys
+        ]
+        if not found:
+            return None
+        flag = found[0].flag.rpartition(".")[0] if section else _either(found)
+        flags[f"{{{mark}{name}}}"] = "" if mark else flag
+    for name, flag in flags.items():
+        text = text.replace(name, flag)
+    return text
+
+
+def _batch_size(known: Known) -> str | None:
     if found := _ending_in(("data", "batch_size"), known, ()):
         return f"did you mean {_either(found)}? (records in one optimiser step, over all ranks)"
     if found := _ending_in(("prompts_per_step",), known, ()):
@@ -293,7 +172,7 @@ def _batch_size(known: dict[tuple[str, ...], Setting]) -> str | None:
     return None
 
 
-def _elsewhere(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> str | None:
+def _elsewhere(path: tuple[str, ...], known: Known) -> str | None:
     """The same name in another section, or the same setting at another depth."""
     for start in range(len(path)):
         found = _ending_in(path[start:], known, path[:start])
@@ -302,18 +181,81 @@ def _elsewhere(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> 
     return None
 
 
-def _misspelt(path: tuple[str, ...], known: dict[tuple[str, ...], Setting]) -> str | None:
-    beside = {keys[-1]: leaf for keys, leaf in known.items() if keys[:-1] == path[:-1]}
-    close = difflib.get_close_matches(path[-1], beside, n=1, cutoff=0.6)
-    if not close and len(path) == 1:
-        beside = {keys[-1]: leaf for keys, leaf in known.items()}
-        close = difflib.get_close_matches(path[-1], beside, n=1, cutoff=0.8)
-    return f"did you mean {beside[close[0]].flag}?" if close else None
+def _misspelt(path: tuple[str, ...], known: Known, most: int = 3) -> str | None:
+    """The settings whose names differ least, by at most `most` letters."""
+    found: dict[int, list[Setting]] = {}
+    for keys, leaf in known.items():
+        if (wrong := _differs(path, keys, most)) is not None:
+            found.setdefault(wrong, []).append(leaf)
+    if not found and len(path) == 1 and most > 1:
+        for keys, leaf in known.items():
+            if (wrong := _differs(path, keys[-1:], most)) is not None:
+                found.setdefault(wrong, []).append(leaf)
+    if not found:
+        return None
+    if len(closest := found[min(found)]) > MOST:
+        return None
+    return f"did you mean {_either(closest)}?"
 
 
-def _ending_in(
-    end: tuple[str, ...], known: dict[tuple[str, ...], Setting], near: tuple[str, ...]
-) -> list[Setting]:
+def _misspelt_elsewhere(path: tuple[str, ...], known: Known) -> str | None:
+    """The hint for the name of another trainer that differs least, if no setting here differs less."""
+    here = min((d for keys in known if (d := _differs(path, keys)) is not None), default=None)
+    close: dict[int, list[str]] = {}
+    for name in [*RENAMED, *MISSING, *BATCH_SIZES]:
+        wrong = _differs(path, tuple(name.split(".")))
+        if wrong is not None and (here is None or wrong < here):
+            close.setdefault(wrong, []).append(name)
+    for name in close[min(close)] if close else ():
+        keys = tuple(name.split("."))
+        if said := _renamed(keys, known, whole=True) or _missing(keys, known):
+            return said if said.startswith("did you mean") else f"{name.replace('_', '-')}: {said}"
+    return None
+
+
+def _differs(path: Sequence[str], keys: Sequence[str], most: int = 3) -> int | None:
+    """By how many letters two names differ; None if by more than a typing error would explain."""
+    if len(path) == len(keys):
+        wrong = [_distance(one, other) for one, other in zip(path, keys, strict=True)]
+        if all(d <= _typos(other) for d, other in zip(wrong, keys, strict=True)) and sum(wrong) <= most:
+            return sum(wrong)
+    return 1 if _is_one_off(".".join(path), ".".join(keys)) else None  # a dot too many, or too few
+
+
+def _typos(key: str) -> int:
+    """How many letters of a key may be wrong."""
+    return 1 if len(key) < 6 else 2 if len(key) < 11 else 3
+
+
+def _is_one_off(one: str, other: str) -> bool:
+    """Whether a letter was inserted, deleted, replaced, or exchanged with the next one."""
+    if abs(len(one) - len(other)) > 1 or one == other:
+        return False
+    at = next(
+        (i for i, (a, b) in enumerate(zip(one, other, strict=False)) if a != b), min(len(one), len(other))
+    )
+    rest, others = one[at:], other[at:]
+    swapped = rest[:2] == others[1::-1] and len(others) > 1 and rest[2:] == others[2:]
+    return rest[1:] == others[1:] or rest[1:] == others or rest == others[1:] or swapped
+
+
+def _distance(one: str, other: str) -> int:
+    """Letters to insert, delete, replace, or exchange with the next one, to make one text of the other."""
+    if abs(len(one) - len(other)) > 3:
+        return 4
+    before: list[int] = []
+    row = list(range(len(other) + 1))
+    for i, a in enumerate(one, 1):
+        last, before, row = before, row, [i]
+        for j, b in enumerate(other, 1):
+            cost = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (a != b))
+            if i > 1 and j > 1 and a == other[j - 2] and b == one[i - 2]:
+                cost = min(cost, last[j - 2] + 1)
+            row.append(cost)
+    return row[-1]
+
+
+def _ending_in(end: tuple[str, ...], known: Known, near: tuple[str, ...]) -> list[Setting]:
     """The settings whose last keys are these; only those below the named section, if there are any."""
     found = [leaf for path, leaf in known.items() if path[-len(end) :] == end]
     below = [leaf for leaf in found if near and leaf.path[0] == near[0]]
@@ -321,4 +263,4 @@ def _ending_in(
 
 
 def _either(found: list[Setting]) -> str:
-    return " or ".join(leaf.flag for leaf in found[:3])
+    return " or ".join(leaf.flag for leaf in found[:MOST])

@@ -19,7 +19,7 @@ from pydantic_config import BaseConfig
 from tiny import EXAMPLE
 
 import cairn
-from cairn.config import hints
+from cairn.config import hints, other_names
 from cairn.config.ckpt import CkptConfig
 from cairn.config.cli import COMMANDS, hidden_settings, load, require, shared_settings
 from cairn.config.inference import InferenceConfig
@@ -496,7 +496,7 @@ def test_hints_name_settings_that_exist(command: str):
     """Of every foreign name: what is suggested is not refused in its turn, and some command has it."""
     root = settings_of(COMMANDS[command])
     allowed = {leaf.flag for leaf in root.leaves() if leaf.path not in shared_settings(root)}
-    for name in [*hints.RENAMED, *hints.MISSING, *hints.BATCH_SIZES]:
+    for name in [*other_names.RENAMED, *other_names.MISSING, *other_names.BATCH_SIZES]:
         path = tuple(name.split("."))
         if root.find(path):
             continue
@@ -526,9 +526,9 @@ def test_checkpoint_settings_of_other_frameworks_are_known():
 def test_every_foreign_name_has_an_answer():
     """Its setting is one of some command."""
     ends = {leaf.name for cls in COMMANDS.values() for leaf in settings_of(cls).leaves()}
-    for name, here in ((name, one) for name, all_ in hints.RENAMED.items() for one in all_.split("|")):
+    for name, here in ((name, one) for name, all_ in other_names.RENAMED.items() for one in all_.split("|")):
         assert any(f".{end}".endswith(f".{here.replace('_', '-')}") for end in ends), name
-    assert set(hints.NOTES) <= set(hints.RENAMED)
+    assert set(hints.NOTES) <= set(other_names.RENAMED)
 
 
 @pytest.mark.parametrize(
