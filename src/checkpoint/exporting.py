@@ -27,9 +27,11 @@ from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.conversion import written_bytes
 from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
 from cairn.checkpoint.step import ADAPTER, CRITIC, MODEL, OPTIMIZER, StepFolder, TrainerRecord
+from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import make_folders, sync, write_atomic
+from cairn.run.jsonlines import as_object
 
 NOTHING: Mapping[str, bytes] = MappingProxyType({})
 
@@ -76,10 +78,27 @@ def _origin(folder: Path, record: TrainerRecord) -> dict[str, str]:
     if "orchestrator" in manifest.parts:
         trained["method"] = "reinforcement-learning"
     known = {
+        "data": ", ".join(_data(folder)),
         **{"run": manifest.run_id, "saved": manifest.created, "version": manifest.versions.get("cairn", "")},
         **{"base": recipe.get("base", ""), **trained},
     }
     return {name: value for name, value in known.items() if value}
+
+
+def _data(folder: Path) -> list[str]:
+    """What the run of the step in `folder` learns from, by its config.json; of a path, the last part.
+
+    Data sets, or environments; nothing if the step does not lie in its run's directory.
+    """
+    try:
+        config = as_object(json.loads(RunDirectory(folder.parent.parent).config.read_text()))
+    except (OSError, ValueError):
+        return []
+    orchestrator = as_object(config.get("orchestrator"))
+    several = orchestrator.get("environments") or as_object(config.get("data")).get("sets") or []
+    found = list(several) or [config.get("data"), orchestrator.get("environment")]
+    names = [as_object(one).get("name") for one in found]
+    return [Path(x).name if Path(x).is_absolute() else x for x in names if isinstance(x, str) and x]
 
 
 def export(

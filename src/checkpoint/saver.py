@@ -7,7 +7,9 @@ parts of every rank and every other role are there. The loop waits only if the c
 next update, or if a save is due while the previous one is still in progress.
 """
 
+import errno
 import logging
+import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -184,7 +186,7 @@ class Saver:
         if self._error is not None:
             error, self._error = self._error, None
             kind = WriterDied if isinstance(error, WriterDied) else SaveFailed
-            raise kind(f"saving failed: {error}") from error
+            raise kind(f"saving failed: {error}{_what_to_do(error)}") from error
         done, self._done = self._done, []
         return done
 
@@ -302,3 +304,13 @@ class Saver:
         receipt = self.store.receipt_file(step, f"constant{self.rank}")
         constant.save(folder, linked, receipt, self.session, read_back=read_back, on_piece=self._check_wanted)
         return links
+
+
+def _what_to_do(error: BaseException) -> str:
+    """What the user can do about a save that failed."""
+    if os.strerror(errno.ENOSPC) not in str(error) and os.strerror(errno.EDQUOT) not in str(error):
+        return ""
+    return (
+        ". All steps that `ckpt list` calls complete are there: free space, and repeat the command with "
+        "--ckpt.resume auto"
+    )

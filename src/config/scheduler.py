@@ -33,6 +33,22 @@ class SchedulerConfig(BaseConfig):
         fall = (1 + math.cos(math.pi * done)) / 2 if self.type == "cosine" else 1 - done
         return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
+    def end_in_words(self, max_steps: int, section: str) -> str | None:
+        """What the user should know of the end of the schedule; None if the rate does not fall."""
+        end = self.steps or max_steps
+        if self.type == "constant":
+            return None
+        falls = (
+            f"{section}.type = {self.type}: the learning rate falls to {self.min_lr_ratio:g} of its peak at "
+            f"step {end}"
+        )
+        if end < max_steps:
+            still = "and learn nothing" if self.min_lr_ratio == 0 else "with this rate"
+            return f"{falls}, and steps {end + 1} to {max_steps} go on {still}; raise {section}.steps"
+        if end == max_steps:
+            return f"{falls}, the last one ({section}.steps is another end, for a run that may go on)"
+        return f"{falls}, after the last step ({max_steps})"
+
     def problem(self, max_steps: int, section: str) -> str | None:
         """Why no schedule of so many steps can be like this; None if one can."""
         end = self.steps or max_steps

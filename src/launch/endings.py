@@ -1,9 +1,10 @@
 """How a run ends: the final message and the launcher's exit code."""
 
+import shlex
 from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
-from cairn.config.kinds import RunConfig
+from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
 from cairn.launch.start import Start, ended_early
 from cairn.run.attempt import Attempt
@@ -38,7 +39,29 @@ def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, c
     print(f"done: step {step}{saved}", flush=True)
     if ended:
         print(ended, flush=True)
+    print(f"next: {what_next(run, attempt.command, folder if config.ckpt else None)}", flush=True)
     return 0
+
+
+def what_next(run: RunDirectory, command: str, step: Path | None) -> str:
+    """Commands for a run that is done: look at it, serve its last step, export it.
+
+    Args:
+        step: the folder of the last step, if it was saved.
+    """
+    here = shorter(run.path)
+    commands = [f"rollouts {here}"] if "orchestrator" in KINDS[command].parts else []
+    commands += [f"scripts/plot_run.py {here} --png run.png"]
+    if step is not None:
+        served = [] if command == "reward" else [f"inference --model.name {shorter(step)}"]
+        commands = [f"ckpt list {here}", *commands, *served, f"ckpt export {shorter(step)} FOLDER"]
+    return ", ".join(commands)
+
+
+def shorter(path: Path) -> str:
+    """The path as a shell takes it, from the current folder on if it lies in it."""
+    inside = path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path))
 
 
 def why_unsaved(run: RunDirectory) -> str:

@@ -11,11 +11,21 @@ def with_steps(kind: RunKind, config: RunConfig, say: Callable[[str], object] = 
     """The same with `max_steps` in place of `data.epochs`; the data is opened if that is set.
 
     Args:
-        say: takes a sentence about that for the user.
+        say: takes sentences for the user about that, and about the end of the learning rate's schedule.
 
     Raises:
         UsageError: the data can't be read, or is too small for the schedule.
     """
+    config = _counted(kind, config, say)
+    trainer = kind.trainer(config)
+    if words := trainer.scheduler.end_in_words(
+        trainer.max_steps, kind.flags("trainer").strip("-") + "scheduler"
+    ):
+        say(words)
+    return config
+
+
+def _counted(kind: RunKind, config: RunConfig, say: Callable[[str], object]) -> RunConfig:
     records = kind.trainer(config).counted_records
     if records is None or records.epochs is None:
         return config

@@ -1,14 +1,17 @@
 """Pages that hold programs: what a reader would copy from them works."""
 
+import ast
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from runs import REPOSITORY
 
+import cairn
 from cairn.run import faults
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
@@ -76,3 +79,38 @@ def test_links_between_pages_lead_somewhere():
             headings = re.findall(r"^#+ (.+)$", other.read_text(), re.M) if anchor else []
             slugs = [re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings]
             assert not anchor or anchor in slugs, f"{page.name}: {target}"
+
+
+def test_every_metric_is_documented():
+    """Each key with a slash that the roles' sources write, in docs/metrics.md; <name> stands for any."""
+    page = (DOCS / "metrics.md").read_text()
+    documented = [re.sub(r"<[^>]+>", "*", name) for name in re.findall(r"`([\w/<>:.]+)`", page)]
+    documented += [name.replace("run/", "", 1) for name in documented if name.startswith("run/")]
+    sources = Path(cairn.__file__).parent
+    missing = set()
+    for room in ("trainer", "orchestrator", "inference", "run"):
+        for file in (sources / room).rglob("*.py"):
+            found = {name for node in ast.walk(ast.parse(file.read_text())) for name in metric_names(node)}
+            missing |= {(file.name, name) for name in found if name not in documented}
+    assert missing == NO_METRICS
+
+
+NO_METRICS = {("checkpoints.py", "model/*"), ("batches.py", "data/*/*"), ("validation.py", "validation/*/*")}
+"""Files of a checkpoint; counts of a data set, which the page describes in words; loss and perplexity."""
+
+
+def metric_names(node: ast.AST) -> Iterator[str]:
+    """Keys of dictionaries, and of assignments to them, that look like a metric; * for what is filled in."""
+    keys: list[ast.expr | None] = []
+    if isinstance(node, ast.Dict):
+        keys = list(node.keys)
+    elif isinstance(node, ast.DictComp):
+        keys = [node.key]
+    elif isinstance(node, ast.Assign | ast.AugAssign):
+        targets = node.targets if isinstance(node, ast.Assign) else [node.target]
+        keys = [target.slice for target in targets if isinstance(target, ast.Subscript)]
+    for key in keys:
+        parts = key.values if isinstance(key, ast.JoinedStr) else [key]
+        name = "".join(str(part.value) if isinstance(part, ast.Constant) else "*" for part in parts)
+        if re.fullmatch(r"[a-z_]+(/[a-z_*]+)+", name):
+            yield name

@@ -198,18 +198,24 @@ def test_an_export_that_fails_leaves_nothing(ckpt, step: Path, tmp_path: Path):
 @pytest.mark.parametrize("family", FAMILIES[:1], indirect=True)
 def test_a_model_card_says_where_the_weights_come_from(ckpt, step: Path, tmp_path: Path):
     """In the form that the hub reads; one that is exported again keeps what is known."""
+    settings = {
+        "data": {"name": "ours/records", "sets": [{"name": "hub/chat"}, {"name": "/home/me/my.jsonl"}]}
+    }
+    (step.parent.parent / "config.json").write_text(json.dumps(settings))
     assert ckpt("export", step, tmp_path / "out", "--dtype", "bfloat16").code == 0
     card = ModelCard.load(tmp_path / "out" / "README.md")
     assert card.data.to_dict() == {
         "library_name": "transformers",
         "pipeline_tag": "text-generation",
         "base_model": "tiny/model",
+        "datasets": ["hub/chat"],
         "tags": ["cairn", "sft"],
     }
     run = verify(step).run_id
     for line in ("# model", "The weights of step 2 of a run", "- Data type: bfloat16", f"- Run: {run}"):
         assert f"\n{line}" in card.text, line
     assert "- Samples trained on: 4\n" in card.text
+    assert "- Data: hub/chat, my.jsonl\n" in card.text
     assert "optimizer.lr = 0.01\n" in card.text
 
 

@@ -27,12 +27,15 @@ def model_card(content: Content, dtype: str | None) -> str:
     header = ["library_name: transformers", "pipeline_tag: text-generation"]
     if base and HUB_NAME.fullmatch(base):
         header.append(f"base_model: {base}")
+    if data := [name for name in origin.get("data", "").split(", ") if HUB_NAME.fullmatch(name)]:
+        header += ["datasets:", *(f"- {name}" for name in data)]
     header += ["tags:", "- cairn", *([f"- {method}"] if method else [])]
     step = f"step {content.step}" if content.step else "a step"
     lines = [f"The weights of {step} of a run of Cairn {origin.get('version', '')}".rstrip() + ".", ""]
     known = {
         "Base model": base,
         "Made by": METHODS.get(method or ""),
+        "Data": origin.get("data"),
         "Samples trained on": content.samples,
         "Tokens trained on": content.tokens,
         "Optimiser": content.optimizer,

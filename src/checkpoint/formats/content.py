@@ -65,7 +65,8 @@ class Content:
     settings: what the checkpoint says of the settings of the run, by the names that Cairn's have, such as
     `optimizer.lr`.
     origin: where the weights come from, for a model card, as far as it is known: `base` (the model that
-    training began with), `method` (sft or reinforcement-learning), `run`, `saved` (when), Cairn's `version`.
+    training began with), `method` (sft or reinforcement-learning), `data` (data sets or environments), `run`,
+    `saved` (when), Cairn's `version`.
     left_out: what the source holds beside that and Cairn does not take over, one sentence each.
     said: what was chosen or corrected, one sentence each.
     write_companions: writes config.json and tokenizer into a folder, for sources without such files that say

@@ -1,0 +1,68 @@
+"""What a run says at its end and its start: what can be done next, and where the learning rate ends."""
+
+import errno
+import os
+import re
+from pathlib import Path
+
+import pytest
+
+from cairn.checkpoint.saver import _what_to_do
+from cairn.config.cli import COMMANDS
+from cairn.config.kinds import KINDS
+from cairn.config.scheduler import SchedulerConfig
+from cairn.config.trainer import SFTConfig
+from cairn.launch import main
+from cairn.launch.endings import what_next
+from cairn.launch.epochs import with_steps
+from cairn.run.directory import RunDirectory
+
+
+@pytest.mark.parametrize("command", sorted(KINDS))
+@pytest.mark.parametrize("saved", [True, False])
+def test_what_can_be_done_next(command: str, saved: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Commands that exist, with paths that a shell takes from here."""
+    monkeypatch.chdir(tmp_path)
+    run = RunDirectory(tmp_path / "my runs" / "one")
+    said = what_next(run, command, run.checkpoints / "step_20" if saved else None)
+    for one in said.split(", "):
+        assert hasattr(main, one.split()[0]) or one.startswith("scripts/plot_run.py ")
+        assert "'my runs/one" in one
+    assert ("rollouts" in said) == (command in ("rl", "trainer"))
+    assert ("inference --model.name 'my runs/one/checkpoints/step_20'" in said) == (
+        saved and command != "reward"
+    )
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"type": "constant"}, None),
+        (
+            {"type": "cosine"},
+            "falls to 0 of its peak at step 40, the last one (scheduler.steps is another end",
+        ),
+        ({"type": "cosine", "steps": 30}, "at step 30, and steps 31 to 40 go on and learn nothing; raise"),
+        ({"type": "linear", "steps": 30, "min_lr_ratio": 0.1}, "steps 31 to 40 go on with this rate"),
+        ({"type": "linear", "steps": 60}, "at step 60, after the last step (40)"),
+    ],
+)
+def test_the_end_of_the_schedule_is_said_at_the_start(settings: dict, said: str | None):
+    config = SFTConfig(max_steps=40, scheduler=SchedulerConfig(**settings))
+    lines: list[str] = []
+    with_steps(KINDS["sft"], config, lines.append)
+    assert len(lines) == (said is not None)
+    assert said is None or said in lines[0]
+
+
+def test_rl_names_its_own_flag():
+    config = COMMANDS["rl"].model_validate({"trainer": {"scheduler": {"type": "linear"}}, "max_steps": 9})
+    lines: list[str] = []
+    with_steps(KINDS["rl"], config, lines.append)
+    assert re.match(r"trainer\.scheduler\.type = linear: .* at step 9", lines[0])
+
+
+def test_a_full_disk_is_met_with_what_to_do():
+    full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step_12")
+    assert "free space, and repeat the command with --ckpt.resume auto" in _what_to_do(full)
+    assert _what_to_do(OSError(errno.EACCES, os.strerror(errno.EACCES), "step_12")) == ""
