@@ -9,7 +9,7 @@ from collections.abc import Generator, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
+from typing import Any, cast
 
 from cairn.checkpoint.checked import CheckedStep
 from cairn.checkpoint.exports import RECORD, UNFINISHED, Exports, refuse_options
@@ -95,8 +95,9 @@ def _data(folder: Path) -> list[str]:
     except (OSError, ValueError):
         return []
     orchestrator = as_object(config.get("orchestrator"))
-    several = orchestrator.get("environments") or as_object(config.get("data")).get("sets") or []
-    found = list(several) or [config.get("data"), orchestrator.get("environment")]
+    several: Any = orchestrator.get("environments") or as_object(config.get("data")).get("sets")
+    one: list[Any] = [config.get("data"), orchestrator.get("environment")]
+    found = cast("list[Any]", several) if several and isinstance(several, list) else one
     names = [as_object(one).get("name") for one in found]
     return [Path(x).name if Path(x).is_absolute() else x for x in names if isinstance(x, str) and x]
 

@@ -149,8 +149,9 @@ def _missing(path: tuple[str, ...], known: Known) -> str | None:
 def _with_flags(text: str, known: Known) -> str | None:
     """The text with the flags of the settings that it names; None if the command lacks one."""
     flags: dict[str, str] = {}
-    for mark, name in NAME_OF_SETTING.findall(text):
-        keys = tuple(filter(None, name.split(".")))
+    for match in NAME_OF_SETTING.finditer(text):
+        mark, name = match[1], match[2]
+        keys = tuple(key for key in name.split(".") if key)
         section = name.endswith(".")
         found = [
             leaf for path, leaf in known.items() if (path[:-1] if section else path)[-len(keys) :] == keys
