@@ -10,6 +10,7 @@ from cairn.run.errors import CairnError, UsageError
 
 if TYPE_CHECKING:
     from cairn.api.checkpoints import Checkpoint, load_checkpoint
+    from cairn.api.records import read_records
     from cairn.api.runs import Run, Step
     from cairn.api.training import dpo, reward, rl, sft
 
@@ -23,6 +24,7 @@ __all__ = [
     "UsageError",
     "dpo",
     "load_checkpoint",
+    "read_records",
     "reward",
     "rl",
     "sft",
@@ -34,6 +36,7 @@ _HOMES = {
     "Step": "cairn.api.runs",
     "dpo": "cairn.api.training",
     "load_checkpoint": "cairn.api.checkpoints",
+    "read_records": "cairn.api.records",
     "reward": "cairn.api.training",
     "rl": "cairn.api.training",
     "sft": "cairn.api.training",

@@ -13,7 +13,7 @@ from cairn.config.environment import LABEL
 if TYPE_CHECKING:
     from cairn.run.data_sets import Part
 
-ENDINGS = r"(\.(jsonl|ndjson|json|parquet|csv))?(\.(gz|bz2|xz))?$"
+ENDINGS = r"(\.(jsonl|ndjson|json|parquet|csv))?(\.(gz|bz2|xz|zst))?$"
 
 
 class DataSetConfig(BaseConfig):
@@ -25,6 +25,9 @@ class DataSetConfig(BaseConfig):
     """Split to train on, or a slice of it such as train[:1000]; a single file has only train."""
     read: Literal["indexed", "stream"] = "indexed"
     """stream: read in order while training, and never as a whole; indexed: any record at any time."""
+
+    csv_numbers: list[str] = []
+    """Columns of CSV files that are numbers; all others are text."""
 
     @property
     def split_setting(self) -> str:

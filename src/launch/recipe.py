@@ -342,9 +342,10 @@ def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str
     """The change of data, if any. New data begins with its first epoch (`begins_at`, in records taken).
 
     In the middle of an epoch the user has to accept the change, because the rest of the epoch is skipped; of
-    several data sets, and of streams, that is so at any time.
+    several data sets, and of streams, that is so at any time. Data of which some records were mended keeps
+    its place, which takes consent all the same.
     """
-    from cairn.run.data_sets import same_records
+    from cairn.run.data_sets import mended, same_records
 
     if not saved:
         return []
@@ -352,6 +353,8 @@ def _go_on_in_data(start: Start, saved: Mapping[str, Any] | None, data: dict[str
     data["begins_at"] = begins_at
     if same_records(saved, data):
         return []
+    if mended(saved, data):
+        return [Change("data", dict(saved), dict(data), "data")]
     taken = data["begins_at"] = _trainer_state(start).records
     within = "records" not in saved or (taken - begins_at) % saved["records"] != 0
     return [Change("data", dict(saved), dict(data), "data" if within else None)]

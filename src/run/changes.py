@@ -254,10 +254,12 @@ def short_identity(value: Mapping[str, Any] | str) -> str:
         return value[:12]
     if sets := cast("list[Mapping[str, Any]] | None", value.get("sets")):
         return "; ".join(f"{one['label']} x {one['weight']:g}: {short_identity(one)}" for one in sets)
-    if "stream" in value:
-        return f"a stream ({value['stream'][:12]})"
+    if stream := value.get("stream") or value.get("stream_of"):
+        return f"a stream ({stream[:12]})"
     what = "records" if "records" in value else "problems"
-    digests = value.get("digest") or value.get("first_and_last") or value.get("messages")
+    digests = (
+        value.get("content") or value.get("digest") or value.get("first_and_last") or value.get("messages")
+    )
     if isinstance(digests, Mapping):
         by_count = cast(Mapping[str, str], digests)
         digests = by_count[max(by_count, key=int)]

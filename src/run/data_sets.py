@@ -3,34 +3,58 @@
 # pyright: reportUnknownVariableType=false
 """Data sets: read from a file, a folder or the hub, and identified by their content.
 
-This needs neither torch nor a tokenizer, so that the launcher can do it before anything is started.
+JSON and CSV are read by Cairn itself (`cairn.run.records`); Parquet, what `save_to_disk` wrote and the hub by
+`datasets`. This needs neither torch nor a tokenizer, so that the launcher can do it before anything starts.
 """
 
-import bz2
-import gzip
-import hashlib
-import json
-import lzma
-import os
-import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from cairn.run.errors import CairnError
-from cairn.run.files import write_json
+from cairn.run.records import tables
+from cairn.run.records.checks import Check, content_digest, examine, examine_beginning, remembered
+from cairn.run.records.collection import ROWS_AT_ONCE, FileRecords, Record, Records, every
+from cairn.run.records.identities import identity_of, mended, same_records
+from cairn.run.records.index import RecordFile
+from cairn.run.records.kinds import (
+    COMPRESSIONS,
+    KINDS,
+    TEXT,
+    UNREADABLE,
+    BadRecord,
+    kind_of_file,
+    look_into,
+)
+from cairn.run.records.splitting import kind_of
+from cairn.run.records.streams import FileStream, RecordStream
 from cairn.run.seeds import permutation
 
-BUILDERS = {".jsonl": "json", ".ndjson": "json", ".json": "json", ".parquet": "parquet", ".csv": "csv"}
-"""The kinds of data files, and the builder of `datasets` that reads each."""
-COMPRESSIONS: dict[str, Callable[..., Any]] = {".gz": gzip.open, ".bz2": bz2.open, ".xz": lzma.open}
-UNREADABLE = (OSError, EOFError, zlib.error, lzma.LZMAError)
-ROWS_AT_ONCE = 1000
-"""Records that are checked together; more would only take more memory."""
+__all__ = [
+    "ROWS_AT_ONCE",
+    "UNREADABLE",
+    "BadRecord",
+    "Check",
+    "DataSource",
+    "Part",
+    "Record",
+    "RecordStream",
+    "Records",
+    "content_digest",
+    "every",
+    "examine",
+    "examine_beginning",
+    "identity_of",
+    "kind_of",
+    "load_records",
+    "load_stream",
+    "mended",
+    "remembered",
+    "same_records",
+    "what_is_read",
+]
 
-
-class BadRecord(CairnError):
-    """A record, or a whole data set, can't be used; the message says which and why."""
+_SPLIT = re.compile(r"([\w.-]+)(\[[^\]]*\])?")
 
 
 class Part(NamedTuple):
@@ -54,7 +78,7 @@ class DataSource(Protocol):
 
     name: a .jsonl, .json, .parquet or .csv file, a folder of such files or from `save_to_disk`, or a name on
     the hub. split: of it, or a slice such as train[:1000]. split_setting: what sets the split, as messages
-    show it. part: of the split; None: all of it.
+    show it. part: of the split; None: all of it. csv_numbers: columns of CSV files that are numbers.
     """
 
     @property
@@ -69,305 +93,144 @@ class DataSource(Protocol):
     @property
     def split_setting(self) -> str: ...
 
+    @property
+    def csv_numbers(self) -> Sequence[str]: ...
 
-def load_records(source: DataSource) -> Any:
+
+class _Files(NamedTuple):
+    """The files of a data set, and the split that they are read as; `folder` says what is not read of it."""
+
+    paths: Sequence[Path]
+    split: str
+    said: str | None
+
+    @property
+    def are_text(self) -> bool:
+        return kind_of_file(self.paths[0].name) in TEXT
+
+
+def load_records(source: DataSource) -> Records:
     """The data set: a file, a folder, one that `save_to_disk` wrote, or a name on the hub.
 
     Raises:
         BadRecord: it can't be read, naming file and line where one is to blame, or it holds no records.
     """
-    import datasets
-
-    records = _load(source, datasets.load_dataset)
+    files = _files_of(source)
+    if files and files.are_text:
+        opened = [RecordFile(path, str(kind_of_file(path.name)), source.csv_numbers) for path in files.paths]
+        records: Records = FileRecords(opened)
+        if files.split != "train":
+            records = records.select(_numbers_of(source, files.split, len(records)))
+    else:
+        records = tables.load(source, files.paths if files else None, files.split if files else source.split)
     if source.part and len(records):
-        records = records.select(source.part.of(len(records)))
+        records = _Part(records.select(source.part.of(len(records))), source.name, source.part)
     if not len(records):
         raise BadRecord(f"{source.name} holds no records")
     return records
 
 
-def load_stream(source: DataSource) -> tuple[Any, list[str]]:
-    """The same as an `IterableDataset`, of which nothing but its beginning has been read.
-
-    Returns:
-        The stream, and what is known of its files: the sizes of those that are here, the addresses of others.
+def load_stream(source: DataSource) -> RecordStream:
+    """The same as a stream, of which nothing but its beginning has been read.
 
     Raises:
         BadRecord: it can't be read.
     """
-    import datasets
-
-    files: list[str] = []
-
-    def load(name: str, *, split: str, data_files: str | None = None) -> Any:
-        builder = datasets.load_dataset_builder(name, data_files=data_files)
-        found = [str(file) for own in (builder.config.data_files or {}).values() for file in own]
-        files.extend(str(Path(file).stat().st_size) if Path(file).is_file() else file for file in found)
-        return builder.as_streaming_dataset(split=split)
-
-    stream = _load(source, load)
-    return (stream.to_iterable_dataset() if isinstance(stream, datasets.Dataset) else stream), files
+    files = _files_of(source)
+    if files and files.are_text:
+        return FileStream(files.paths, source.csv_numbers)
+    return tables.stream(source, files.paths if files else None, files.split if files else source.split)
 
 
-def as_written(value: Any, feature: Any) -> Any:
-    """A value of a record without the fields that `datasets` has added to it.
-
-    Its objects have all fields that any object of their column has; those that one lacks are None.
-
-    Args:
-        feature: the value's type in the data set; None if it is not known.
-    """
-    if isinstance(value, Mapping):
-        if feature is not None and not isinstance(feature, Mapping):
-            return value  # JSON, which stays as it is
-        fields = feature or {}
-        return {key: as_written(v, fields.get(key)) for key, v in value.items() if v is not None}
-    if isinstance(value, list):
-        return [as_written(item, getattr(feature, "feature", None)) for item in value]
-    return value
-
-
-def _load(source: DataSource, load: Callable[..., Any]) -> Any:
-    """What `load` makes of a file, a folder or a name; what `save_to_disk` wrote is opened."""
-    import datasets
-    from datasets.exceptions import DatasetsError
-
-    datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is in our message
-    path, builder = Path(source.name), _builder(source.name)
-    try:
-        if builder:
-            if not path.is_file():
-                raise BadRecord(f"{path}: there is no such file")
-            if not path.stat().st_size:
-                raise BadRecord(f"{path}: the file is empty")
-            records = load(builder, data_files=str(path), split=source.split)
-        elif path.is_file():
-            kinds = ", ".join(BUILDERS)
-            raise BadRecord(
-                f"{path}: a {path.suffix or 'nameless kind of'} file has no records that Cairn could tell; "
-                f"it reads {kinds}, also compressed ({', '.join(COMPRESSIONS)})"
-            )
-        elif (path / "state.json").is_file() or (path / "dataset_dict.json").is_file():
-            records = datasets.load_from_disk(str(path))
-            if isinstance(records, datasets.DatasetDict):
-                if source.split not in records:
-                    splits = ", ".join(map(str, records))
-                    raise BadRecord(
-                        f"{path} has the splits {splits}; {source.split_setting} is {source.split}"
-                    )
-                records = records[source.split]
-            elif source.split != "train":
-                raise BadRecord(
-                    f"{path} is a single split; {source.split_setting} {source.split} is not in it"
-                )
-        else:
-            records = load(source.name, split=source.split)
-    except (*UNREADABLE, ValueError, DatasetsError, ImportError) as error:
-        raise BadRecord(_explain(source, builder, error)) from None
-    return records
-
-
-Check = Callable[[Mapping[str, Any]], str | None]
-"""Says why a record can't be used; None if it can."""
-
-
-def examine(source: DataSource, records: Any, problem_of: Check) -> dict[str, Any]:
-    """Check every record, and return what identifies the data set.
-
-    It takes a second for 100,000 records, once: the result is kept in the user's cache folder, keyed by the
-    size, time and inode of the files that the records were read from.
-
-    Returns:
-        `records`, their number; `digest` of all of them in their order; `first_and_last`, which older
-        checkpoints have in its place.
+def what_is_read(source: DataSource) -> str | None:
+    """Which files of a folder are read, and which are not, for the user; None if it is no folder of files.
 
     Raises:
-        BadRecord: naming the first record that `problem_of` refuses.
+        BadRecord: none is.
     """
-    kept = _kept_identity(source, records, problem_of)
-    if kept and kept.exists():
-        try:
-            return json.loads(kept.read_text())
-        except ValueError:
-            pass
-    try:
-        digest = _digest_of_checked(source, records, problem_of)
-    except UnicodeDecodeError as error:  # the loader lets other bytes than UTF-8 through
-        raise BadRecord(_explain(source, _builder(source.name), error)) from None
-    ends = b"\n".join(_to_bytes(records[i]) for i in (0, -1))
-    identity = {
-        "records": len(records),
-        "digest": digest,
-        "first_and_last": hashlib.blake2b(ends, digest_size=8).hexdigest(),
-    }
-    if kept:
-        try:
-            kept.parent.mkdir(parents=True, exist_ok=True)
-            write_json(kept, identity)
-        except OSError:
-            pass  # it is only slower the next time
-    return identity
+    files = _files_of(source)
+    return files.said if files else None
 
 
-def examine_beginning(
-    source: DataSource, files: Sequence[str], records: Sequence[Mapping[str, Any]], problem_of: Check
-) -> dict[str, Any]:
-    """Check the first records of a stream, and return what identifies it: them, and its files.
+class _Part:
+    """Records that are a part of a data set, which messages number within the part."""
+
+    def __init__(self, records: Records, name: str, part: Part):
+        self._records, self._name, self._part = records, name, part
+        self.columns = records.columns
+
+    def __len__(self) -> int:
+        return len(self._records)
+
+    def read(self, numbers: Sequence[int]) -> list[Record]:
+        return self._records.read(numbers)
+
+    def where(self, number: int) -> str:
+        which = "held out" if self._part.held_out else "not held out"
+        return f"{self._records.where(number)} ({which})"
+
+    def select(self, numbers: Sequence[int]) -> Records:
+        return _Part(self._records.select(numbers), self._name, self._part)
+
+    def identity(self) -> dict[str, Any]:
+        return self._records.identity()
+
+    def key(self) -> str | None:
+        return self._records.key()
+
+
+def _files_of(source: DataSource) -> _Files | None:
+    """The files of a data set that is a file or a folder; None if it is neither, or from `save_to_disk`.
 
     Raises:
-        BadRecord: naming the first record that `problem_of` refuses; or there is none.
+        BadRecord: there is no such file, its kind is unknown, or it has no such split.
     """
-    if not records:
-        raise BadRecord(f"{source.name} holds no records")
-    digest = hashlib.blake2b(digest_size=16)
-    for index, record in enumerate(records):
-        if problem := problem_of(record):
-            raise BadRecord(f"{locate(source, index)}: {problem}")
-        digest.update(_to_bytes(record))
-    digest.update(json.dumps(files).encode())
-    return {"stream": digest.hexdigest()}
-
-
-def identity_of(parts: Sequence[tuple[str, float, Mapping[str, Any]]]) -> dict[str, Any]:
-    """What identifies several data sets: of each its label, its weight, and what identifies it."""
-    return {"sets": [{"label": label, "weight": weight, **each} for label, weight, each in parts]}
-
-
-def _digest_of_checked(source: DataSource, records: Any, problem_of: Check) -> str:
-    digest, index = hashlib.blake2b(digest_size=16), 0
-    for columns in records.iter(ROWS_AT_ONCE):
-        for row in zip(*columns.values(), strict=True):
-            record = dict(zip(columns, row, strict=True))
-            if problem := problem_of(record):
-                raise BadRecord(f"{locate(source, index)}: {problem}")
-            digest.update(_to_bytes(record))
-            index += 1
-    return digest.hexdigest()
-
-
-def same_records(one: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    """Whether two identities are of the same records, as far as both say; also of several data sets."""
-    parts, others = one.get("sets"), other.get("sets")
-    if parts is not None or others is not None:
-        if parts is None or others is None or len(parts) != len(others):
-            return False
-        return all(
-            (a["label"], a["weight"]) == (b["label"], b["weight"]) and same_records(a, b)
-            for a, b in zip(parts, others, strict=True)
-        )
-    if ("stream" in one) != ("stream" in other):
-        return False
-    known = (one.keys() & other.keys()) & {"records", "digest", "first_and_last", "stream"}
-    return all(one[key] == other[key] for key in known)
-
-
-def locate(source: DataSource, index: int) -> str:
-    """Where a record stands: file and line, or its number, which is 0 for the first."""
-    if source.part:
-        which = "held out" if source.part.held_out else "not held out"
-        return f"{source.name}, record {index} (counted from 0) of those that are {which}"
-    if source.split == "train" and Path(_uncompressed(source.name)).suffix in (".jsonl", ".ndjson"):
-        filled = -1
-        for number, line in _lines(Path(source.name)):
-            filled += bool(line.strip())
-            if filled == index:
-                return f"{source.name}, line {number}"
-    return f"{source.name}, record {index} (counted from 0)"
-
-
-def _to_bytes(record: Mapping[str, Any]) -> bytes:
-    return json.dumps(record, sort_keys=True, default=str).encode()
-
-
-def _kept_identity(source: DataSource, records: Any, problem_of: Check) -> Path | None:
-    """Where the identity of records that were read from these very files is kept."""
-    files = [Path(file["filename"]) for file in records.cache_files]
-    if not files:
-        return None
-    about = [[str(f), s.st_size, s.st_mtime_ns, s.st_ino] for f in files for s in (f.stat(),)]
-    check = f"{problem_of.__module__}.{problem_of.__qualname__}"
-    part = [source.part] if source.part else []
-    key = json.dumps([check, source.split, len(records), records.column_names, about, *part])
-    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "cairn" / "records"
-    return cache / f"{hashlib.blake2b(key.encode(), digest_size=16).hexdigest()}.json"
-
-
-def kind_of(value: Any) -> str:
-    """What a value is, in words."""
-    if isinstance(value, str):
-        return "text"
-    if isinstance(value, int | float):
-        return f"the number {value}"
-    return "missing" if value is None else f"a {type(value).__name__}"
-
-
-# Files
-
-
-def _uncompressed(name: str) -> str:
-    """The name in lower case, without the ending of a compression."""
-    path = Path(name.lower())
-    return str(path.with_suffix("")) if path.suffix in COMPRESSIONS else str(path)
-
-
-def _builder(name: str) -> str | None:
-    return BUILDERS.get(Path(_uncompressed(name)).suffix)
-
-
-def _lines(path: Path) -> Iterator[tuple[int, bytes]]:
-    """The lines of a file, which may be compressed, counted from 1."""
-    with COMPRESSIONS.get(path.suffix.lower(), open)(path, "rb") as file:
-        yield from enumerate(file, start=1)
-
-
-def _explain(source: DataSource, builder: str | None, error: Exception) -> str:
-    """What is wrong with a data set that can't be read, as a user would see it."""
     path = Path(source.name)
-    what = " ".join(str(error.__cause__ or error).split())
-    if builder and "nknown split" in what:
-        return f"{path}: a file has one split, train (or a part of it, such as train[:1000]); {what}"
-    if builder == "json":
-        try:
-            return f"{path}{_first_bad_line(path) or f': {what}'}"
-        except UNREADABLE as unreadable:
-            return f"{path}: can't be read: {unreadable}"
-    if builder:
-        return f"{path}: {what}"
-    kinds = ", ".join(BUILDERS)
-    return (
-        f"{source.name}: {what}; give a file ({kinds}), a folder, or a data set on the hub with "
-        f"{source.split_setting} (now {source.split}), which is cached if there is no network"
-    )
+    if kind_of_file(source.name) and not path.is_dir():
+        if not path.is_file():
+            raise BadRecord(f"{path}: there is no such file")
+        if not path.stat().st_size:
+            raise BadRecord(f"{path}: the file is empty")
+        if _base_of(source) != "train":
+            raise BadRecord(
+                f"{path}: a file has one split, train (or a part of it, such as train[:1000]); "
+                f"{source.split_setting} is {source.split}"
+            )
+        return _Files([path], source.split, None)
+    if path.is_file():
+        raise BadRecord(
+            f"{path}: a {path.suffix or 'nameless kind of'} file has no records that Cairn could tell; "
+            f"it reads {', '.join(KINDS)}, also compressed ({', '.join(COMPRESSIONS)})"
+        )
+    if not path.is_dir() or tables.is_saved(path):
+        return None
+    base = _base_of(source)
+    folder = look_into(path, base, source.split_setting)
+    return _Files(folder.read, re.sub(rf"\b{re.escape(base)}\b", "train", source.split), folder.said)
 
 
-def _first_bad_line(path: Path) -> str | None:
-    """What is wrong with a JSON file, or None; it may be one list, or one object a line."""
-    whole = b"".join(line for _, line in _lines(path))
-    if Path(_uncompressed(str(path))).suffix == ".json" and whole.lstrip()[:1] == b"[":
-        try:
-            json.loads(whole)
-            return None
-        except ValueError as error:
-            return f": {_of_json(error)}"
-    filled = 0
-    for number, line in enumerate(whole.split(b"\n"), start=1):
-        if not line.strip():
-            continue
-        filled += 1
-        try:
-            value = json.loads(line)
-        except ValueError as error:
-            return f", line {number}: {_of_json(error)}"
-        if not isinstance(value, dict):
-            return f", line {number}: it is {kind_of(value)} and no record, which is an object in braces"
-    return None if filled else ": it holds no records"
+def _base_of(source: DataSource) -> str:
+    """The one split that the setting names, without slices.
+
+    Raises:
+        BadRecord: it names several, or is none.
+    """
+    parts = [_SPLIT.fullmatch(part.strip()) for part in source.split.split("+")]
+    bases = {part[1] for part in parts if part}
+    if None in parts or len(bases) != 1:
+        raise BadRecord(
+            f"{source.name}: {source.split_setting} is {source.split!r}; it must be a split, or parts of one "
+            "such as train[:1000] or train[:10%]+train[90%:]"
+        )
+    return bases.pop()
 
 
-def _of_json(error: ValueError) -> str:
-    if isinstance(error, UnicodeDecodeError):
-        byte = error.object[error.start]
-        return f"byte {byte:#04x} at {error.start} is not UTF-8; save the file as UTF-8"
-    if isinstance(error, json.JSONDecodeError):
-        return f"it is no JSON: {error.msg} (column {error.colno})"
-    return str(error)
+def _numbers_of(source: DataSource, split: str, count: int) -> list[int]:
+    """Numbers of the records in the parts of a split."""
+    from datasets import ReadInstruction
+
+    try:
+        parts = ReadInstruction.from_spec(split).to_absolute({"train": count})
+    except (ValueError, AssertionError) as error:
+        raise BadRecord(f"{source.name}: {source.split_setting} is {source.split!r}: {error}") from None
+    return [number for part in parts for number in range(part.from_ or 0, part.to)]

@@ -96,7 +96,7 @@ class DPO(Task):
         self._numbers = Numbers(self._data.order)
         sets = identity.get("sets")
         about = {
-            "records": [one["digest"] for one in sets] if sets else identity["digest"],
+            "records": [_content(one) for one in sets] if sets else _content(identity),
             "tokenizer": tokenizer_of(context.model_folder),
             "date": context.recipe.get("date"),
             "answers": self._data.about_answers(),
@@ -150,3 +150,8 @@ class DPO(Task):
             return sample
         column = np.full(len(sample.token_ids), self._reference[self._numbers.of(one), place], np.float32)
         return Sample(sample.token_ids, sample.loss_mask, {**sample.columns, REFERENCE: column})
+
+
+def _content(identity: Mapping[str, Any]) -> str:
+    """The digest of a data set's records."""
+    return str(identity.get("content") or identity["digest"])

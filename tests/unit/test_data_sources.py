@@ -8,12 +8,13 @@ from typing import Any
 
 import datasets
 import pytest
-from datasets.packaged_modules.json.json import Json
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
 from cairn.config.data import SFTDataConfig
-from cairn.run.data_sets import BadRecord, as_written, load_records, same_records
+from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.errors import UsageError
+from cairn.run.records import streams
+from cairn.run.records.collection import as_written
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.opening import identity_of_all, open_sources
 
@@ -35,10 +36,14 @@ def tokenizer() -> PreTrainedTokenizerBase:
     return AutoTokenizer.from_pretrained(MODEL)
 
 
-def write(path: Path, letter: str, count: int) -> Path:
+def letters(letter: str, count: int) -> list[dict[str, str]]:
     """Records whose prompts are a letter and a number."""
-    records = [{"prompt": f"{letter}{i}", "completion": "x"} for i in range(count)]
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return [{"prompt": f"{letter}{i}", "completion": "x"} for i in range(count)]
+
+
+def write(path: Path, letter: str, count: int) -> Path:
+    """A file of such records."""
+    path.write_text("".join(json.dumps(record) + "\n" for record in letters(letter, count)))
     return path
 
 
@@ -77,7 +82,7 @@ CONFIGS = {
     "a block of everything": lambda path: stream(write(path / "s.jsonl", "s", 13), shuffle_block=100),
     "a stream of several files": lambda path: stream(write_several(path)),
     "a stream of a saved one": lambda path: (
-        load_records(SFTDataConfig(name=str(write(path / "s.jsonl", "s", 13)))).save_to_disk(path / "saved"),
+        datasets.Dataset.from_list(letters("s", 13)).save_to_disk(path / "saved"),
         stream(path / "saved"),
     )[1],
 }
@@ -145,18 +150,17 @@ def test_resuming_a_stream_reads_on_where_its_block_began(
     position, state = data.position, data.state()
     expected = taken(data, 1)
     read: list[str] = []
-    load = Json._generate_tables
+    split = streams.split
 
-    def counted(self: Json, *args: Any, **kwargs: Any) -> Any:
-        for key, table in load(self, *args, **kwargs):
-            if kwargs.get("allow_full_read", True):  # else it looks what the fields are
-                read.append(table["prompt"][0].as_py())
-            yield key, table
+    def counted(file: Any, name: str, *rest: Any) -> Any:
+        for piece in split(file, name, *rest):
+            read.append(piece.value["prompt"])
+            yield piece
 
-    monkeypatch.setattr(Json, "_generate_tables", counted)
+    monkeypatch.setattr(streams, "split", counted)
     again = SFTData(config, tokenizer, 3, position, state=state)
     assert taken(again, 1) == expected
-    assert read == ["s10", "s20", "s30"], "the library begins one file before that of the block"
+    assert read == ["s23", "s24", "s25", *[f"s3{i}" for i in range(6)]], "from the first of the block on"
 
 
 def test_another_size_of_blocks_begins_with_the_next_block(

@@ -11,9 +11,10 @@ import pytest
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, processors
 from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
+from cairn import read_records
 from cairn.config.trainer import SFTDataConfig, TrainerConfig
 from cairn.run.batches import Sample
-from cairn.run.data_sets import BadRecord, examine, load_records, same_records
+from cairn.run.data_sets import BadRecord, examine, load_records, mended, same_records
 from cairn.run.errors import UsageError
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.records import problem_of
@@ -60,7 +61,10 @@ def look_at(path: Path, split: str = "train") -> dict:
 
 WRONG: dict[str, tuple[str | bytes, str]] = {
     "malformed.jsonl": (lines(GOOD) + '{"messages": [\n' + lines(GOOD), ", line 2: it is no JSON: Expecting"),
-    "malformed.json": ('[{"prompt": "a",\n "completion" "b"}]', ": it is no JSON: Expecting ':' delimiter"),
+    "malformed.json": (
+        '[{"prompt": "a",\n "completion" "b"}]',
+        ", line 2: it is no JSON: Expecting ':' delimiter",
+    ),
     "cut.jsonl.gz": (gzip.compress(lines(GOOD).encode())[:-9], ": can't be read: "),
     "empty.jsonl": ("", ": the file is empty"),
     "blank.jsonl": ("\n\n", ": it holds no records"),
@@ -96,7 +100,7 @@ WRONG: dict[str, tuple[str | bytes, str]] = {
         ", line 1: prompt and completion must both be text, or both lists of messages",
     ),
     "other.jsonl": (lines({"text": "ab"}), ", line 1: it has the fields ['text']; it needs messages, or"),
-    "null.csv": ("prompt,completion\na,b\n,c\n", ", record 1 (counted from 0): it has the fields"),
+    "null.csv": ("prompt,completion\na,b\n,c\n", ", line 3: it has the fields"),
     "notes.txt": ("hello\n", ": a .txt file has no records that Cairn could tell; it reads .jsonl, "),
     "nowhere.jsonl": (b"", ": the file is empty"),
 }
@@ -115,7 +119,7 @@ def test_what_is_wrong_with_a_file_is_said_with_its_line(tmp_path: Path, name: s
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.JSONL", "a.jsonl.gz", "a.json", "a.csv", "saved", "splits"])
 def test_kinds_of_files(tmp_path: Path, name: str):
-    """All give the same records, by the same identity."""
+    """All give the same records; those that have the same bytes, by the same identity."""
     records, path = (
         [{"prompt": "ab", "completion": "ba"}, {"prompt": "c", "completion": "c"}],
         tmp_path / name,
@@ -132,7 +136,10 @@ def test_kinds_of_files(tmp_path: Path, name: str):
     else:
         (gzip.open if name.endswith("gz") else open)(path, "wt").write(lines(*records))
     (tmp_path / "expected.jsonl").write_text(lines(*records))
-    assert look_at(path) == look_at(tmp_path / "expected.jsonl")
+    assert list(read_records(path)) == list(read_records(tmp_path / "expected.jsonl"))
+    assert same_records(look_at(path), look_at(tmp_path / "expected.jsonl")) == (name != "a.csv")
+    if name in ("a.jsonl", "a.JSONL", "a.jsonl.gz", "a.json"):
+        assert look_at(path) == look_at(tmp_path / "expected.jsonl")
     if name == "splits":
         assert look_at(path, "test")["records"] == 1
     with pytest.raises(BadRecord, match=r"split"):
@@ -155,18 +162,27 @@ def test_identity_is_of_all_records_and_kept(tmp_path: Path, caches: Path, monke
         (tmp_path / f"{name}.jsonl").write_text(text)
     a, b, c = (look_at(tmp_path / f"{name}.jsonl") for name in "abc")
     assert a == b
-    assert (a["records"], a["first_and_last"]) == (c["records"], c["first_and_last"])
+    assert a["records"] == c["records"]
     assert not same_records(a, c)
-    of_old_checkpoint = {"records": 50, "first_and_last": a["first_and_last"]}
-    assert same_records(of_old_checkpoint, c)
-    assert not same_records(of_old_checkpoint | {"records": 51}, a)
+    for of_old_checkpoint in ({"records": 50, "first_and_last": "x"}, {"records": 50, "digest": "y"}):
+        assert same_records(of_old_checkpoint, c)
+        assert not same_records(of_old_checkpoint | {"records": 51}, a)
+    assert mended(a, c), "one of 50 records"
+    assert not mended(a, {**c, "records": 51})
+    assert not mended({**a, "blocks": ["x"] * len(a["blocks"])}, c)
 
-    monkeypatch.setattr("cairn.run.data_sets._digest_of_checked", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("cairn.run.records.index.split", lambda *_: pytest.fail("read again"))
+    monkeypatch.setattr("cairn.run.records.checks.every", lambda *_: pytest.fail("checked again"))
     assert look_at(tmp_path / "a.jsonl") == a
-    for kept in (caches / "records").iterdir():
-        kept.write_text("{")
+    kept = list((caches / "records").iterdir())
+    assert {path.suffix for path in kept} == {".index", ".json"}
+    for path in kept:
+        path.write_text("{")
     with pytest.raises(pytest.fail.Exception, match="read again"):
         look_at(tmp_path / "a.jsonl")
+    monkeypatch.undo()
+    monkeypatch.setenv("XDG_CACHE_HOME", str(caches.parent))
+    assert look_at(tmp_path / "a.jsonl") == a, "damaged notes are made anew"
 
 
 # Nothing to learn

@@ -21,7 +21,7 @@ from cairn.launch.rating import with_ratings
 from cairn.launch.recipe import plan_recipe
 from cairn.launch.start import Start, ended_early, is_complete
 from cairn.run.attempt import Attempt
-from cairn.run.data_sets import BadRecord, examine, load_records, locate
+from cairn.run.data_sets import BadRecord, every, examine, load_records
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_atomic
@@ -118,15 +118,19 @@ def test_held_out_records_are_never_trained_on(tmp_path: Path):
         config = SFTConfig(seed=seed, data=data, validation=[{"name": "own"}])
         return [config.data, config.held_out_data["own"]]
 
-    trained, held = (load_records(source)["prompt"] for source in parts(0))
+    def prompts(seed: int) -> list[list[str]]:
+        return [[record["prompt"] for record in every(load_records(one))] for one in parts(seed)]
+
+    trained, held = prompts(0)
     assert (len(trained), len(held)) == (20, 20)
     assert {*trained, *held} == {str(i) for i in range(40)}
     assert held not in (trained[:20], [str(i) for i in range(20)], [str(i) for i in range(20, 40)])
-    assert [load_records(source)["prompt"][:] for source in parts(7)] == [trained[:], held[:]]
+    assert prompts(7) == [trained, held]
     one, other = (examine(source, load_records(source), problem_of) for source in parts(0))
-    assert one["digest"] != other["digest"]
+    assert one["content"] != other["content"]
     assert examine(parts(0)[0], load_records(parts(0)[0]), problem_of) == one
-    assert "record 3 (counted from 0) of those that are held out" in locate(parts(0)[1], 3)
+    where = load_records(parts(0)[1]).where(3)
+    assert where == f"{path}, line {int(held[3]) + 1} (held out)"
     tiny = SFTConfig(data={"name": str(path), "held_out": 0.999}, validation=[{"name": "own"}])
     with pytest.raises(BadRecord, match="holds no records"):
         load_records(tiny.data)

@@ -21,11 +21,11 @@ from cairn.orchestrator.endpoint.asked import MODEL_NAME, STRUCTURED, Rules, che
 from cairn.orchestrator.endpoint.server import Endpoint
 from cairn.orchestrator.environments.asked import wrong_with_methods
 from cairn.orchestrator.environments.calls import shortened
-from cairn.orchestrator.environments.data_set import Source, content_digest
+from cairn.orchestrator.environments.data_set import Source
 from cairn.orchestrator.environments.program import Model, Programs
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.rewards import Rewards, says_nothing, to_json
-from cairn.run.data_sets import load_records
+from cairn.run.data_sets import content_digest, load_records
 from cairn.run.extensions import code_of, load
 
 SETTING = "orchestrator.environment.args.reward"
@@ -74,6 +74,7 @@ class Agent:
         reward: exit_code; file, which the agent writes; or module:function, which is called with those of
             problem (the record), messages, exit_code, folder and output that it has as arguments.
         split: of the data set, or a slice of it such as train[:1000].
+        csv_numbers: columns of CSV files that are numbers; all others are text.
         exit_codes: with which an agent has done its work; any other end is a failure. Default: 0, and for
             reward = exit_code all.
         time_limit: seconds that an agent may take, without those in which it waits for the model.
@@ -96,6 +97,7 @@ class Agent:
         reward: str = "exit_code",
         *,
         split: str = "train",
+        csv_numbers: Sequence[str] = (),
         exit_codes: Sequence[int] | None = None,
         time_limit: float | None = None,
         ignore: Sequence[str] = (),
@@ -116,8 +118,8 @@ class Agent:
             str(Path(part).absolute()) if os.path.isfile(part) else part
             for part in command
         ]
-        source = Source(data, split)
-        self._records = load_records(source)
+        self._records = load_records(Source(data, split, csv_numbers))
+        self._fields: dict[str, None] = dict.fromkeys(self._records.columns)
         self.reward: Callable[..., Any] = load(reward, BUILT_IN, SETTING, "function")
         self.reward_names = _names_wanted(reward, self.reward)
         self.exit_codes = exit_codes if exit_codes is not None else None if reward == "exit_code" else [0]
@@ -127,7 +129,7 @@ class Agent:
             raise ValueError(f"structured = {structured!r}: it must be one of {', '.join(STRUCTURED)}")
         self.structured = structured
         self.variables = inherited(inherit) | {str(name): str(value) for name, value in (env or {}).items()}
-        about = [content_digest(source, self._records), reward, code_of(reward) or ""]
+        about = [content_digest(self._records), reward, code_of(reward) or ""]
         self.identity = " ".join(about)
         """Changes with the records and the reward's code."""
 
@@ -135,8 +137,8 @@ class Agent:
         return len(self._records)
 
     def record(self, problem: int) -> dict[str, Any]:
-        """What the agent is asked."""
-        return self._records[problem]
+        """What the agent is asked; a column that the record lacks is None."""
+        return {**self._fields, **self._records.read([problem])[0]}
 
 
 def _names_wanted(name: str, function: Callable[..., Any]) -> tuple[str, ...]:

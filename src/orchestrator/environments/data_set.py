@@ -9,7 +9,7 @@ from cairn.orchestrator.environments.asked import MAX_TURNS
 from cairn.orchestrator.environments.factories import load_factory, own_reward, tools_of
 from cairn.orchestrator.environments.reward_functions import RewardFunction, awaited, make_reward_functions
 from cairn.orchestrator.environments.rewards import Rewards
-from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord, Part, examine, kind_of, load_records, locate
+from cairn.run.data_sets import BadRecord, Part, content_digest, every, kind_of, load_records
 from cairn.run.extensions import code_of
 
 Message = dict[str, Any]
@@ -21,6 +21,7 @@ class Source:
 
     name: str
     split: str
+    csv_numbers: Sequence[str] = ()
     split_setting: str = "orchestrator.environment.args.split"
     part: Part | None = None
 
@@ -36,6 +37,7 @@ class DataSet:
             called as TRL calls them, with lists of one element: prompts, completions, and every column of
             the data set by its name.
         split: of the data set, or a slice of it such as train[:1000].
+        csv_numbers: columns of CSV files that are numbers; all others are text.
         prompt: the column that asks: text, or a list of messages.
         template: text that asks instead, with columns in braces, such as "{question} Answer with a number."
         system: a system prompt, put before conversations that have none.
@@ -56,6 +58,7 @@ class DataSet:
         rewards: Sequence[str | Mapping[str, Any]] = (),
         *,
         split: str = "train",
+        csv_numbers: Sequence[str] = (),
         prompt: str = "prompt",
         template: str | None = None,
         system: str | None = None,
@@ -64,12 +67,13 @@ class DataSet:
         max_turns: int = MAX_TURNS,
     ):
         self._made_by = ""
-        self._source = Source(data, split)
+        self._source = Source(data, split, csv_numbers)
         self._records = load_records(self._source)
         self._prompt, self._template = prompt, template
         self._before: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._examples = [message for example in examples for message in _turns(example)]
-        columns: list[str] = list(self._records.column_names)
+        columns = list(self._records.columns)
+        self._fields: dict[str, None] = dict.fromkeys(columns)
         if template is None and prompt not in columns:
             raise ValueError(
                 f"{data} has no column {prompt!r}; its columns are {', '.join(columns)}. Name the one that "
@@ -88,7 +92,7 @@ class DataSet:
         self._rewards: list[RewardFunction] = own
         if rewards or not own:
             self._rewards = [*make_reward_functions(rewards, offered), *own]
-        _check_prompts(self._records, self._question, self._source)
+        self._check_prompts()
         self.identity = self._identity()
         """Changes with the records, the functions' code and their settings."""
 
@@ -96,12 +100,12 @@ class DataSet:
         return len(self._records)
 
     def record(self, problem: int) -> dict[str, Any]:
-        """All columns of a problem."""
-        return self._records[problem]
+        """All columns of a problem; one that its record lacks is None."""
+        return {**self._fields, **self._records.read([problem])[0]}
 
     def messages(self, problem: int) -> list[Message]:
         """The record's question, after the system prompt and the examples."""
-        return self._conversation(self._question(self._records[problem]))
+        return self._conversation(self._question(self.record(problem)))
 
     def reward(self, problem: int, answer: str) -> Rewards | Awaitable[Rewards]:
         """What the functions give, by their names; None where they do not apply.
@@ -109,7 +113,7 @@ class DataSet:
         Raises:
             ValueError: a function returns neither a number nor None.
         """
-        question = self._question(self._records[problem])
+        question = self._question(self.record(problem))
         if isinstance(question, str):
             return self.rewarded(problem, question, answer)
         answered = [{"role": "assistant", "content": answer}]
@@ -123,7 +127,7 @@ class DataSet:
         Args:
             further: what functions may ask for besides, as lists with one element.
         """
-        record = self._records[problem]
+        record = self.record(problem)
         offered = {column: [record[column]] for column in self._columns} | {
             "prompts": [prompt],
             "completions": [completion],
@@ -156,6 +160,16 @@ class DataSet:
                 "that is meant as such is written twice"
             ) from None
 
+    def _check_prompts(self) -> None:
+        """Check that every record asks something.
+
+        Raises:
+            BadRecord: naming the first that does not.
+        """
+        for number, record in enumerate(every(self._records)):
+            if wrong := _wrong_with(self._question({**self._fields, **record})):
+                raise BadRecord(f"{self._records.where(number)}: {wrong}")
+
     def _conversation(self, question: Any) -> list[Message]:
         if isinstance(question, str):
             return [*self._before, *self._examples, {"role": "user", "content": question}]
@@ -165,7 +179,7 @@ class DataSet:
         return [*before, *self._examples, *messages[first:]]
 
     def _identity(self) -> str:
-        about = [content_digest(self._source, self._records), *(one.identity for one in self._rewards)]
+        about = [content_digest(self._records), *(one.identity for one in self._rewards)]
         about += [self._made_by] if self._made_by else []
         return hashlib.blake2b("\n".join(about).encode(), digest_size=16).hexdigest()
 
@@ -177,30 +191,6 @@ def _turns(example: Mapping[str, str]) -> list[Message]:
         {"role": "user", "content": example["prompt"]},
         {"role": "assistant", "content": example["completion"]},
     ]
-
-
-def content_digest(source: Source, records: Any) -> str:
-    """A digest of all records."""
-    return str(examine(source, records, _anything)["digest"])
-
-
-def _anything(record: Mapping[str, Any]) -> str | None:
-    """Records are checked as questions."""
-    return None
-
-
-def _check_prompts(records: Any, question: Any, source: Source) -> None:
-    """Check that every record asks something.
-
-    Raises:
-        BadRecord: naming the first that does not.
-    """
-    index = 0
-    for columns in records.iter(ROWS_AT_ONCE):
-        for row in zip(*columns.values(), strict=True):
-            if wrong := _wrong_with(question(dict(zip(columns, row, strict=True)))):
-                raise BadRecord(f"{locate(source, index)}: {wrong}")
-            index += 1
 
 
 def _wrong_with(question: Any) -> str | None:

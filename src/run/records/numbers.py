@@ -44,7 +44,7 @@ class FloatAsWritten(float):
 
 
 class IntAsWritten(int):
-    """An int that Python would write otherwise than it was written, which is -0; text: as it was written."""
+    """An int that Python would write otherwise than it was written, such as -0; text: as it was written."""
 
     text: str
 
@@ -65,7 +65,8 @@ def float_as_written(text: str) -> float:
 
 def int_as_written(text: str) -> int:
     """The number of a text; an `IntAsWritten` if Python would write it otherwise."""
-    return IntAsWritten(text) if text == _NEEDS_TEXT else int(text)
+    value = int(text)
+    return value if int.__repr__(value) == text else IntAsWritten(text)
 
 
 def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -2,11 +2,12 @@
 
 import hashlib
 import json
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cairn.config.data import DataSetConfig
-from cairn.run.data_sets import BadRecord, kind_of
+from cairn.run.data_sets import BadRecord, Records, every, kind_of, remembered
 from cairn.run.seeds import permutation
 from cairn.trainer.data import pairs, records
 
@@ -51,21 +52,24 @@ def sides_of(record: Mapping[str, Any]) -> Sequence[int]:
     return (1 if record["label"] else -1,)
 
 
-def answers_each(data_set: Any) -> int:
-    """How many answers each record of a data set has; all have equally many (`problem_of_all`)."""
-    chosen = _column(data_set, "chosen")
-    return 1 if chosen is None or chosen.null_count == len(chosen) else 2
+def answers_each(data_set: Records) -> int:
+    """How many answers each record of a data set has; all have equally many (`facts_of`)."""
+    if "chosen" not in data_set.columns:
+        return 1
+    return 2 if any(record.get("chosen") is not None for record in every(data_set)) else 1
 
 
-def facts_of(config: DataSetConfig, data_set: Any) -> dict[str, Any]:
+def facts_of(config: DataSetConfig, data_set: Records) -> dict[str, Any]:
     """The labels that there are in a data set of records that are right one by one.
 
     Raises:
         BadRecord: some are pairs, and others are not.
     """
-    if answers_each(data_set) == 1:
-        return {"labels": sorted(_column(data_set, "label").unique().to_pylist())}
-    if single := _column(data_set, "chosen").null_count:
+    counted = remembered(data_set, f"{__name__}.kinds", lambda: _kinds(data_set))
+    single = sum(counted["labels"].values())
+    if not counted["pairs"]:
+        return {"labels": sorted(label == "True" for label in counted["labels"])}
+    if single:
         raise BadRecord(
             f"{config.name}: {single} of its records are no pairs, and the others are; put them in two "
             "files, as two of data.sets"
@@ -112,8 +116,12 @@ def mismatched(prompts: Sequence[bytes], seed: int) -> list[int] | None:
     return found
 
 
-def _column(data_set: Any, name: str) -> Any:
-    """A column of a data set as Arrow has it; None if there is none."""
-    if name not in data_set.column_names:
-        return None
-    return data_set.select_columns([name]).with_format("arrow")[:][name]
+def _kinds(data_set: Records) -> dict[str, Any]:
+    """How many records are pairs, and how many of the others have each label."""
+    pairs, labels = 0, Counter[str]()
+    for record in every(data_set):
+        if record.get("chosen") is not None:
+            pairs += 1
+        else:
+            labels[str(record.get("label"))] += 1
+    return {"pairs": pairs, "labels": dict(labels)}

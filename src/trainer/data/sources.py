@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 from cairn.config.data import DataSetConfig, RecordsConfig
-from cairn.run.data_sets import Check, as_written, examine, load_records, locate
+from cairn.run.data_sets import Check, Records, examine, load_records
 from cairn.run.seeds import permutation
 from cairn.trainer.data.records import problem_of
 
@@ -24,8 +24,8 @@ class Use:
 
     order: str
     problem_of: Check
-    units: Callable[[Any], int] = lambda data_set: 1
-    facts: Callable[[DataSetConfig, Any], Mapping[str, Any]] = lambda config, data_set: {}
+    units: Callable[[Records], int] = lambda data_set: 1
+    facts: Callable[[DataSetConfig, Records], Mapping[str, Any]] = lambda config, data_set: {}
     problem_of_all: Callable[[Sequence[Mapping[str, Any]]], str | None] = lambda identities: None
 
 
@@ -121,12 +121,7 @@ class Indexed:
 
     def read(self, numbers: Sequence[int]) -> list[Record]:
         """The records of these numbers."""
-        columns = self.records[[number // self.units for number in numbers]]
-        features = self.records.features
-        return [
-            as_written(dict(zip(columns, row, strict=True)), features)
-            for row in zip(*columns.values(), strict=True)
-        ]
+        return list(self.records.read([number // self.units for number in numbers]))
 
     def first(self, count: int) -> list[int]:
         """Numbers of the records that a fresh run begins with."""
@@ -134,7 +129,7 @@ class Indexed:
 
     def where(self, number: int) -> str:
         """File and line, or the number."""
-        return locate(self.config, number // self.units)
+        return self.records.where(number // self.units)
 
     def epoch(self, taken: int) -> float:
         """How many epochs the first `taken` records are."""

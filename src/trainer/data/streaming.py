@@ -1,23 +1,12 @@
-# The package `datasets` is typed in part.
-# pyright: reportUnknownMemberType=false, reportMissingTypeStubs=false
 """Data sets that are read in their own order, and never as a whole."""
 
-import copy
-import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from cairn.config.data import DataSetConfig, RecordsConfig
-from cairn.run.data_sets import (
-    UNREADABLE,
-    BadRecord,
-    as_written,
-    examine_beginning,
-    load_stream,
-    locate,
-)
+from cairn.run.data_sets import BadRecord, Record, examine_beginning, load_stream
 from cairn.run.seeds import permutation
-from cairn.trainer.data.sources import SFT, Record, Use
+from cairn.trainer.data.sources import SFT, Use
 
 CHECKED = 1000
 """Records at the beginning of a stream that are checked, and by which it is known again."""
@@ -43,15 +32,15 @@ class Stream:
         """
         self.config = config
         self.use = use
-        self._stream, self._files = load_stream(config)
-        self._beginning = self._stream.state_dict()
+        self._stream = load_stream(config)
+        self._beginning = self._stream.state()
         self._size = settings.shuffle_block
         self._shuffled = settings.shuffle
         self._seed, self._whose = seed, whose
-        self._beginning_of_it: list[Record] | None = None
-        """Its first records, once they were asked for."""
-        self._seen: dict[int, tuple[int, Record]] = {}
-        """By number, the records taken last, and the place of each in the data set."""
+        self._beginning_of_it: list[tuple[str, Record]] | None = None
+        """Its first records and their names, once they were asked for."""
+        self._seen: dict[int, tuple[str, Record]] = {}
+        """By number, the records taken last, each behind its name."""
         self.seek(0, None)
 
     def seek(self, taken: int, state: Mapping[str, Any] | None) -> None:
@@ -61,11 +50,11 @@ class Stream:
         self._first = state["first"] if state else 0
         """Of the epoch, the records before the block."""
         self._at = state["at"] if state else self._beginning
-        """The state of the library where the block begins."""
+        """The state of the stream where the block begins."""
         self._offset = state["offset"] if state else 0
         """Records of the block that were taken."""
-        self._rewind(self._at)
-        self._block: list[tuple[int, Record]] = []
+        self._rewind(self._at, self._first)
+        self._block: list[tuple[str, Record]] = []
         if self._offset:
             assert state is not None
             self._fill(state["size"])
@@ -87,19 +76,20 @@ class Stream:
             self._taken += 1
         return list(self._seen)
 
-    def read(self, numbers: Sequence[int]) -> list[Record]:
+    def read(self, numbers: Sequence[int]) -> list[Mapping[str, Any]]:
         """The records of these numbers, which were taken last."""
         return [self._seen[number][1] for number in numbers]
 
     def first(self, count: int) -> list[int]:
         """Numbers of the first records in the data set; they count as taken last."""
-        self._seen = dict(enumerate(enumerate(self._read_first()[:count])))
+        self._seen = dict(enumerate(self._read_first()[:count]))
         return list(self._seen)
 
     def where(self, number: int) -> str:
-        """The place in the data set, if the record is one of those taken last."""
-        place = self._seen[number][0] if number in self._seen else number
-        return locate(self.config, place)
+        """File and line, or the number in the data set, if the record is one of those taken last."""
+        if number in self._seen:
+            return self._seen[number][0]
+        return f"{self.config.name}, record {number} (counted from 0) of those that were taken"
 
     def epoch(self, taken: int) -> float:
         """How many epochs have ended."""
@@ -118,19 +108,18 @@ class Stream:
 
     def identity(self) -> dict[str, Any]:
         """What identifies the data set: its first records, and its files."""
-        return examine_beginning(self.config, self._files, self._read_first(), self.use.problem_of)
+        first, stream = self._read_first(), self._stream
+        return examine_beginning(self.config, stream.files, first, self.use.problem_of, stream.called)
 
-    def _read_first(self) -> list[Record]:
+    def _read_first(self) -> list[tuple[str, Record]]:
         if self._beginning_of_it is None:
-            stream, _ = load_stream(self.config)
-            self._beginning_of_it = self._read_on(iter(stream), CHECKED)
+            self._beginning_of_it = load_stream(self.config).next(CHECKED)
         return self._beginning_of_it
 
-    def _rewind(self, at: Mapping[str, Any]) -> None:
-        self._stream.load_state_dict(copy.deepcopy(dict(at)))
-        self._records = iter(self._stream)
-        self._next = at
-        """The library's state behind the block."""
+    def _rewind(self, at: Mapping[str, Any], before: int) -> None:
+        self._stream.seek(at, before)
+        self._next = self._stream.state()
+        """The stream's state behind the block."""
 
     def _advance(self) -> None:
         """Go to the next block, which may be the first of the next epoch."""
@@ -142,26 +131,15 @@ class Stream:
         if not self._first:
             raise BadRecord(f"{self.config.name} holds no records")
         self._epoch, self._first, self._at = self._epoch + 1, 0, self._beginning
-        self._rewind(self._at)
+        self._rewind(self._at, 0)
         self._fill(self._size)
 
     def _fill(self, size: int) -> None:
         """Read the block that begins here, and shuffle it."""
-        records = self._read_on(self._records, size)
-        self._next = self._stream.state_dict()
-        block = list(enumerate(records, start=self._first))
+        block = self._stream.next(size)
+        self._next = self._stream.state()
         if self._shuffled:
             purpose = (*self._whose, self._epoch, "block", self._first)
             order = permutation(len(block), self._seed, self.use.order, *purpose)
             block = [block[place] for place in order]
         self._block = block
-
-    def _read_on(self, records: Iterator[Record], count: int) -> list[Record]:
-        from datasets.exceptions import DatasetsError
-
-        try:
-            features = self._stream.features
-            return [as_written(record, features) for record in itertools.islice(records, count)]
-        except (*UNREADABLE, ValueError, DatasetsError) as error:
-            what = " ".join(str(error.__cause__ or error).split())
-            raise BadRecord(f"{self.config.name}: can't be read any further: {what}") from None
