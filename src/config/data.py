@@ -2,6 +2,7 @@
 
 import os
 import re
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -27,7 +28,7 @@ class DataSetConfig(BaseConfig):
     """stream: read in order while training, and never as a whole; indexed: any record at any time."""
 
     csv_numbers: list[str] = []
-    """Columns of CSV files that are numbers; all others are text."""
+    """Columns of CSV files that are numbers, or true and false; all others are text."""
 
     @property
     def split_setting(self) -> str:
@@ -105,9 +106,14 @@ class RecordsConfig(DataSetConfig):
         return ", ".join(one.name for one in self.sets) or self.name
 
     @property
+    def all_sets(self) -> Sequence[DataSetConfig]:
+        """The data sets, which may be a single one."""
+        return self.sets or [self]
+
+    @property
     def streams(self) -> list[str]:
         """The data sets that are read as streams."""
-        return [one.name for one in self.sets or [self] if one.read == "stream"]
+        return [one.name for one in self.all_sets if one.read == "stream"]
 
     @field_validator("sets")
     @classmethod

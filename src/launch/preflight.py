@@ -74,10 +74,22 @@ class Check:
 
 def _records(subject: Subject) -> Iterator[str]:
     """Every record has a form that can be trained on."""
-    if subject.facts.get("records_are_checked"):
-        return
-    look_at_records(subject.trainer)
-    yield from ()
+    yield from what_is_read(subject.trainer)
+    if not subject.facts.get("records_are_checked"):
+        look_at_records(subject.trainer)
+
+
+def what_is_read(trainer: TrainerBase) -> Iterator[str]:
+    """Which files of folders are trained on and which are not, a line for each folder."""
+    from cairn.run import data_sets
+
+    settings: Any = trainer
+    found: dict[str, None] = {}
+    for source in (*settings.data.all_sets, *trainer.held_out_data.values()):
+        with contextlib.suppress(data_sets.BadRecord):  # which the check of records tells
+            if said := data_sets.what_is_read(source):
+                found[said] = None
+    yield from (f"data: {said}" for said in found)
 
 
 ON_RECORDS = frozenset({"sft", "dpo", "reward"})

@@ -311,7 +311,7 @@ def _saved_recipe(start: Start) -> Mapping[str, Any]:
         return {"settings": {}, **state.recipe}
     print(
         f"note: {start.folder} was saved by a version of Cairn that kept no recipe: only the number of "
-        "records and the first and last one are compared",
+        "records is compared, and of Parquet the first and last one",
         flush=True,
     )
     data = {"data": state.data} if state.data else {}

@@ -78,7 +78,7 @@ class DataSource(Protocol):
 
     name: a .jsonl, .json, .parquet or .csv file, a folder of such files or from `save_to_disk`, or a name on
     the hub. split: of it, or a slice such as train[:1000]. split_setting: what sets the split, as messages
-    show it. part: of the split; None: all of it. csv_numbers: columns of CSV files that are numbers.
+    show it. part: of the split; None: all of it. csv_numbers: columns of CSV files that are no text.
     """
 
     @property

@@ -79,3 +79,21 @@ def test_a_dry_run_refuses_a_model_or_data_that_is_not_there(planned: Planned, t
     assert "nowhere: there is no such folder" in error
     (error,) = errors(planned("sft", [GOOD], "--data.name", str(tmp_path / "none.jsonl")))
     assert error.endswith("none.jsonl: there is no such file")
+
+
+def test_the_files_of_a_folder_are_said(planned: Planned, tmp_path: Path):
+    """Those that are read, and those that are not."""
+    folder = tmp_path / "folder"
+    folder.mkdir()
+    for name in ("b.jsonl", "a.jsonl", "test.jsonl"):
+        (folder / name).write_text(json.dumps(GOOD) + "\n")
+    (folder / "notes.txt").write_text("x")
+    said = planned("sft", [GOOD], "--data.name", str(folder))
+    assert any(
+        line.endswith(
+            f"data: {folder}: reads a.jsonl, b.jsonl; not read, since they are of other splits than train: "
+            "test.jsonl; not read, since they are no data files: notes.txt"
+        )
+        for line in said
+    ), said
+    assert not any("reads" in line for line in planned("sft", [GOOD]))

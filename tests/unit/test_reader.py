@@ -478,11 +478,12 @@ def test_csv_is_text_unless_a_column_is_declared_a_number(tmp_path: Path):
     assert numbers == [1.1, -5]
     assert dumps(numbers) == "[1.10, -5]"
     assert [one["answer"] for _, one in load_stream(source(path, csv_numbers=["answer"])).next(5)] == numbers
-    as_text, as_numbers = (load_records(source(path, csv_numbers=one)).identity() for one in ([], ["answer"]))
-    assert as_text["content"] != as_numbers["content"]
-    with pytest.raises(
-        BadRecord, match=r"a\.csv, line 2: day is '2024-05-01' and no number; csv_numbers lists"
-    ):
+    both = [load_records(source(path, csv_numbers=one)).identity() for one in ([], ["answer"])]
+    assert both[0]["content"] != both[1]["content"]
+    (tmp_path / "b.csv").write_text("prompt,completion,label\na,b,True\na,c,false\n")
+    labels = [one["label"] for one in every(load_records(source(tmp_path / "b.csv", csv_numbers=["label"])))]
+    assert labels == [True, False]
+    with pytest.raises(BadRecord, match=r"a\.csv, line 2: day is '2024-05-01' and no number, nor true or"):
         list(every(load_records(source(path, csv_numbers=["day"]))))
     with pytest.raises(BadRecord, match="csv_numbers names other; its columns are prompt, answer, day"):
         load_records(source(path, csv_numbers=["other"]))

@@ -74,7 +74,7 @@ class Agent:
         reward: exit_code; file, which the agent writes; or module:function, which is called with those of
             problem (the record), messages, exit_code, folder and output that it has as arguments.
         split: of the data set, or a slice of it such as train[:1000].
-        csv_numbers: columns of CSV files that are numbers; all others are text.
+        csv_numbers: columns of CSV files that are numbers, or true and false; all others are text.
         exit_codes: with which an agent has done its work; any other end is a failure. Default: 0, and for
             reward = exit_code all.
         time_limit: seconds that an agent may take, without those in which it waits for the model.

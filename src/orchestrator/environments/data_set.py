@@ -1,6 +1,7 @@
 """Problems from a data set, and rewards from functions."""
 
 import hashlib
+import logging
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,8 +10,18 @@ from cairn.orchestrator.environments.asked import MAX_TURNS
 from cairn.orchestrator.environments.factories import load_factory, own_reward, tools_of
 from cairn.orchestrator.environments.reward_functions import RewardFunction, awaited, make_reward_functions
 from cairn.orchestrator.environments.rewards import Rewards
-from cairn.run.data_sets import BadRecord, Part, content_digest, every, kind_of, load_records
+from cairn.run.data_sets import (
+    BadRecord,
+    Part,
+    content_digest,
+    every,
+    kind_of,
+    load_records,
+    what_is_read,
+)
 from cairn.run.extensions import code_of
+
+logger = logging.getLogger(__name__)
 
 Message = dict[str, Any]
 
@@ -37,7 +48,7 @@ class DataSet:
             called as TRL calls them, with lists of one element: prompts, completions, and every column of
             the data set by its name.
         split: of the data set, or a slice of it such as train[:1000].
-        csv_numbers: columns of CSV files that are numbers; all others are text.
+        csv_numbers: columns of CSV files that are numbers, or true and false; all others are text.
         prompt: the column that asks: text, or a list of messages.
         template: text that asks instead, with columns in braces, such as "{question} Answer with a number."
         system: a system prompt, put before conversations that have none.
@@ -69,6 +80,8 @@ class DataSet:
         self._made_by = ""
         self._source = Source(data, split, csv_numbers)
         self._records = load_records(self._source)
+        if said := what_is_read(self._source):
+            logger.info("%s", said)
         self._prompt, self._template = prompt, template
         self._before: list[Message] = [] if system is None else [{"role": "system", "content": system}]
         self._examples = [message for example in examples for message in _turns(example)]

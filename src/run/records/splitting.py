@@ -341,10 +341,10 @@ def read_row(raw: bytes, rows: Rows, line: int) -> dict[str, Any]:
 
 
 def with_numbers(record: dict[str, Any], numbers: Collection[str], where: str) -> dict[str, Any]:
-    """A record of CSV in which these columns are numbers.
+    """A record of CSV in which these columns are numbers, or true and false.
 
     Raises:
-        BadRecord: one is no number.
+        BadRecord: one is neither.
     """
     return {
         name: _number(value, name, where) if name in numbers and value is not None else value
@@ -354,7 +354,11 @@ def with_numbers(record: dict[str, Any], numbers: Collection[str], where: str) -
 
 def _number(text: str, name: str, where: str) -> float:
     bare = text.strip()
+    if bare.lower() in ("true", "false"):
+        return bare.lower() == "true"
     try:
         return int_as_written(bare) if _INTEGER.fullmatch(bare) else float_as_written(bare)
     except ValueError:
-        raise BadRecord(f"{where}: {name} is {text!r} and no number; csv_numbers lists this column") from None
+        raise BadRecord(
+            f"{where}: {name} is {text!r} and no number, nor true or false; csv_numbers lists this column"
+        ) from None
