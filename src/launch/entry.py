@@ -13,12 +13,12 @@ from cairn.config.kinds import KINDS
 from cairn.launch.exits import answer
 from cairn.launch.exporting import run_exporter
 from cairn.launch.machine.placing import gpus_of_server
-from cairn.launch.places.role_process import tell_launcher
+from cairn.launch.places.role_process import say_end, tell_launcher
 from cairn.launch.roles import Turn, run_inference, run_orchestrator, run_trainer
 from cairn.launch.uploading import run_uploader
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile
-from cairn.run.output import start_logging
+from cairn.run.output import log_crashes, start_logging
 from cairn.run.processes import die_with
 
 
@@ -26,6 +26,7 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
     """Do the work of `role`; returns the exit code."""
     die_with(int(launcher))
     start_logging()
+    log_crashes()
     run = RunDirectory(folder)
     attempt = run.attempt()
     if attempt is None:
@@ -48,10 +49,13 @@ def main(role: str, folder: str, launcher: str, *, standby: bool) -> int:
 if __name__ == "__main__":
     role, folder, launcher, pipe, *standby = sys.argv[1:]
     os.set_inheritable(int(pipe), False)
-    exit_code = answer(
-        lambda: main(role, folder, launcher, standby=bool(standby)),
-        tell=lambda message: tell_launcher(int(pipe), message),
-    )
+    try:
+        exit_code = answer(
+            lambda: main(role, folder, launcher, standby=bool(standby)),
+            tell=lambda message: tell_launcher(int(pipe), message),
+        )
+    finally:
+        say_end(int(pipe))
     if role == "trainer":
         sys.stdout.flush()
         sys.stderr.flush()

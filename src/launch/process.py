@@ -2,6 +2,7 @@
 
 import contextlib
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -33,10 +34,29 @@ def _session_members(session: int) -> list[int]:
     return members
 
 
+LOOKED_AT = 1 << 18
+"""Bytes at the end of a log that are looked at."""
+CRASHED = re.compile(r"^Current thread 0x([0-9a-f]+) \(most recent call first\)", re.MULTILINE)
+"""How `faulthandler` names the thread in which a process has crashed."""
+
+
+def _tail(log: Path) -> str:
+    with open(log, "rb") as file:
+        file.seek(max(0, file.seek(0, os.SEEK_END) - LOOKED_AT))
+        return file.read().decode(errors="replace")
+
+
+def thread_that_crashed(log: Path) -> list[int]:
+    """Python's identifier of the thread whose stack a process that crashed has written last; perhaps none."""
+    with contextlib.suppress(OSError):
+        return [int(found, 16) for found in CRASHED.findall(_tail(log))[-1:]]
+    return []
+
+
 def log_end(log: Path, lines: int = 15) -> str:
     """The last lines of a log, for an error message; from its last error on, if that is among them."""
     try:
-        end = log.read_text(errors="replace").splitlines()[-lines:]
+        end = _tail(log).splitlines()[-lines:]
     except OSError as error:
         return f"(no log: {error.strerror})"
     errors = [i for i, line in enumerate(end) if line.startswith("error: ")]

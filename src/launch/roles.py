@@ -16,7 +16,7 @@ from cairn.launch.attempt import newest_start
 from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
 from cairn.launch.machine.placing import use_gpus
 from cairn.launch.process import stop_on_signals
-from cairn.run import heartbeat
+from cairn.run import heartbeat, noted_calls
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.imports import importing
@@ -149,9 +149,11 @@ def run_orchestrator(
         with stop_on_signals(run, at_once):
             attempt = newest_start(attempt, CheckpointStore(run.checkpoints), pass_over=True)
             allow_open_files()
+            noted_calls.start(run.calls("orchestrator"), attempt.run_id)
             step = asyncio.run(serve())
         state = "stopped" if step < config.max_steps else "done"
     finally:
+        noted_calls.stop(run.calls("orchestrator"))
         turn.end(state)
     return EXIT_STOPPED if state == "stopped" else 0
 

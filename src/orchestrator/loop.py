@@ -23,9 +23,12 @@ from cairn.orchestrator.servers import PolicyServers, TokenScores
 from cairn.orchestrator.sharing import make_sharing
 from cairn.orchestrator.sources import make_sources
 from cairn.orchestrator.teachers import ServedTeachers
+from cairn.run import noted_calls
 from cairn.run.attempt import Attempt
 from cairn.run.recipe import template_arguments
 
+LONG_CALL = 5.0
+"""Seconds after which a call of user code, or a rollout, is named as what the orchestrator is doing."""
 SERVING = "serving requests, rewards and batches"
 """What an orchestrator does."""
 
@@ -73,8 +76,11 @@ class Orchestrator:
     @property
     def doing(self) -> str:
         """What it is doing, for its sign of life: also what is tried again, and why."""
-        failing = tried_again(self._answering.retrying)
-        return SERVING if failing is None else f"{SERVING}; {failing}"
+        failing, oldest = tried_again(self._answering.retrying), noted_calls.oldest()
+        found = [SERVING]
+        if oldest is not None and oldest[1] >= LONG_CALL:
+            found.append(f"{oldest[0]} for {oldest[1]:.0f} s")
+        return "; ".join(found if failing is None else [*found, failing])
 
     async def run(self) -> int:
         """Ship batches until the trainer announces the last policy. Returns the last step.

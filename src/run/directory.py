@@ -172,6 +172,10 @@ class RunDirectory:
             self._known = content.attempt
         return content
 
+    def calls(self, role: str) -> Path:
+        """Where a role notes its calls of user code (`run/noted_calls.py`)."""
+        return self.heartbeats / f"{role}.calls"
+
     def heartbeat(self, role: str) -> Path:
         """Where the process that has `role` gives its signs of life."""
         return self.heartbeats / f"{role}.json"

@@ -92,7 +92,6 @@ class _Record:
     """This process's own record."""
 
     def __init__(self, path: Path):
-        path.parent.mkdir(parents=True, exist_ok=True)
         path.unlink(missing_ok=True)  # a process that still dies may have it mapped
         with open(path, "w+b") as file:
             os.posix_fallocate(file.fileno(), 0, _SIZE)  # else a full disk would mean SIGBUS later
@@ -175,6 +174,7 @@ def start(path: Path, owner: str) -> None:
         owner: the run; charges of another one are forgotten.
     """
     global _record, _charges, _charges_path
+    path.parent.mkdir(parents=True, exist_ok=True)
     charge(path, None, "ended, and nobody saw how,", sure=False)
     _charges, _charges_path = _read_charges(path), _charges_of(path)
     if _charges.owner != owner:
@@ -182,6 +182,11 @@ def start(path: Path, owner: str) -> None:
         write_json(_charges_path, vars(_charges))
     with contextlib.suppress(OSError):  # a full disk is for others to report
         _record = _Record(path)
+
+
+def stop(path: Path) -> None:
+    """The process ends in order, or by its owner's hand: no call in `path` is to blame."""
+    path.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,11 @@
 """What a process prints: its log, text from files, and a terminal that may be closed."""
 
 import errno
+import faulthandler
 import io
 import logging
 import re
+import signal
 import sys
 from typing import TYPE_CHECKING
 
@@ -30,6 +32,16 @@ def start_logging() -> None:
             stream.reconfigure(errors="backslashreplace")  # what user code prints must not raise
     for chatty in ("httpx", "datasets", "filelock"):
         logging.getLogger(chatty).setLevel(logging.WARNING)
+
+
+STACKS = signal.SIGUSR2
+"""The signal on which a role writes the stacks of its threads into its log, even while the GIL is held."""
+
+
+def log_crashes() -> None:
+    """Have the stacks of all threads in the log when this process crashes, and on `STACKS`."""
+    faulthandler.enable()
+    faulthandler.register(STACKS)
 
 
 def writable(text: str) -> str:

@@ -60,8 +60,8 @@ def _act_as_others() -> None:
     _handled.clear()
     signal.set_wakeup_fd(-1)  # an event loop's, of the parent
     signal.pthread_sigmask(signal.SIG_SETMASK, _forking.mask - set(STOP_SIGNALS))
-    if faulthandler.is_enabled():
-        faulthandler.disable()  # the stacks in the parent's log are the parent's
+    faulthandler.disable()  # the stacks in the parent's log are the parent's
+    faulthandler.unregister(signal.SIGUSR2)
 
 
 @contextlib.contextmanager

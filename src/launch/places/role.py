@@ -1,6 +1,9 @@
 """The place of a role: its process, the standby that may take over, and when to restart it."""
 
+import signal
 import time
+from collections.abc import Sequence
+from pathlib import Path
 
 from cairn.config.kinds import RunConfig
 from cairn.launch.exits import (
@@ -17,11 +20,21 @@ from cairn.launch.exits import (
 from cairn.launch.places.place import Place
 from cairn.launch.places.restarts import RestartRule
 from cairn.launch.places.role_process import RoleProcess
-from cairn.launch.process import log_end
+from cairn.launch.process import log_end, thread_that_crashed
 from cairn.launch.start import StartDamaged
+from cairn.run import noted_calls
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.output import STACKS
+from cairn.run.processes import processor_times
+from cairn.run.signals import STOP_SIGNALS
 
+FROM_OUTSIDE = (signal.SIGKILL, *STOP_SIGNALS)
+"""Signals that may well come from somebody else, such as the kernel if it is out of memory."""
+STACKS_SECONDS = 0.5
+"""How long a process that hangs has to write its stacks."""
+BUSY = int(0.2e9 * STACKS_SECONDS)
+"""Nanoseconds of a processor in that time from which a thread counts as at work."""
 STOP_SECONDS = 20
 """Seconds that a server has to exit."""
 OWN_WORKERS = ("trainer_rank", "trainer_spare")
@@ -75,10 +88,15 @@ class RolePlace(Place):
         if code is None:
             hang = self.hang()
             if hang is not None:
-                self._occupant.kill()
-                self._replace(f"hung ({hang})", step, stopping=stopping)
+                blame = self._blame_for_hang()
+                self._replace(f"hung ({hang})", step, stopping=stopping, blame=blame)
             elif not stopping:
                 self._keep_spare(step)
+        elif code >= 0 and self.name in WORKING and not self._occupant.came_to_its_end:
+            self._occupant.kill()
+            reason = f"left with exit code {code} before its end"
+            blame = self._blame(f"ended with exit code {code}", sure=True)
+            self._replace(reason, step, stopping=stopping, blame=blame)
         elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
             self.ended = True
         elif code == EXIT_USAGE and (self.name in WORKING or not self._restarted):
@@ -91,7 +109,8 @@ class RolePlace(Place):
             reason = f"died (exit code {code})"
             if code == EXIT_CRASHED:
                 reason = f"failed ({self._occupant.last_words()})"
-            self._replace(reason, step, for_good=not crashed, stopping=stopping)
+            blame = self._blame_for_signal(-code) if code < 0 else []
+            self._replace(reason, step, for_good=not crashed, stopping=stopping, blame=blame)
 
     def stop(self) -> None:
         """End the occupant: a server first gets its signal; then the whole session is killed."""
@@ -104,6 +123,7 @@ class RolePlace(Place):
             self._occupant.signal(END_SERVER)
         if self.name in WORKING or not self._occupant.wait(STOP_SECONDS):
             self._occupant.kill()
+            noted_calls.stop(self._calls)  # none of them is to blame
         state = "stopped" if self.exit_code == 0 else "failed"
         self.run.set_role(self.name, state, self._occupant.pid)
 
@@ -113,8 +133,46 @@ class RolePlace(Place):
         self.ended = self.name in WORKING
         self.lost = f"{self.name} {how}"
 
-    def _replace(self, reason: str, step: int, *, for_good: bool = False, stopping: bool) -> None:
+    @property
+    def _calls(self) -> Path:
+        """Where the occupant notes which calls of user code are in progress, if it makes any."""
+        return self.run.calls(self.name)
+
+    def _blame(self, how: str, *, sure: bool, suspects: Sequence[int] = ()) -> list[noted_calls.Found]:
+        """The calls of user code that are to blame for the occupant's death; each is charged with a try."""
+        return noted_calls.charge(self._calls, self._occupant.pid, how, sure=sure, suspects=suspects)
+
+    def _blame_for_signal(self, number: int) -> list[noted_calls.Found]:
+        """The same, for a signal that has killed the occupant."""
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        crash = number not in FROM_OUTSIDE
+        suspects = thread_that_crashed(self.log) if crash else []
+        return self._blame(f"was killed by {name}", sure=crash, suspects=suspects)
+
+    def _blame_for_hang(self) -> list[noted_calls.Found]:
+        """Have the occupant, which hangs, write its stacks; kill it, and find who is to blame."""
+        pid = self._occupant.pid
+        before = processor_times(pid)
+        self._occupant.signal(STACKS)
+        time.sleep(STACKS_SECONDS)
+        after = processor_times(pid)
+        busy = [thread for thread, (had, _) in after.items() if had - before.get(thread, (had, 0))[0] > BUSY]
+        self._occupant.kill()
+        return self._blame("hung", sure=True, suspects=busy)
+
+    def _replace(
+        self,
+        reason: str,
+        step: int,
+        *,
+        for_good: bool = False,
+        stopping: bool,
+        blame: Sequence[noted_calls.Found] = (),
+    ) -> None:
         """Schedule a replacement for the dead occupant by the restart rule, unless the run is stopping.
+
+        Args:
+            blame: the calls of user code that are to blame, of which there may be none.
 
         Raises:
             RoleFailed: the rule gives up.
@@ -125,7 +183,10 @@ class RolePlace(Place):
         if stopping and not (for_good and self.name == "trainer"):
             self._lose(reason)
             return
-        wait = None if for_good else self._rule.wait_after_death(step)
+        if blame:
+            more = f" and {len(blame) - 1} more calls" if len(blame) > 1 else ""
+            reason += f" while it ran {blame[0].text}{more}, for which that is a failed try"
+        wait = None if for_good else self._rule.wait_after_death(step, excused=bool(blame))
         if wait is None:
             raise RoleFailed(f"{self.name} {reason}; the end of {self.log}:\n{log_end(self.log)}")
         how = "is replaced by its standby" if self._has_spare() else "is started again"

@@ -28,6 +28,9 @@ LOCAL_RAY_SETTINGS = {
 }
 """Variables for a role that starts a local cluster; otherwise Ray listens on every network interface."""
 
+END = b"\0"
+"""What a role writes into the pipe at its end, whatever that is: code of a user's that leaves the process
+(os._exit) does not."""
 LONGEST_MESSAGE = 32 << 10
 """Maximum bytes of an error message; less than a pipe's capacity."""
 
@@ -68,6 +71,7 @@ class RoleProcess:
         finally:
             os.close(words)
         self.pid = self._process.pid
+        self._heard = b""
 
     def __del__(self) -> None:
         with contextlib.suppress(AttributeError, OSError):
@@ -86,10 +90,17 @@ class RoleProcess:
 
     def last_words(self) -> str:
         """The message of the error that it ended with; empty if there is none."""
-        try:
-            return os.read(self._words, LONGEST_MESSAGE).decode(errors="replace")
-        except BlockingIOError:  # a surviving child process holds the other end
-            return ""
+        return self._hear().replace(END, b"").decode(errors="replace")
+
+    @property
+    def came_to_its_end(self) -> bool:
+        """Whether the process, which has exited, has left by its own end, rather than in the middle."""
+        return END in self._hear()
+
+    def _hear(self) -> bytes:
+        with contextlib.suppress(BlockingIOError):  # a surviving child process holds the other end
+            self._heard += os.read(self._words, LONGEST_MESSAGE + len(END))
+        return self._heard
 
     def signal(self, number: signal.Signals) -> None:
         """Send it the signal `number`."""
@@ -114,6 +125,13 @@ def tell_launcher(pipe: int, message: str) -> None:
     with contextlib.suppress(OSError):
         os.set_blocking(pipe, False)
         os.write(pipe, message.encode(errors="replace")[:LONGEST_MESSAGE])
+
+
+def say_end(pipe: int) -> None:
+    """In a role: tell the launcher that it ends by itself."""
+    with contextlib.suppress(OSError):
+        os.set_blocking(pipe, False)
+        os.write(pipe, END)
 
 
 def _ray_token() -> dict[str, str]:

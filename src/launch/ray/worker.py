@@ -15,6 +15,7 @@ from cairn.launch.ray.worker_environment import adopt
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.imports import importing
+from cairn.run.output import log_crashes
 from cairn.run.processes import die_after, in_background
 
 
@@ -154,3 +155,4 @@ def _log_to(log: str) -> None:
     os.dup2(fd, 1)
     os.dup2(fd, 2)
     os.close(fd)
+    log_crashes()
