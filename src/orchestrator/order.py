@@ -5,11 +5,11 @@ through its own problems: the n-th place that is its own has its n-th problem, i
 for each of its epochs. So nothing but a place's number is needed to know its problem.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from cairn.run.mixture import Mixture
-from cairn.run.seeds import permutation
+from cairn.run.seeds import permuted
 
 
 @dataclass(frozen=True)
@@ -43,7 +43,7 @@ class Order:
         self.portions = tuple(portions)
         weights = [portion.weight for portion in self.portions]
         self._mixture = Mixture(seed, "environment of prompt", weights)
-        self._orders: dict[tuple[int, int], list[int]] = {}
+        self._orders: dict[tuple[int, int], Callable[[int], int]] = {}
         """The problems of the epochs that were asked for last, by environment and epoch."""
 
     def environment(self, place: int) -> int:
@@ -55,7 +55,7 @@ class Order:
         environment = self._mixture.at(place)
         own = self._mixture.before(place, environment)
         epoch, index = divmod(own, self.portions[environment].problems)
-        return Position(environment, epoch, self._order(environment, epoch)[index])
+        return Position(environment, epoch, self._order(environment, epoch)(index))
 
     def epoch(self, place: int) -> int:
         """The epoch of its environment that `place` lies in."""
@@ -72,13 +72,13 @@ class Order:
                 yield environment, epoch, until - own
                 own = until
 
-    def _order(self, environment: int, epoch: int) -> list[int]:
-        """The problems of an epoch, in order."""
+    def _order(self, environment: int, epoch: int) -> Callable[[int], int]:
+        """The problem at each place of an epoch."""
         key = environment, epoch
         if key not in self._orders:
             portion = self.portions[environment]
             whose = (portion.label,) if len(self.portions) > 1 else ()
-            self._orders[key] = permutation(portion.problems, self.seed, "prompt order", *whose, epoch)
+            self._orders[key] = permuted(portion.problems, self.seed, "prompt order", *whose, epoch)
             while len(self._orders) > 2 * len(self.portions):
                 del self._orders[next(iter(self._orders))]
         return self._orders[key]

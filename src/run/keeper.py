@@ -24,6 +24,8 @@ NOT_STARTED = 127
 
 def main() -> None:
     libc = ctypes.CDLL(None)
+    # Its owner may die while it is stopped: then it goes on, finds the pipe closed, and ends what there is.
+    libc.prctl(PR_SET_PDEATHSIG, signal.SIGCONT)
     libc.prctl(PR_SET_CHILD_SUBREAPER, 1)  # orphans of the command become children of this process
     for number in (signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the orchestrator is asked as well, and decides

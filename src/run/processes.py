@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -54,6 +55,39 @@ def die_after(process: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
     threading.Thread(target=watch, name="lifetime", daemon=True).start()
+
+
+def kill_descent(process: int, seconds: float = 10.0) -> None:
+    """Kill a process and all that descend from it with SIGKILL, also those that are stopped.
+
+    The descendants come first, again and again until there are none: the process may be the subreaper that
+    orphans of theirs come to, which would be lost with it. Waits at most `seconds` for them.
+    """
+    end = time.monotonic() + seconds
+    while (found := _descendants(process)) and time.monotonic() < end:
+        for one in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(0.01)
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(process, signal.SIGKILL)
+
+
+def _descendants(process: int) -> list[int]:
+    """The processes that descend from one and still run."""
+    found: list[int] = []
+    for thread in _threads(process):
+        with contextlib.suppress(OSError):
+            for child in Path(f"/proc/{process}/task/{thread}/children").read_text().split():
+                found += [int(child), *_descendants(int(child))]
+    return [one for one in found if not _is_zombie(one)]
+
+
+def _is_zombie(process: int) -> bool:
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "ZX"
+    except OSError:
+        return True
 
 
 def allow_open_files() -> None:

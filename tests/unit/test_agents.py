@@ -543,3 +543,56 @@ def test_what_an_earlier_process_has_left_is_removed_and_no_folder_of_this_one(
     assert [[one.name for one in path.iterdir()] for path in made] == [["problem.json"]] * 2
     assert sorted(one.name for one in folder.iterdir()) == ["0-a", "0-b"]
     environment.close()
+
+
+def test_an_agent_whose_keeper_is_stopped_is_killed_with_all_that_it_has_started(task: Path):
+    """Whoever must kill may be stopped itself: then somebody stands behind it."""
+    started = task / "started"
+    script = (
+        "import os, signal, subprocess, sys, time\n"
+        "one = subprocess.Popen(['sleep', '600'], start_new_session=True)\n"
+        f"open({str(started)!r} + '_', 'w').write(f'{{os.getpid()}} {{one.pid}} {{os.getppid()}}')\n"
+        f"os.rename({str(started)!r} + '_', {str(started)!r}); time.sleep(600)"
+    )
+
+    async def agent() -> None:
+        work = agent_process.run_agent(
+            [sys.executable, "-S", "-c", script], {}, task, limit=None, waited=lambda: 0.0, log=lambda _: None
+        )
+        running = asyncio.ensure_future(work)
+        while not started.exists():
+            await asyncio.sleep(0.01)
+        os.kill(int(started.read_text().split()[2]), signal.SIGSTOP)
+        running.cancel()
+        await asyncio.wait({running})
+
+    asyncio.run(agent())
+    for pid in map(int, started.read_text().split()):
+        assert not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_a_stopped_keeper_goes_on_when_its_owner_dies(task: Path):
+    """It finds that the owner is gone, and ends what it has kept."""
+    keeper = Path(agent_process.KEEPER)
+    owner = (
+        "import os, signal, subprocess, sys, time\n"
+        f"kept = subprocess.Popen([sys.executable, '-I', '-S', {str(keeper)!r}, '0', 'sleep', '600'],"
+        " stdin=subprocess.PIPE, start_new_session=True)\n"
+        "children = f'/proc/{kept.pid}/task/{kept.pid}/children'\n"
+        "while not (child := open(children).read().split()): time.sleep(0.01)\n"
+        "while 'sleep' not in open(f'/proc/{child[0]}/comm').read(): time.sleep(0.01)\n"
+        "os.kill(kept.pid, signal.SIGSTOP)\n"
+        "print(kept.pid, child[0], flush=True); os.kill(os.getpid(), signal.SIGKILL)"
+    )
+    done = subprocess.run([sys.executable, "-c", owner], capture_output=True, text=True, timeout=60)
+    pids = [int(pid) for pid in done.stdout.split()]
+    assert len(pids) == 2, done.stderr
+
+    def gone(pid: int) -> bool:
+        status = Path(f"/proc/{pid}/status")
+        return not status.exists() or "\nState:\tZ" in status.read_text()
+
+    end = time.monotonic() + 60
+    while not all(map(gone, pids)):
+        assert time.monotonic() < end, "they are left"
+        time.sleep(0.02)

@@ -7,8 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cairn.orchestrator.order import Order, Portion, Position
+from cairn.run import seeds
 from cairn.run.mixture import BLOCK
-from cairn.run.seeds import permutation
+from cairn.run.seeds import permutation, permuted
 
 PORTIONS = [Portion("sums", 7, 1.0, 2), Portion("words", 40, 2.5, 4), Portion("games", 1, 0.5, 2)]
 
@@ -52,6 +53,37 @@ def test_a_place_means_the_same_in_every_process_and_version():
 
 
 AT = [(1, 17, 30), (1, 0, 36), (0, 0, 0), (1, 0, 6), (0, 0, 4)]
+
+
+@given(st.integers(1, 300), st.integers(0, 5))
+def test_an_order_that_is_computed_at_a_place_has_each_number_once(n: int, seed: int):
+    """As an order that is drawn; it needs no memory, so there may be any number of problems."""
+    assert [permuted(n, seed, "a")(place) for place in range(n)] == permutation(n, seed, "a")
+    drawn = seeds.LARGEST_DRAWN
+    try:
+        seeds.LARGEST_DRAWN = 0
+        at, other = permuted(n, seed, "a"), permuted(n, seed, "b")
+        found = [at(place) for place in range(n)]
+        assert sorted(found) == list(range(n))
+        assert n < 20 or found != [other(place) for place in range(n)]
+        assert n < 20 or found != list(range(n))
+        with pytest.raises(IndexError):
+            at(n)
+    finally:
+        seeds.LARGEST_DRAWN = drawn
+
+
+def test_there_may_be_a_trillion_problems():
+    """Which are asked in an order that is the same in every process and version."""
+    order = Order(3, [Portion("sums", 10**12, 1.0, 2), Portion("words", 40, 1.0, 2)])
+    found = [order.at(place) for place in range(400)]
+    sums = [one.problem for one in found if one.environment == 0]
+    assert sums[:3] == FIRST_OF_A_TRILLION
+    assert len(set(sums)) == len(sums)
+    assert max(sums) > 9 * 10**11
+
+
+FIRST_OF_A_TRILLION = [367224204337, 8048086568, 929164254983]
 
 
 @given(st.integers(0, 3000), st.integers(0, 3000))

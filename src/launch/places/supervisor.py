@@ -9,6 +9,7 @@ from cairn.launch.beside import work_beside
 from cairn.launch.display import StepDisplay
 from cairn.launch.endings import RANK_DIED, conclude, conclude_early, why_unsaved
 from cairn.launch.exits import EXIT_LOST, WORKING, RoleFailed
+from cairn.launch.logs import BoundedLogs
 from cairn.launch.places.role import OWN_WORKERS, RolePlace
 from cairn.launch.preemption import Notice, watching
 from cairn.launch.process import stop_on_signals
@@ -42,6 +43,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         work_beside(run, config, attempt) as beside,
         watching(config.preemption, lambda notice: stop_for(notice, run)),
     ):
+        logs = BoundedLogs(run.logs)
         watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
         try:
             while any(not role.ended for role in watched.values() if role.name in WORKING):
@@ -55,6 +57,7 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
                 if stopping and (cut_short := hopeless(run, watched) or out_of_time(run)):
                     break
                 display.update()
+                logs.look_after()
                 time.sleep(0.05)
         finally:
             for role in reversed(watched.values()):

@@ -13,6 +13,8 @@ from dataclasses import dataclass
 from logging.handlers import RotatingFileHandler
 from pathlib import Path
 
+from cairn.run.processes import kill_descent
+
 KEEPER = Path(__file__).parents[2] / "run" / "keeper.py"
 KEPT_HEAD, KEPT_TAIL = 8 << 10, 24 << 10
 """Bytes of an agent's output that are kept: its beginning and its end."""
@@ -115,7 +117,11 @@ async def run_agent(
         assert stdout is not None
         try:
             stdin.close()  # its keeper kills what is left
-            await asyncio.wait({watched.ended}, timeout=LAST_SECONDS)
+            if not watched.ended.done():
+                await asyncio.wait({watched.ended}, timeout=LAST_SECONDS)
+            if process.get_returncode() is None:  # the keeper is stopped, or frozen
+                await asyncio.to_thread(kill_descent, process.get_pid())
+                await asyncio.wait({watched.ended}, timeout=LAST_SECONDS)
         finally:
             stdout.close()
             code = process.get_returncode()

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.orchestrator.environments.protocol import EnvironmentFailed
+from cairn.run.processes import kill_descent
 
 logger = logging.getLogger(__name__)
 
@@ -188,6 +189,8 @@ class WorkerProcess:
         if self._process.poll() is not None:  # if its keeper was killed itself, something may be left
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self._process.pid, signal.SIGKILL)
+        elif _is_stopped(self._process.pid):  # it can't kill anybody
+            kill_descent(self._process.pid)
 
     def _let_go(self) -> None:
         """Have the keeper kill all processes, if it still runs."""
@@ -205,6 +208,13 @@ class WorkerProcess:
             self.kill()
             self._process.wait()
         self.kill()  # what it has left
+
+
+def _is_stopped(process: int) -> bool:
+    """Whether a process is stopped by a signal (SIGSTOP), or by a debugger."""
+    with contextlib.suppress(OSError):
+        return Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()[0] in "Tt"
+    return False
 
 
 class Workers:
