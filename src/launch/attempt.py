@@ -110,6 +110,28 @@ def begin(
     return attempt
 
 
+def restore_roles(config: RunConfig, start: Start, command: str) -> None:
+    """Write roles.json of a complete run again if it is lost or damaged: the last step says whose it is.
+
+    Raises:
+        UsageError: another process is running in the directory.
+    """
+    run, manifest = config.run_directory(), start.manifest
+    if manifest is None or run.attempt() is not None or start.is_fork:
+        return
+    lock(run)
+    try:
+        run.mend()
+        number = newest_attempt(run, start.store)
+        run.begin(
+            Attempt(manifest.run_id, number, command, start.step, str(start.folder), branch=manifest.branch)
+        )
+        run.set_role("trainer", "done")
+        print(f"{run.roles} was lost or damaged: it is written again", flush=True)
+    finally:
+        run.unlock()
+
+
 def _made_again_through(run: RunDirectory, attempt: Attempt, recipe: Mapping[str, Any]) -> int:
     """The last step whose policy will be what it was: it is made from the same batches by the same recipe.
 

@@ -15,7 +15,7 @@ from cairn.config.model import ModelConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.build import installed_build, serves_on_gpus
-from cairn.launch.attempt import begin
+from cairn.launch.attempt import begin, restore_roles
 from cairn.launch.beside_policy import with_models_beside
 from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
@@ -96,6 +96,7 @@ def start(command: str, config: RunConfig) -> int:
             raise RoleFailed(f"the run is complete, but not all of it could be exported: {missing}")
         assert chosen.manifest is not None, "a complete run has a last step"
         finish_uploads(config, chosen.manifest.run_id)
+        restore_roles(config, chosen, command)
         complete = (
             f"the run is complete: {chosen.folder} is step {chosen.step} of --max-steps {config.max_steps}; "
             "give a larger --max-steps to continue"

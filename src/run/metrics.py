@@ -1,9 +1,26 @@
 """`metrics.jsonl`: one row per optimiser step, each step once."""
 
-from collections.abc import Iterable
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from cairn.run.jsonlines import JsonLines, as_object
+
+CHAIN = "rows/digest"
+"""The column with a digest of the row and of the one before it, so that a row that was altered is noticed."""
+CHAINED = (
+    *("step", "loss", "lr", "grad_norm", "learned_tokens", "epoch", "batch/digest"),
+    *("total_tokens", "total_samples", "total_records", "dropped_records"),
+)
+"""What it is made of: columns that are the same in a run that was killed and resumed."""
+
+
+def chained(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
+    """The digest of a row and the one before it; None if there is none, or it has no digest."""
+    earlier = (before or {}).get(CHAIN) or ""
+    content = json.dumps([earlier, {key: row.get(key) for key in CHAINED}], sort_keys=True)
+    return hashlib.blake2b(content.encode(), digest_size=8).hexdigest()
 
 
 class MetricsLog(JsonLines):

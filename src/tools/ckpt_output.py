@@ -188,8 +188,14 @@ def print_audit(report: "Report") -> None:
             say(f"steps {segment.first_step} to {segment.last_step}: {inputs}")
     if report.staleness is not None:
         say(f"staleness: at most {report.staleness} steps, {report.max_off_policy_steps} allowed")
+    for change in report.changes:
+        say(f"changed after step {change['step']}: {change['name']}")
     for note in report.notes:
         say(f"note: {note}")
+    for what in report.proved if report.ok else ():
+        say(f"proved: {what}")
+    for what in report.unproved:
+        say(f"not proved: {what}")
     if report.ok:
         say("no violation")
         return

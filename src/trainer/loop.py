@@ -129,6 +129,7 @@ class Training:
             times = {"time/wait": started - waited_from, "time/step": time.monotonic() - started}
             digest = {"batch/digest": batch.digest}
             saving = self._checkpoints.metrics()
+            row |= self._tracker.chain({"step": step, **row, **asdict(progress), **digest})
             self._tracker.log({"step": step, **row, **asdict(progress), **digest, **times, **saving})
             if step == self.attempt.start_step + 1:
                 self._checkpoints.prepare()

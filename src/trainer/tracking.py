@@ -1,5 +1,6 @@
 """Where a step's metrics go: metrics.jsonl always, Weights & Biases if asked."""
 
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 from cairn.config.trainer import TrainerBase
@@ -7,6 +8,7 @@ from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.history import Account
+from cairn.run.metrics import CHAIN, chained
 from cairn.run.signals import stop_signals_blocked
 
 
@@ -41,6 +43,10 @@ def check_login(config: TrainerBase) -> None:
 class Tracker(Protocol):
     """Takes each step's row."""
 
+    def chain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The column by which the row hangs together with the one before it."""
+        ...
+
     def log(self, row: dict[str, Any]) -> None:
         """Record the metrics of one step, which the row names."""
         ...
@@ -58,6 +64,10 @@ def make_tracker(config: TrainerBase, run: RunDirectory, attempt: Attempt, rank:
 class NoTracker:
     """Forgets every row."""
 
+    def chain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """Nothing: rank 0 has it."""
+        return {}
+
     def log(self, row: dict[str, Any]) -> None:
         """Forget it."""
 
@@ -71,6 +81,7 @@ class RunTracker:
     def __init__(self, config: TrainerBase, run: RunDirectory, attempt: Attempt):
         self.log_file = run.metrics
         rows = run.metrics.rows()
+        self._last: Mapping[str, Any] | None = rows[-1] if rows else None
         self.account = Account(run.history.path, rows[-1] if rows else None)
         self.wandb = None
         if config.wandb:
@@ -87,8 +98,14 @@ class RunTracker:
                     config=config.model_dump(),
                 )
 
+    def chain(self, row: Mapping[str, Any]) -> dict[str, Any]:
+        """The column by which the row hangs together with the newest one."""
+        follows = self._last is not None and self._last["step"] == row["step"] - 1
+        return {CHAIN: chained(row, self._last if follows else None)}
+
     def log(self, row: dict[str, Any]) -> None:
         """Record the metrics of one step, which the row names, and how the run fares."""
+        self._last = row
         row = {**row, **self.account.after_step(row["time/wait"], row["time/step"])}
         self.log_file.append(row)
         if self.wandb:

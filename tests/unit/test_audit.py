@@ -16,6 +16,7 @@ from cairn.orchestrator.order import Order, Portion
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.errors import UsageError
 from cairn.run.messages import BatchHeader, ShippedBatch
+from cairn.run.metrics import CHAIN, chained
 from cairn.run.seeds import permutation
 from cairn.tools.audit import Report, audit
 
@@ -630,6 +631,113 @@ def test_another_environment_needs_a_note(run: Run):
     assert kinds(run.audit()) == {"recipe"}
     save(4, {"1": "aa", "2": "cc"}, "environment.args")
     assert run.audit().ok
+
+
+# Rows, evaluations, settings, identity
+
+
+def chain(sft: Run) -> None:
+    """Rows and checkpoints as the trainer writes them."""
+    before = None
+    for row in sft.rows:
+        row |= {"lr": 0.1, "learned_tokens": 7, "batch/digest": f"{row['step']:016x}"}
+        row[CHAIN] = chained(row, before)
+        before = row
+    for step, parent in zip(SAVED, [None, *SAVED], strict=False):
+        metrics = {key: sft.rows[step - 1][key] for key in ("loss", CHAIN)}
+        sft.save(step, {"run_id": RUN, "step": parent} if parent else None, metrics=metrics)
+    sft.write_metrics()
+
+
+@pytest.mark.parametrize("column", ["batch/digest", "lr", "learned_tokens", "loss", "total_tokens", "epoch"])
+@pytest.mark.parametrize("step", [3, 6])
+def test_a_row_of_a_step_without_a_checkpoint_that_was_altered(sft: Run, column: str, step: int):
+    """Its own digest tells, also behind the last checkpoint."""
+    chain(sft)
+    assert sft.audit().ok
+    value = sft.rows[step - 1][column]
+    sft.rows[step - 1][column] = "0" * 16 if isinstance(value, str) else value + 1
+    sft.write_metrics()
+    found = [one.what for one in sft.audit().violations if one.kind == "metrics"]
+    assert f"the row of step {step}, or the one before it, is not as it was written" in found[0]
+
+
+def test_rows_that_were_all_written_again_do_not_pass_for_the_ones_of_a_checkpoint(sft: Run):
+    """Though each fits the one before it."""
+    chain(sft)
+    sft.rows[2]["lr"], before = 9.0, None
+    for row in sft.rows:
+        row[CHAIN] = chained(row, before)
+        before = row
+    sft.write_metrics()
+    assert kinds(sft.audit()) == {"manifest"}
+
+
+def test_what_is_proved_and_what_not_is_said(sft: Run, run: Run):
+    """Rows of earlier versions have no digests; the same batch twice in an epoch is a note."""
+    old = sft.audit()
+    assert any("6 of 6 rows of metrics.jsonl have no rows/digest" in one for one in old.unproved)
+    chain(sft)
+    report = sft.audit()
+    assert any("up to step 4 also by its checkpoint" in one for one in report.proved)
+    assert any("is not compared with the data" in one for one in report.unproved)
+    sft.rows[4]["batch/digest"] = sft.rows[3]["batch/digest"]
+    sft.rows[4][CHAIN] = chained(sft.rows[4], sft.rows[3])
+    sft.rows[5][CHAIN] = chained(sft.rows[5], sft.rows[4])
+    sft.write_metrics()
+    (note,) = [one for one in sft.audit().notes if "batch/digest" in one]
+    assert "steps 4 and 5 of one epoch have the same" in note
+    assert "in one batch" in run.audit().proved[0]
+
+
+def test_lost_evaluations_are_mentioned(sft: Run):
+    """Which metrics.jsonl has the numbers of."""
+    for step in (2, 4):
+        sft.rows[step - 1]["validation/held/loss"] = 1.0
+    sft.write_metrics()
+    row = {"step": 2, "name": "held", "loss": 1.0}
+    (sft.path / "evals.jsonl").write_text(json.dumps(row) + "\n")
+    (note,) = [one for one in sft.audit().notes if "evals.jsonl" in one]
+    assert "lacks results of 'held' after steps 4, which" in note
+
+
+@pytest.mark.parametrize("marked", [True, False])
+@pytest.mark.parametrize("noted", [True, False])
+def test_a_changed_setting_needs_a_record(sft: Run, noted: bool, marked: bool):
+    """A violation where the version of Cairn compared all settings; else a note."""
+    change = {"step": 2, "name": "distill", "was": None, "now": {"coef": 1.0}, "accepted": False}
+    free = {"free": ["model"]} if marked else {}
+    for step, settings in ((2, {"distill": None}), (4, {"distill.coef": 1.0})):
+        path = f"checkpoints/step_{step}/trainer/state.json"
+        state = json.loads((sft.path / path).read_text())
+        changes = [change] if noted and step == 4 else []
+        recipe = {"settings": {**settings, "data.batch_size": EACH * SAMPLES}, "changes": changes, **free}
+        sft.write(path, state | {"recipe": recipe})
+        sft.write("recipe.json", {"trainer": recipe})
+    report = sft.audit()
+    assert kinds(report) == ({"recipe"} if marked and not noted else set())
+    assert any("(distill), and no change is recorded" in one for one in report.notes) == (
+        not marked and not noted
+    )
+    assert report.changes == ([change] if noted else [])
+
+
+@pytest.mark.parametrize("kind", ["rl", "sft"])
+@pytest.mark.parametrize("damage", ["empty", "gone"])
+def test_a_run_whose_roles_are_lost_is_audited(tmp_path: Path, kind: str, damage: str):
+    """By its newest checkpoint; without one nobody knows whose the files are."""
+    made = Run(tmp_path / kind, kind)
+    if kind == "rl":
+        made.write("config.json", {"ckpt": None, "trainer": {}})
+    roles = made.path / "roles.json"
+    roles.write_text("") if damage == "empty" else roles.unlink()
+    report = made.audit()
+    assert (report.command, report.violations) == (kind, [])
+    assert "the newest checkpoint says which run this is" in report.notes[0]
+    for step in SAVED:
+        (made.path / f"checkpoints/step_{step}/manifest.json").unlink()
+    with pytest.raises((CheckpointError, UsageError)):
+        made.audit()
 
 
 # What can't be audited

@@ -19,7 +19,7 @@ from cairn.checkpoint.retention import PINS, pins, set_pin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
-from cairn.launch.attempt import begin
+from cairn.launch.attempt import begin, restore_roles
 from cairn.launch.catching_up import small_files
 from cairn.launch.remote import with_remote
 from cairn.launch.start import choose_start
@@ -218,6 +218,27 @@ def test_what_is_missing_without_a_store_is_said(tmp_path: Path, capsys: pytest.
     said = capsys.readouterr().out
     assert "warning: evals.jsonl lacks 'held' of steps 10" in said
     assert "warning: history.jsonl ends in attempt 0 of 2" in said
+
+
+@pytest.mark.parametrize("damage", ["empty", "gone", "whole"])
+def test_lost_roles_of_a_complete_run_are_written_again(tmp_path: Path, damage: str):
+    """The last step says whose they are."""
+    run = Run(tmp_path, remote=False)
+    attempt = run.start()
+    run.train(attempt, range(1, 6))
+    roles = run.run.roles
+    before = roles.read_bytes()
+    if damage != "whole":
+        roles.write_bytes(b"") if damage == "empty" else roles.unlink()
+    start = choose_start(run.config, needs=["trainer"])
+    restore_roles(run.config, start, "sft")
+    if damage == "whole":
+        assert roles.read_bytes() == before
+        return
+    found = run.run.attempt()
+    assert found
+    assert (found.run_id, found.number, found.branch) == (attempt.run_id, 1, attempt.branch)
+    assert not run.run.is_locked()
 
 
 NAMES = ("metrics.jsonl", "evals.jsonl", "history.jsonl", "pins.json", "roles.json", "recipe.json")

@@ -9,9 +9,11 @@ from cairn.checkpoint.manifest import Manifest
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.identity import same_environment
+from cairn.run.changes import Settings
 from cairn.run.data_sets import same_records
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile, read_json
+from cairn.run.recipe import ORCHESTRATOR, TRAINER, Compared
 from cairn.tools.audit.report import Report, Segment
 from cairn.tools.audit.steps import read_state
 
@@ -31,6 +33,8 @@ class Recipe:
     settings: Mapping[str, Any]
     inputs: Mapping[str, Any]
     changes: list[Mapping[str, Any]]
+    parts: tuple[tuple[Compared, Settings], ...] = ()
+    """The settings of each role, and what is compared of them."""
 
     @property
     def data(self) -> Mapping[str, Any]:
@@ -76,13 +80,18 @@ def _recipe(step: int | None, state: TrainerRecord, orchestrator: Mapping[str, A
         "data": state.data,
     }
     inputs = {key: value for key in INPUTS if (value := {**orchestrator, **trainer}.get(key))}
-    changes = trainer.get("changes", []) + orchestrator.get("changes", [])
-    return Recipe(step, trainer.get("settings", {}), inputs, changes)
+    changes: list[Mapping[str, Any]] = []
+    for change in [*trainer.get("changes", []), *orchestrator.get("changes", [])]:
+        changes += [] if change in changes else [change]  # in a run of both, both roles keep all
+    parts = ((TRAINER, Settings.of(state.recipe or {})), (ORCHESTRATOR, Settings.of(orchestrator)))
+    return Recipe(step, trainer.get("settings", {}), inputs, changes, parts)
 
 
 def check_recipes(recipes: list[Recipe], manifests: dict[int, Manifest], report: Report) -> None:
     """Check that inputs change only where a change was recorded, which needs the user's consent."""
     first = 1 if report.first_step is None else report.first_step
+    for recipe in recipes:
+        report.changes += [dict(change) for change in recipe.changes if change not in report.changes]
     before: Recipe | None = None
     for recipe in recipes:
         last = report.last_step if recipe.step is None else recipe.step
@@ -98,12 +107,31 @@ def check_recipes(recipes: list[Recipe], manifests: dict[int, Manifest], report:
 
 
 def _check_change(before: Recipe, after: Recipe, first: int, last: int, report: Report) -> None:
+    _check_settings(before, after, first, last, report)
     noted = {change["name"].split(".")[0] for change in after.changes if first - 1 <= change["step"] < last}
     for key in _differing(before, after):
         if key not in noted:
             what = f"steps {first} to {last} were trained on a different {key} than step {first - 1}"
             rows = before.inputs[key], after.inputs[key]
             report.broken("recipe", f"{what}, and no accepted change is recorded", *rows)
+
+
+def _check_settings(before: Recipe, after: Recipe, first: int, last: int, report: Report) -> None:
+    """Check that each change of a setting is on record; what earlier versions did not record is a note."""
+    noted = {change["name"] for change in after.changes if first - 1 <= change["step"] < last}
+    for (compared, was), (_, now) in zip(before.parts, after.parts, strict=True):
+        if not was.values or not now.values:
+            continue
+        changes = was.changes(now.values, compared, now.values)
+        names = [change.name for change in changes if change.name not in noted]
+        if not names:
+            continue
+        what = f"steps {first} to {last} were made with other settings than step {first - 1}"
+        what = f"{what} ({', '.join(names)}), and no change is recorded"
+        if now.free is None:
+            report.notes.append(f"{what}: the version of Cairn that resumed the run did not compare these")
+        else:
+            report.broken("recipe", what, *({"was": c.was, "now": c.now} for c in changes if c.name in names))
 
 
 def _differing(one: Recipe, other: Recipe) -> list[str]:

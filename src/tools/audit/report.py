@@ -63,6 +63,12 @@ class Report:
     """Answers that failed and were left out of batches, as far as no checkpoint covers these."""
     staleness: int | None = None
     max_off_policy_steps: int | None = None
+    changes: list[dict[str, Any]] = field(default_factory=list)
+    """Changes of the recipe on the way, each with the step after which it applies."""
+    proved: list[str] = field(default_factory=list)
+    """What these files prove, if there is no violation."""
+    unproved: list[str] = field(default_factory=list)
+    """What they don't: what may be otherwise without the audit noticing it."""
     violations: list[Violation] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
     """Findings that are no violations, because too little is left to decide."""

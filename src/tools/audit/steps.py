@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -11,8 +12,9 @@ from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.evaluations import lost
 from cairn.run.files import DamagedFile
-from cairn.run.metrics import MetricsLog
+from cairn.run.metrics import CHAIN, CHAINED, MetricsLog, chained, ranges_of
 from cairn.run.rewinds import Rewind
 from cairn.tools.audit.report import Report, Row
 
@@ -97,6 +99,61 @@ def check_steps(
     newest = max(manifests, default=0)
     if newest > max(numbers, default=0) and not _starts_after(newest, manifests, attempt, store):
         report.broken("metrics", f"step {newest} has a checkpoint but no row in metrics.jsonl", newest)
+
+
+def check_chain(rows: list[Row], manifests: Mapping[int, Manifest], report: Report) -> None:
+    """Check that each row is the one that was written, by its digest, which is also in checkpoints."""
+    before: Row | None = None
+    chained_rows = 0
+    for row in rows:
+        follows = before is not None and before["step"] == row["step"] - 1
+        if (found := row.get(CHAIN)) is not None:
+            chained_rows += 1
+            # A disk that had lost the rows before began anew, and they may have been found since.
+            if found not in (chained(row, before if follows else None), chained(row, None)):
+                what = f"the row of step {row['step']}, or the one before it, is not as it was written"
+                report.broken("metrics", f"{what}: its {CHAIN} is of other values", row)
+        before = row
+    columns = ", ".join(CHAINED)
+    if rows and chained_rows == len(rows):
+        saved = [step for step, manifest in manifests.items() if CHAIN in manifest.metrics]
+        anchored = f", up to step {max(saved)} also by its checkpoint" if saved else ""
+        report.proved.append(f"rows of metrics.jsonl hang together by {CHAIN} (of {columns}){anchored}")
+    elif rows:
+        report.unproved.append(
+            f"{len(rows) - chained_rows} of {len(rows)} rows of metrics.jsonl have no {CHAIN}: an earlier "
+            "version wrote them, and values of steps without a checkpoint may have been altered"
+        )
+    if rows:
+        report.unproved.append("other columns of metrics.jsonl, but where a checkpoint has them")
+
+
+def note_equal_batches(rows: list[Row], report: Report) -> None:
+    """Note steps of one epoch that were trained on equal batches: records that repeat, or altered rows."""
+    seen: dict[tuple[int, str], int] = {}
+    for row in rows:
+        digest, epoch = row.get("batch/digest"), row.get("epoch")
+        if not isinstance(digest, str) or not isinstance(epoch, int | float):
+            continue
+        first = seen.setdefault((math.ceil(epoch), digest), row["step"])
+        if first != row["step"]:
+            report.notes.append(
+                f"steps {first} and {row['step']} of one epoch have the same batch/digest: either records "
+                "repeat in the data, or a row was altered"
+            )
+
+
+def note_lost_evaluations(rows: list[Row], run: RunDirectory, report: Report) -> None:
+    """Note results that rows have, and evals.jsonl lacks."""
+    try:
+        found = lost(rows, run.evals.rows())
+    except DamagedFile as error:
+        report.notes.append(str(error))
+        return
+    for name, steps in found.items():
+        report.notes.append(
+            f"evals.jsonl lacks results of {name!r} after steps {ranges_of(steps)}, which metrics.jsonl has"
+        )
 
 
 def _starts_after(
