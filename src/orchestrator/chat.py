@@ -11,6 +11,7 @@ from cairn.run.conversations import Message, for_template, is_plain
 from cairn.run.end_tokens import end_tokens
 from cairn.run.imports import importing
 from cairn.run.output import quoted
+from cairn.run.records.numbers import has_written_numbers, show_as_written
 
 SURROGATE = re.compile("[\ud800-\udfff]")
 
@@ -62,14 +63,18 @@ class ChatFormat:
         return self._apply(messages, tools, tokenize=False)
 
     def _apply(self, messages: Sequence[Message], tools: Sequence[Message] | None, **how: bool) -> Any:
-        try:
+        def apply(value: tuple[Any, Any], **how: bool) -> Any:
             return self.tokenizer.apply_chat_template(
-                [message if is_plain(message) else for_template(message) for message in messages],
-                tools=list(tools) if tools else None,
-                add_generation_prompt=True,
-                **how,
-                **self._template_arguments,
+                value[0], tools=value[1], add_generation_prompt=True, **how, **self._template_arguments
             )
+
+        try:
+            shown = [message if is_plain(message) else for_template(message) for message in messages]
+            value = (shown, list(tools) if tools else None)
+            if not has_written_numbers(value):
+                return apply(value, **how)
+            (text,) = show_as_written(lambda value: [apply(value, tokenize=False)], value)
+            return self.tokenizer(text, add_special_tokens=False) if how["tokenize"] else text
         except Exception as error:  # whatever a template makes of its messages
             raise NoPrompt(
                 unreadable(messages) or f"the chat template fails on its messages: {quoted(error)}"

@@ -49,6 +49,14 @@ def test_startup():
     assert found["ratios"].keys() == {f"cairn / {name}" for name in with_trl("trl", "bare")}
 
 
+def test_records():
+    found = report("records")
+    keys = {"open_s", "again_s", "batch_s", "again_batch_s", "pass_s", "peak_mb", "cache_mb"}
+    assert all(found[way].keys() == keys for way in ("cairn", "datasets", "limit"))
+    assert found["mb"] == pytest.approx(1, rel=0.1)
+    assert found["records"] > 100
+
+
 def test_rl():
     tiny = report("rl")["tasks"]["tiny"]
     exact, overlapped = tiny["systems"]["cairn_k0"], tiny["systems"]["cairn_k1"]

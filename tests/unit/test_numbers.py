@@ -3,6 +3,8 @@
 import copy
 import json
 import pickle
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers.utils.chat_template_utils import render_jinja_template
 
+from cairn.orchestrator.chat import ChatFormat
 from cairn.run.conversations import for_template
 from cairn.run.records.numbers import (
     NESTED_AT_MOST,
@@ -22,6 +25,7 @@ from cairn.run.records.numbers import (
     show_as_written,
 )
 
+MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
 WRITTEN = ["1.10", "1E5", "1e400", "-1e400", "-0", "1e-400", "1e16", "0.1e1", "1.0e-12", "100.00"]
 WRITTEN += ["NaN", "Infinity", "-Infinity", "0.70000000000000000001", "12345678901234567890.5"]
 PLAIN = ["0.7", "-0.0", "1e-12", "3.141592653589793", "12345678901234567", "0", "1", "1.0", "-2.5", "9" * 30]
@@ -125,3 +129,21 @@ def test_what_looks_like_that_is_kept():
     assert dumps(parse(deep)) == deep
     assert type(parse("1.1")) is float
     assert type(parse("1.10")) is FloatAsWritten
+
+
+def test_prompts_show_numbers_as_they_are_written(tmp_path: Path):
+    """Also those that a model wrote into its own calls; their tokens are those of the text."""
+    shutil.copytree(MODEL, tmp_path / "model")
+    template = "{% for m in messages %}{{ m.role }}{{ m.content }}{{ m.tool_calls | tojson }}{% endfor %}"
+    (tmp_path / "model" / "chat_template.jinja").write_text(template)
+    chat = ChatFormat(tmp_path / "model")
+    texts = []
+    for number in ("1.10", "1.5"):
+        call = {"function": {"name": "f", "arguments": f'{{"x": {number}}}'}}
+        messages = [{"role": "assistant", "content": "", "tool_calls": [call]}]
+        texts.append(chat.rendering(messages))
+        assert f'"x": {number}' in texts[-1]
+        assert chat.full_text(chat.prompt(messages)) == chat.full_text(
+            chat.tokenizer(texts[-1], add_special_tokens=False)["input_ids"]
+        )
+    assert texts[0].replace("1.10", "1.5") == texts[1]

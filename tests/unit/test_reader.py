@@ -5,6 +5,8 @@ Also the trials of issue 27 that are about reading (T01, T02, T03, T14, T19, T22
 
 import bz2
 import gzip
+import hashlib
+import importlib.util
 import io
 import json
 import lzma
@@ -23,8 +25,16 @@ from hypothesis import strategies as st
 
 import cairn
 from cairn.config.data import SFTDataConfig
-from cairn.run.data_sets import BadRecord, every, examine, load_records, load_stream, what_is_read
-from cairn.run.records import cache, splitting
+from cairn.run.data_sets import (
+    BadRecord,
+    content_digest,
+    every,
+    examine,
+    load_records,
+    load_stream,
+    what_is_read,
+)
+from cairn.run.records import cache, splitting, tables
 from cairn.run.records.numbers import dumps
 from cairn.trainer.data.opening import open_sources
 from cairn.trainer.data.records import problem_of
@@ -562,3 +572,29 @@ def test_an_old_state_of_a_stream_goes_on_by_its_count(tmp_path: Path):
     stream = load_stream(source(tmp_path))
     with pytest.raises(BadRecord, match="of Cairn that read the files of a folder in another order"):
         stream.seek(old, 1)
+
+
+def test_digests_of_environments_are_those_of_older_checkpoints(tmp_path: Path):
+    """The digest of all records' values is what it was when `datasets` read the file."""
+    lines = [{"prompt": f"p{i}", "answer": i, "share": i / 7, "level": None} for i in range(5)]
+    lines[3]["messages"] = [{"role": "user", "content": "a"}]
+    path = written(tmp_path / "a.jsonl", *map(json.dumps, lines))
+    before = datasets.Dataset.from_list([{**dict.fromkeys([*lines[0], "messages"]), **one} for one in lines])
+    digest = hashlib.blake2b(digest_size=16)
+    for record in before:
+        digest.update(json.dumps(record, sort_keys=True, default=str).encode())
+    assert content_digest(load_records(source(path))) == digest.hexdigest()
+    assert content_digest(load_records(source(path))) == digest.hexdigest(), "from the cache"
+
+
+def test_hub_data_that_is_taken_for_logs_of_agents(tmp_path: Path):
+    """T27: the message of `datasets` is not the last word."""
+    put(tmp_path, "data.jsonl")
+    written(
+        tmp_path / "data.jsonl", json.dumps(chat("x", id="1", source="web", model="m", system_prompt="s"))
+    )
+    if importlib.util.find_spec("teich"):
+        pytest.skip("the package is installed")
+    with pytest.raises(BadRecord, match=r"takes its records for logs of agents .* and give the folder"):
+        tables.load(source(tmp_path), None, "train")
+    assert len(load_records(source(tmp_path))) == 1

@@ -186,6 +186,11 @@ def _explain(source: _Source, is_file: bool, error: Exception) -> str:
         )
     if is_file:
         return f"{source.name}: {what}"
+    if "agent traces" in what:
+        return (
+            f"{source.name}: the package datasets takes its records for logs of agents ({what}); download "
+            "its files (hf download --repo-type dataset) and give the folder, which Cairn reads itself"
+        )
     kinds = ", ".join(KINDS)
     return (
         f"{source.name}: {what}; give a file ({kinds}), a folder, or a data set on the hub with "
