@@ -92,6 +92,8 @@ class RecordsConfig(DataSetConfig):
     """Shuffle the records anew in every epoch, by the seed; off: keep the file's order."""
     shuffle_block: int = Field(default=1000, ge=1)
     """Records of a stream that are shuffled among each other, one such block after the other."""
+    unreadable: Literal["error", "drop"] = "error"
+    """What becomes of records that can't be learned from, such as those that the chat template refuses."""
     ignore: list[str] = []
     """Fields of messages that may be left out, if the chat template does not show them."""
 

@@ -92,8 +92,72 @@ def what_is_read(trainer: TrainerBase) -> Iterator[str]:
     yield from (f"data: {said}" for said in found)
 
 
+def _limits(subject: Subject) -> Iterator[str]:
+    """No token is beyond the positions that a model has learned, and each has a row of embeddings."""
+    from cairn.trainer.data.limits import limits_of
+
+    length, setting = subject.trainer.seq_len, f"{subject.flags}seq-len"
+    folders = {"the model": subject.model}
+    for section, one in subject.trainer.models_beside.items():
+        folders[f"the model of {section}"] = Path(one.model)
+    for name, folder in folders.items():
+        positions = limits_of(folder).positions
+        if positions is not None and length > positions:
+            raise UsageError(
+                f"{setting} {length}: {name} ({folder}) has {positions} learned positions, and none for the "
+                f"tokens behind them; give {setting} {positions} or less"
+            )
+    rows = limits_of(subject.model).rows
+    beyond = {
+        number: token for token, number in subject.tokenizer.get_vocab().items() if number >= (rows or 0)
+    }
+    if rows and beyond:
+        first = min(beyond)
+        yield (
+            f"warning: the tokenizer has {len(beyond)} tokens without a row in the model's embeddings (of "
+            f"{rows} rows), such as {beyond[first]!r} ({first}); what has one of them is refused"
+        )
+
+
+def _data(subject: Subject) -> Iterator[str]:
+    """The template shows all of the records, and what is learned of a drawn sample is no surprise."""
+    from cairn.run.data_sets import BadRecord
+    from cairn.run.end_tokens import end_tokens
+    from cairn.trainer.data.limits import limits_of
+    from cairn.trainer.data.looking import look_at_data
+
+    trainer: Any = subject.trainer
+    answers = trainer.task != "reward"
+    ends = end_tokens(subject.model, subject.tokenizer.eos_token_id) if answers else None
+    form = None if trainer.task == "sft" else trainer.loss.form
+    all_data = [("", f"{trainer.data.setting} ", trainer.data, form)]
+    for name, data in trainer.held_out_data.items():
+        all_data.append((f"validation {name!r}: ", f"validation {name!r}: ", data, None))
+    for whose, setting, data, form in all_data:
+        try:
+            for notice in look_at_data(
+                data,
+                form,
+                subject.tokenizer,
+                seed=trainer.seed,
+                row_length=trainer.seq_len,
+                limits=limits_of(subject.model),
+                ends=ends,
+            ):
+                yield f"{whose}{notice}"
+        except BadRecord as error:  # as of all records
+            raise UsageError(f"{setting}{error}") from None
+        except UsageError as error:
+            raise UsageError(f"{whose}{error}") from None
+
+
 ON_RECORDS = frozenset({"sft", "dpo", "reward"})
-CHECKS = (Check("records", ON_RECORDS, _records),)
+ALL = ON_RECORDS | {"rl"}
+CHECKS = (
+    Check("records", ON_RECORDS, _records),
+    Check("limits", ALL, _limits),
+    Check("data", ON_RECORDS, _data),
+)
 """In this order; all look, also if one has refused the run, so that all that is wrong is told at once."""
 
 

@@ -14,6 +14,7 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.errors import UsageError
 from cairn.run.recipe import template_arguments, tokenizer_of
+from cairn.trainer.data.limits import limits_of
 from cairn.trainer.data.order import Taken
 from cairn.trainer.data.preferences import Numbers, open_preferences
 from cairn.trainer.losses import REFERENCE, make_loss
@@ -60,6 +61,7 @@ class DPO(Task):
             state=position.get("sources") if taken else None,
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
+            rows=limits_of(context.model_folder).rows,
         )
         identity = self._data.identity()
         kept = recipe.get("data", identity)

@@ -18,6 +18,7 @@ from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.files import read_json
+from cairn.trainer.data.rendering import RecordRefused
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
 from cairn.trainer.prefetch import OnDemand, Prefetch
@@ -116,7 +117,10 @@ class Training:
         for step in range(progress.step + 1, progress.step + 1 if ended else config.max_steps + 1):
             heartbeat.doing(f"getting the batch of step {step}")
             waited_from = time.monotonic()
-            batch = self._batches.get(step)
+            try:
+                batch = self._batches.get(step)
+            except RecordRefused as error:  # on all ranks, which read the same records
+                raise self._saved_before(error, row, saved=save) from None
             if batch is None:
                 asked_to_stop, save = True, self._end_here(row, saved=save)
                 break
@@ -159,6 +163,25 @@ class Training:
         if save and not saved:
             self._checkpoints.save(row)
         return save
+
+    def _saved_before(self, error: RecordRefused, row: dict[str, float], *, saved: bool) -> RecordRefused:
+        """Save the newest step, as the next one has a record that ends the run; returns what is to be said.
+
+        Args:
+            row: the step's metrics.
+            saved: whether its save was begun already.
+        """
+        step = self.state.progress.step
+        if step == self.attempt.start_step:
+            saved = self.attempt.resume_from is not None
+        elif not saved and self._checkpoints.due(step, last=True):
+            self._checkpoints.save(row)
+            saved = True
+        _report(self._checkpoints.finish())
+        self.group.barrier()
+        where = str(error).removesuffix(f": {error.why}")
+        how = f"step {step} is saved, and --ckpt.resume auto goes on from it" if saved else "nothing is saved"
+        return RecordRefused(where, f"{error.why} ({how}; --data.unreadable drop leaves such records out)")
 
     def _train_on(self, batch: RankBatch, step: int) -> dict[str, float]:
         """The step itself; returns its metrics."""

@@ -10,6 +10,7 @@ from cairn.run.batches import Batch
 from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
+from cairn.trainer.data.limits import limits_of
 from cairn.trainer.data.opening import identity_of_all
 from cairn.trainer.losses import make_loss
 from cairn.trainer.task import Context, Task
@@ -42,6 +43,7 @@ class SFT(Task):
             state=position.get("sources") if taken else None,
             row_length=config.seq_len,
             template_arguments=template_arguments(recipe),
+            rows=limits_of(context.model_folder).rows,
         )
         identity = identity_of_all(config.data, self._data.sources)
         kept = recipe.get("data", identity)

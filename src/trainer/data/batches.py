@@ -13,8 +13,8 @@ from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
 from cairn.trainer.data.order import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
-from cairn.trainer.data.rendering import Encoder
-from cairn.trainer.data.sources import SFT
+from cairn.trainer.data.rendering import Encoder, RecordRefused
+from cairn.trainer.data.sources import SFT, Source
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,8 @@ class SFTData:
         self._encoded: dict[Taken, list[Sample]] = {}
         self._whole: dict[Taken, int] = {}
         """Of these, the records that are learned as they are, and how many tokens of each."""
+        self._refused: dict[Taken, str] = {}
+        """Why records are left out that can't be trained on."""
         self._room = CACHED_TOKENS
         self._fates: Counter[str] = Counter()
         """How many records were taken by this process, and what became of those not learned as they are."""
@@ -138,9 +140,11 @@ class SFTData:
                 wanted -= bool(kept)
             self._fates["taken"] += len(taken)
             if counts["dropped_records"] > DROPPED_AT_MOST and not batch:
+                unreadable = counts["unreadable_records"]
+                how = f"{unreadable} as unreadable, and the others" if unreadable else "all of them"
                 raise BadRecord(
-                    f"the last {counts['dropped_records']} records were all longer than --seq-len "
-                    f"{self.row_length}, and data.too_long drops such; raise --seq-len"
+                    f"the last {counts['dropped_records']} records were dropped: {how} as longer than "
+                    f"--seq-len {self.row_length} (data.too_long); raise --seq-len, and see logs/trainer.log"
                 )
         found = {name: count for name, count in sorted(counts.items()) if count or name.startswith("data/")}
         metrics = {**self._order.epochs(), **found}
@@ -159,15 +163,36 @@ class SFTData:
             numbers = [number for number in own if (label, number) not in self._encoded]
             if not numbers:
                 continue
-            encoded = self._encoder.turns(source.read(numbers), numbers, source.where)
+            encoded = self._encode(label, source, numbers)
             new |= zip([(label, n) for n in numbers], encoded, strict=True)
-        samples = [self._encoded.get(one) or new[one] for one in taken]
+        samples = [self._encoded[one] if one in self._encoded else new[one] for one in taken]
         for one, made in new.items():
             length = sum(len(sample.token_ids) for sample in made)
             if self.sources[one[0]].repeats and length <= self._room:
                 self._room -= length
                 self._encoded[one] = made
         return samples
+
+    def _encode(self, label: str, source: Source, numbers: list[int]) -> list[list[Sample]]:
+        """The samples of records; none of one that is left out since it can't be trained on.
+
+        Raises:
+            RecordRefused: one can't be trained on, and that is to end the run.
+        """
+        records = source.read(numbers)
+        try:
+            return self._encoder.turns(records, numbers, source.where)
+        except RecordRefused:
+            if self.config.unreadable == "error":
+                raise
+        found: list[list[Sample]] = []
+        for record, number in zip(records, numbers, strict=True):
+            try:
+                found += self._encoder.turns([record], [number], source.where)
+            except RecordRefused as error:
+                self._refused[label, number] = error.why
+                found.append([])
+        return found
 
     def _fitting(self, one: Taken, samples: list[Sample]) -> list[Sample]:
         """The samples of a record that are trained on.
@@ -180,15 +205,21 @@ class SFTData:
         fitting = [sample for sample in samples if len(sample.token_ids) <= (self.row_length or 0)]
         if len(fitting) < len(samples) and self.config.too_long == "error":
             longest = max(len(sample.token_ids) for sample in samples)
-            raise BadRecord(
-                f"{self._order.where(one)}: it has {longest} tokens, more than --seq-len {self.row_length}; "
-                "raise that, or let such records be cut or dropped (--data.too-long)"
+            raise RecordRefused(
+                self._order.where(one),
+                f"it has {longest} tokens, more than --seq-len {self.row_length}; raise that, or let such "
+                "records be cut or dropped (--data.too-long)",
             )
         return fitting
 
     def _note(self, one: Taken, samples: list[Sample], kept: list[Sample], counts: Counter[str]) -> int:
         """Count a record that is not learned as it is, and name the first of each kind; returns the number of
         its learned tokens."""
+        if not samples:
+            counts["dropped_records"] += 1
+            counts["unreadable_records"] += 1
+            self._tell_of("dropped as unreadable", one, f"dropped: {self._refused[one]}")
+            return 0
         learned = sum(int(sample.loss_mask[1 : self.row_length].sum()) for sample in kept)
         cut = sum(len(sample.token_ids) > (self.row_length or len(sample.token_ids)) for sample in kept)
         unlearned = [sample for sample in kept if not self._teaches(sample)]
@@ -230,6 +261,8 @@ class SFTData:
 
     def _why_not(self, one: Taken, samples: list[Sample]) -> str:
         """Why nothing is learned of a record."""
+        if not samples:
+            return self._refused[one]
         sample = samples[0]
         if sample.loss_mask[1:].any():
             first = int(sample.loss_mask.argmax())

@@ -30,6 +30,7 @@ FORMS = {
         units=examples.answers_each,
         facts=examples.facts_of,
         problem_of_all=examples.problem_of_all,
+        drops=False,
     ),
 }
 """By name, as in `cairn.config.pair_loss.TOGETHER`."""

@@ -18,6 +18,7 @@ def open_sources(settings: RecordsConfig, seed: int, use: Use = SFT) -> dict[str
     Raises:
         BadRecord: one can't be read.
     """
+    use = use.reading(settings)
     if not settings.sets:
         return {"": SOURCES[settings.read](settings, settings, seed, use=use)}
     return {one.called: SOURCES[one.read](one, settings, seed, one.called, use=use) for one in settings.sets}

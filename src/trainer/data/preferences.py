@@ -19,7 +19,7 @@ from cairn.trainer.data.examples import mismatched, name_of
 from cairn.trainer.data.forms import FORMS
 from cairn.trainer.data.opening import identity_of_all
 from cairn.trainer.data.order import RecordOrder, Taken
-from cairn.trainer.data.rendering import Encoder
+from cairn.trainer.data.rendering import Encoder, RecordRefused
 from cairn.trainer.data.sources import Indexed
 
 logger = logging.getLogger(__name__)
@@ -79,6 +79,8 @@ class PreferenceData:
         )
         self._row_length = row_length
         self._encoded: dict[Taken, list[Sample]] = {}
+        self._refused: dict[Taken, str] = {}
+        """Why nothing can be learned from units that are left out."""
         self._room = CACHED_TOKENS
         self._warnings = WARNINGS
 
@@ -106,7 +108,7 @@ class PreferenceData:
                 raise UsageError(
                     f"{self.config.setting} {source.config.name}: nothing can be learned from the first "
                     f"{len(taken)} of its records, in the order of training; {self.order.where(taken[0])}: "
-                    f"{self._why_not(self._encode(taken[:1])[0])}"
+                    f"{self._why_not(taken[0], self._encode(taken[:1])[0])}"
                 )
 
     def next_units(self, count: int) -> tuple[list[Taken], list[list[Sample]], dict[str, float]]:
@@ -119,6 +121,8 @@ class PreferenceData:
         units = self.samples(taken)
         own = Counter(label for label, _ in taken)
         counts = {f"data/{label}/records": own[label] for label in self.order.labels if label}
+        if unreadable := sum(one in self._refused for one in taken):
+            counts["unreadable_records"] = unreadable
         return taken, units, {**self.order.epochs(), **counts}
 
     def samples(self, taken: Sequence[Taken]) -> list[list[Sample]]:
@@ -138,7 +142,7 @@ class PreferenceData:
         return found
 
     def _unit(self, one: Taken, answers: list[tuple[Sample, int]]) -> list[Sample]:
-        why_not = self._why_not(answers)
+        why_not = self._why_not(one, answers)
         if why_not and self._warnings:
             self._warnings -= 1
             logger.warning("nothing is learned from %s: %s", self.order.where(one), why_not)
@@ -150,8 +154,10 @@ class PreferenceData:
             unit.append(Sample(kept.token_ids, kept.loss_mask, {"side": column}))
         return unit
 
-    def _why_not(self, answers: list[tuple[Sample, int]]) -> str | None:
+    def _why_not(self, one: Taken, answers: list[tuple[Sample, int]]) -> str | None:
         """Why nothing is learned from a unit, or None."""
+        if one in self._refused:
+            return self._refused[one]
         for sample, side in answers[: self.together]:
             if not sample.loss_mask[1:].any():
                 return f"{self.names[side]} has no turn of the assistant, and only those are learned"
@@ -171,26 +177,57 @@ class PreferenceData:
     def _encode(self, taken: Sequence[Taken]) -> list[list[tuple[Sample, int]]]:
         """The answers of each unit, with their sides."""
         found: dict[Taken, list[tuple[Sample, int]]] = {}
-        for label, source in self.order.sources.items():
+        for label in self.order.labels:
             numbers = [number for whose, number in taken if whose == label]
             if not numbers:
                 continue
             units = self._answers(label, numbers)
+            for number, unit in zip(numbers, self._encode_units(label, numbers, units), strict=True):
+                found[label, number] = unit
+        return [found[one] for one in taken]
+
+    def _encode_units(
+        self, label: str, numbers: Sequence[int], units: list[list[Answer]]
+    ) -> list[list[tuple[Sample, int]]]:
+        """The samples of units; those of one that is left out stand for it, and have a token each.
+
+        Raises:
+            RecordRefused: one can't be learned from, and that is to end the run.
+        """
+        try:
             samples = iter(
                 self._encoder.whole(
                     [answer for unit in units for answer, _ in unit],
                     [number for number, unit in zip(numbers, units, strict=True) for _ in unit],
-                    source.where,
+                    self.order.sources[label].where,
                 )
             )
-            for number, unit in zip(numbers, units, strict=True):
-                found[label, number] = [(next(samples), side) for _, side in unit]
-        return [found[one] for one in taken]
+            if all(units):
+                return [[(next(samples), side) for _, side in unit] for unit in units]
+        except RecordRefused as error:
+            if self.config.unreadable == "error":
+                raise
+            if len(units) == 1:
+                self._refused[label, numbers[0]] = error.why
+        if len(units) == 1:
+            stands = Sample(np.zeros(1, np.int32), np.zeros(1, np.bool_))
+            return [[(stands, 0) for _ in range(len(units[0]) or self.together)]]
+        return [
+            self._encode_units(label, [number], [unit])[0]
+            for number, unit in zip(numbers, units, strict=True)
+        ]
 
     def _answers(self, label: str, numbers: Sequence[int]) -> list[list[Answer]]:
-        """The answers of each of these units of a data set."""
-        records = self.order.sources[label].read(numbers)
-        return [list(zip(self.form.answers(one), self.form.sides(one), strict=True)) for one in records]
+        """The answers of each of these units of a data set; none of a record that is left out."""
+        units: list[list[Answer]] = []
+        for number, record in zip(numbers, self.order.sources[label].read(numbers), strict=True):
+            drops = self.form.drops and self.config.unreadable == "drop"
+            if drops and (problem := self.form.problem_of(record)):
+                self._refused[label, number] = problem
+                units.append([])
+            else:
+                units.append(list(zip(self.form.answers(record), self.form.sides(record), strict=True)))
+        return units
 
 
 class Examples(PreferenceData):

@@ -14,6 +14,14 @@ from cairn.trainer.data.records import Turns, problem_of, turns_of
 from cairn.trainer.data.shown import Shown
 
 
+class RecordRefused(BadRecord):
+    """A record that was read can't be trained on; all ranks find that. why: without the record's name."""
+
+    def __init__(self, where: str, why: str):
+        super().__init__(f"{where}: {why}")
+        self.why = why
+
+
 class Encoder:
     """Turns records into samples."""
 
@@ -47,15 +55,16 @@ class Encoder:
         """As `turns`, where each record must be one sample.
 
         Raises:
-            BadRecord: one can't be trained on, or it takes several samples.
+            RecordRefused: one can't be trained on, or it takes several samples.
         """
         samples = self.turns(records, indices, where)
         for index, own in zip(indices, samples, strict=True):
             if len(own) > 1:
-                raise BadRecord(
-                    f"{where(index)}: the chat template renders earlier turns differently at the end of a "
-                    f"conversation than within it, so that it takes {len(own)} samples to learn all turns; "
-                    "split it into single turns"
+                raise RecordRefused(
+                    where(index),
+                    "the chat template renders earlier turns differently at the end of a conversation than "
+                    f"within it, so that it takes {len(own)} samples to learn all turns; split it into "
+                    "single turns",
                 )
         return [own[0] for own in samples]
 
@@ -86,13 +95,13 @@ class Encoder:
             For each record at least one sample; of the last, all tokens may be unlearned.
 
         Raises:
-            BadRecord: one can't be trained on, or its learned tokens can't be told from the others.
+            RecordRefused: one can't be trained on, or its learned tokens can't be told from the others.
         """
         texts: dict[int, tuple[str, str]] = {}
         conversations: dict[int, _Conversation] = {}
         for place, (record, index) in enumerate(zip(records, indices, strict=True)):
             if problem := problem_of(record):
-                raise BadRecord(f"{where(index)}: {problem}")
+                raise RecordRefused(where(index), problem)
             if turns := turns_of(record, self.roles):
                 conversations[place] = _Conversation(where, index, turns)
             else:
@@ -107,15 +116,26 @@ class Encoder:
             self._check_rows(own, index, where)
         return found
 
+    def check(self, record: Mapping[str, Any], index: int, where: Callable[[int], str]) -> None:
+        """Check the form of a record, and that the template shows all of it; few are rendered for that.
+
+        Raises:
+            RecordRefused: it can't be trained on.
+        """
+        if problem := problem_of(record):
+            raise RecordRefused(where(index), problem)
+        if turns := turns_of(record, self.roles):
+            self._renderer.check(_Conversation(where, index, turns))
+
     def _check_rows(self, samples: list[Sample], index: int, where: Callable[[int], str]) -> None:
         """Check that the model knows every token of a record.
 
         Raises:
-            BadRecord: it does not.
+            RecordRefused: it does not.
         """
         highest = max((int(one.token_ids.max()) for one in samples if len(one.token_ids)), default=0)
         if self._rows is not None and highest >= self._rows:
-            raise BadRecord(f"{where(index)}: {without_row(self.tokenizer, highest, self._rows)}")
+            raise RecordRefused(where(index), without_row(self.tokenizer, highest, self._rows))
 
 
 def without_row(tokenizer: PreTrainedTokenizerBase, token: int, rows: int) -> str:
@@ -158,10 +178,11 @@ def _encode_texts(
             if before and before[-1] == tokenizer.eos_token_id:
                 del before[-1]
             if after[: len(before)] != before:
-                raise BadRecord(
-                    f"{where(indices[i])}: the tokenizer ({type(tokenizer).__name__}) does not say where its "
-                    "tokens stand, and makes others of the prompt alone than of prompt and completion, so "
-                    "what is learned can't be told; use a fast tokenizer, or messages"
+                raise RecordRefused(
+                    where(indices[i]),
+                    f"the tokenizer ({type(tokenizer).__name__}) does not say where its tokens stand, and "
+                    "makes others of the prompt alone than of prompt and completion, so what is learned "
+                    "can't be told; use a fast tokenizer, or messages",
                 )
             starts.append(len(before))
     samples = []
@@ -217,7 +238,7 @@ class _Renderer:
         """Check that the chat template shows all that the conversation has.
 
         Raises:
-            BadRecord: there is no template, or it leaves something out.
+            RecordRefused: there is no template, or it leaves something out.
         """
         if self.tokenizer.chat_template is None:
             raise BadRecord(
@@ -228,13 +249,14 @@ class _Renderer:
         calls = any(message.get("tool_calls") for message in talk.messages)
         for name, is_there in (("tools", bool(tools)), ("tool_calls", calls)):
             if is_there and name not in template:
-                raise BadRecord(
-                    f"{talk.name}: it has {name}, and the chat template takes no notice of "
-                    f"them; use a model whose template shows tools, or remove {name} from the data"
+                raise RecordRefused(
+                    talk.name,
+                    f"it has {name}, and the chat template takes no notice of them; use a model whose "
+                    f"template shows tools, or remove {name} from the data",
                 )
         shown = self._shown.setdefault(template, Shown(self._text, template, self.ignored))
         if problem := shown.problem_of(talk.messages, tools):
-            raise BadRecord(f"{talk.name}: {problem}")
+            raise RecordRefused(talk.name, problem)
 
     def _text(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Any]) -> str:
         return self.texts([messages], tools, asking=False)[0]
@@ -247,7 +269,7 @@ class _Renderer:
             asking: whether the header of the assistant's next turn follows.
 
         Raises:
-            BadRecord: the template refuses one.
+            RecordRefused: the template refuses one.
         """
         rendered = [_Rendered("", [])] * len(cuts)
         groups: dict[str, list[int]] = {}
@@ -282,8 +304,7 @@ class _Renderer:
                 try:
                     self._render([cut], asking=asking)
                 except Exception as cause:
-                    what = f"{cut[0].name}: the chat template refuses it: {cause}"
-                    raise BadRecord(what) from None
+                    raise RecordRefused(cut[0].name, f"the chat template refuses it: {cause}") from None
             raise BadRecord(f"the chat template fails: {error}") from None
 
     def _render(self, cuts: Sequence[tuple[_Conversation, int]], *, asking: bool) -> list["_Rendered"]:
@@ -361,8 +382,7 @@ def _encode_conversations(conversations: list[_Conversation], renderer: _Rendere
             after = next(ends) if i + 1 < len(talk.messages) else whole
             start = _start_of(before, after, renderer)
             if start is None:
-                why = _why_unclear(talk, i, before.text, after.text)
-                raise BadRecord(f"{talk.name}: {why}")
+                raise RecordRefused(talk.name, _why_unclear(talk, i, before.text, after.text))
             own.append(_Turn(i, after.tokens, start))
         samples.append(_samples_of(whole.tokens, own))
     return samples

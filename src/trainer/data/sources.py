@@ -1,7 +1,7 @@
 """Where records come from: a data set in a seeded order of its own, and the place that it has come to."""
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cairn.config.data import DataSetConfig, RecordsConfig
@@ -27,6 +27,17 @@ class Use:
     units: Callable[[Records], int] = lambda data_set: 1
     facts: Callable[[DataSetConfig, Records], Mapping[str, Any]] = lambda config, data_set: {}
     problem_of_all: Callable[[Sequence[Mapping[str, Any]]], str | None] = lambda identities: None
+    drops: bool = True
+    """Whether records may be left out that nothing can be learned from (`data.unreadable = "drop"`)."""
+
+    def reading(self, settings: RecordsConfig) -> "Use":
+        """The same, which takes every record if those that can't be used are left out when they are met."""
+        return replace(self, problem_of=takes_all) if self.drops and settings.unreadable == "drop" else self
+
+
+def takes_all(record: Record) -> str | None:
+    """No record has a problem."""
+    return None
 
 
 SFT = Use("sft order", problem_of)
