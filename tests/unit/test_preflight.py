@@ -241,6 +241,16 @@ def test_turns_that_end_with_a_token_that_ends_no_answer(model: Model, looked: L
     assert len(looked("sft", [chat("Hi", "Hello")], folder).notices) == 1
 
 
+def test_calls_without_schemas_are_told(model: Model, looked: Looked):
+    call = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f", "arguments": {}}}]}
+    tool = {"type": "function", "function": {"name": "f", "parameters": {}}}
+    template = "{{ (tools or []) | tojson }}" + KNOWN_ROLES
+    called = {"messages": [USER, call]}
+    found = looked("sft", [GOOD, called, called | {"tools": [tool]}, GOOD], model(template))
+    assert found.errors == []
+    assert found.notices[0].endswith("; 25 % call tools without showing their schemas (tools)")
+
+
 def test_held_out_records_are_looked_at_too(model: Model, looked: Looked, tmp_path: Path):
     held = tmp_path / "held.jsonl"
     held.write_text(json.dumps({"messages": [{"role": "developer", "content": "a"}, ASSISTANT]}) + "\n")

@@ -37,8 +37,9 @@ BLANK = 4
 class _Seen:
     """What was found in the records of a data set.
 
-    turns: that are learned. beginning: of these, those that begin with a line end. endless: those without a
-    token that ends an answer; last: the tokens that they end with, by how often.
+    schemaless: records that call tools, and have no schemas of them. turns: that are learned. beginning: of
+    these, those that begin with a line end. endless: those without a token that ends an answer; last: the
+    tokens that they end with, by how often.
     """
 
     records: int = 0
@@ -46,6 +47,7 @@ class _Seen:
     teaching: int = 0
     tokens: int = 0
     learned: int = 0
+    schemaless: int = 0
     turns: int = 0
     beginning: int = 0
     endless: int = 0
@@ -125,6 +127,8 @@ class Looking:
             turns = turns_of(answer, self._encoder.roles)
             if turns is None:
                 continue
+            calls = any(message.get("tool_calls") for message in turns.messages)
+            seen.schemaless += calls and not turns.tools and answer is answers[0]
             learned = [turns.messages[i] for i in turns.learned]
             seen.turns += len(learned)
             seen.beginning += sum(str(one["content"]).startswith(("\n", "\r")) for one in learned)
@@ -171,6 +175,8 @@ class Looking:
             parts.append(f"{too_long} are longer than --seq-len {self.row_length} and {fate}")
         if seen.beginning:
             parts.append(f"{_share(seen.beginning, seen.turns)} of the answers begin with a line end")
+        if seen.schemaless:
+            parts.append(f"{_share(seen.schemaless, count)} call tools without showing their schemas (tools)")
         if seen.teaching < count:
             parts.append(f"{_share(count - seen.teaching, count)} teach nothing")
         words = f"{name}: of {count:,} records looked at{there}, " + "; ".join(parts)
