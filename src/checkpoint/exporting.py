@@ -109,6 +109,7 @@ def export(
     options: WriteOptions,
     *,
     check: bool = True,
+    logits: str = "auto",
     stage: Stage = no_progress,
     beside: Mapping[str, bytes] = NOTHING,
 ) -> str:
@@ -119,6 +120,8 @@ def export(
 
     Args:
         check: read the result back and compare it with what was read of the step; see `Exporter.write`.
+        logits: whether the result is opened in another program, too, to compare logits; see
+            `formats.opened.WHEN`. Without `check` it is not.
         beside: further files in `out`, by name.
 
     Returns:
@@ -138,6 +141,11 @@ def export(
         verify = write_content(written, folder, name, options, stage)
         read.check(stage)
         found = verify(stage) if check else "not read back"
+        if check and logits != "never":
+            from cairn.checkpoint.formats.opened import compare_logits  # imports transformers
+
+            opened = compare_logits(name, folder, content, options, stage, logits)
+            found += f"; {opened}" if opened else ""
         for file, data in beside.items():
             write_atomic(folder / file, data, durable=True)
     return found
@@ -223,7 +231,9 @@ def appearing(out: Path) -> Generator[Path]:
     sync(out.absolute().parent)
 
 
-def export_into(exports: Exports, step: Path, *, check: bool = True, stage: Stage = no_progress) -> str:
+def export_into(
+    exports: Exports, step: Path, *, check: bool = True, logits: str = "auto", stage: Stage = no_progress
+) -> str:
     """Write the step in the folder `step` to its place in `exports`, with the record of what it is made from.
 
     See `export` for arguments, result and errors. Call it while `exports.alone`.
@@ -235,6 +245,7 @@ def export_into(exports: Exports, step: Path, *, check: bool = True, stage: Stag
         exports.name,
         exports.options,
         check=check,
+        logits=logits,
         stage=stage,
         beside={RECORD: (json.dumps(asdict(record), indent=2) + "\n").encode()},
     )

@@ -51,6 +51,13 @@ def add_export(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--no-verify", action="store_true", help="don't read the result back to compare it with the step"
     )
+    command.add_argument(
+        "--logits",
+        choices=("auto", "always", "never"),
+        default="auto",
+        help="open the result in the program that it is for (transformers, PEFT), where that is installed, "
+        "and compare logits of a few tokens with the step's; auto: models of up to 2 GiB in float32",
+    )
 
 
 def add_shards(command: argparse.ArgumentParser) -> None:
@@ -74,7 +81,15 @@ def export_step(arguments: argparse.Namespace) -> int:
     out = arguments.out
     with local(arguments.step, newest=True, near=out) as place, progress_bars() as stage:
         step = step_in(place)
-        found = export(step, out, arguments.format, options, check=not arguments.no_verify, stage=stage)
+        found = export(
+            step,
+            out,
+            arguments.format,
+            options,
+            check=not arguments.no_verify,
+            logits=arguments.logits,
+            stage=stage,
+        )
         not_exported = left_out_of(step, arguments.format)
     name = name_of(arguments.step, step)
     if arguments.json:
@@ -143,7 +158,8 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
                         report(step, found="was there already")
                         continue
                     check = not arguments.no_verify
-                    report(step, found=export_into(exports, store.folder(step), check=check, stage=stage))
+                    how = {"check": check, "logits": arguments.logits}
+                    report(step, found=export_into(exports, store.folder(step), **how, stage=stage))
             except (CheckpointError, OSError) as error:
                 report(step, problem=str(error))
     if arguments.json:

@@ -379,7 +379,7 @@ def test_all_steps_are_exported_and_done_ones_skipped(ckpt, store: CheckpointSto
     assert names_in(out) == [".lock", "step_2", "step_6"]
     flip(store.folder(4) / "model" / "model.safetensors", 4096)
     results = json.loads(ckpt("export", store.root, out, "--all", "--json").output)
-    assert [(row["step"], row["check"]) for row in results] == [
+    assert [(row["step"], row["check"].partition(";")[0]) for row in results] == [
         (2, "was there already"),
         (4, "read back and equal"),
         (6, "was there already"),

@@ -1,11 +1,14 @@
 """What is checked of any folder of another program before it is read."""
 
+import contextlib
 import re
 import stat
+from collections.abc import Generator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from cairn.checkpoint.manifest import Damaged
+from cairn.run.errors import CairnError
 from cairn.run.files import read_json
 
 if TYPE_CHECKING:
@@ -68,6 +71,25 @@ def load_config(folder: Path) -> "PreTrainedConfig":
     except Exception as error:  # transformers raises whatever a wrong value runs into
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise Damaged(f"{path}: is no configuration of a model that transformers knows: {reason}") from None
+
+
+@contextlib.contextmanager
+def making_model(config: "PreTrainedConfig") -> Generator[None]:
+    """A context in which transformers makes a model of a configuration that may be a wrong one.
+
+    Raises:
+        Damaged: it can't; transformers raises whatever a wrong value runs into.
+    """
+    try:
+        yield
+    except (CairnError, OSError, MemoryError):
+        raise
+    except Exception as error:
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise Damaged(
+            f"config.json describes a {config.model_type} that transformers can't make: "
+            f"{type(error).__name__}: {reason}"
+        ) from error
 
 
 def _check_numbers(path: Path, content: object, name: str = "") -> None:

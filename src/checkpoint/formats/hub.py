@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from cairn.checkpoint.formats.foreign import making_model
 from cairn.run.errors import UsageError
 
 if TYPE_CHECKING:
@@ -97,15 +98,16 @@ def hub_layout(config: "PreTrainedConfig") -> Layout:
     type. The model is built on the meta device, which takes a moment: keep the result.
 
     Raises:
+        Damaged: transformers can't make a model of the configuration.
         LayoutUnknown: transformers converts a tensor in a way that can't be written in parts.
     """
     from transformers import AutoModelForCausalLM
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightRenaming, revert_weight_conversion
 
-    with torch.device("meta"):
+    with making_model(config), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    model.tie_weights()
+        model.tie_weights()
     mine = tensors_in_memory(model)
     blanks = {name: torch.empty_like(tensor, device="meta") for name, tensor in model.state_dict().items()}
     owners = {_storage(blank): name for name, blank in blanks.items()}

@@ -24,7 +24,7 @@ from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.companions import companion_files
 from cairn.checkpoint.formats.described import FILE_NAME, about_model, carried_over
-from cairn.checkpoint.formats.foreign import load_config
+from cairn.checkpoint.formats.foreign import load_config, making_model
 from cairn.checkpoint.formats.hub import Place, layout_of, tensors_in_memory
 from cairn.checkpoint.formats.tying import tied_apart
 from cairn.checkpoint.manifest import CheckpointError
@@ -122,7 +122,7 @@ def _outline(config: PreTrainedConfig) -> PreTrainedModel:
     # The hook's type is declared as if it could only refuse.
     hook = register_module_parameter_registration_hook(_without_memory)  # pyright: ignore[reportArgumentType]
     try:
-        with no_init_weights():
+        with making_model(config), no_init_weights():
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
         model.tie_weights()
     finally:
