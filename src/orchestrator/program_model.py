@@ -12,6 +12,7 @@ from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.program import LARGEST_SNAPSHOT, on_loop
 from cairn.orchestrator.program_run import Run
 from cairn.orchestrator.rollouts import Call
+from cairn.run.output import writable
 
 
 class ProgramModel:
@@ -52,6 +53,7 @@ class ProgramModel:
         self, name: str, call: Callable[[], Any], *, snapshot: Callable[[], Any] | None = None
     ) -> Any:
         """As in `Model`."""
+        name = writable(name)
         number = self._run.begin()
         if known := self._run.known_call(number, name):
             return json.loads(known.result)
@@ -68,7 +70,7 @@ class ProgramModel:
 
     async def skip_to(self, name: str) -> Any:
         """As in `Model`."""
-        found = await on_loop(self._loop, self._run.skip_to(name))
+        found = await on_loop(self._loop, self._run.skip_to(writable(name)))
         return found and json.loads(found.result)
 
     def pause(self) -> Callable[[], None]:

@@ -2,8 +2,11 @@
 
 import asyncio
 
+import pytest
+
 from cairn.config.orchestrator import EnvironmentConfig, OrchestratorConfig
-from cairn.orchestrator.environments import EnvironmentFailed
+from cairn.orchestrator.environments import EnvironmentFailed, SingleTurn
+from cairn.orchestrator.environments.calls import Calls
 from cairn.orchestrator.retrying import Retrying, tried_again
 
 
@@ -75,3 +78,64 @@ def test_who_is_called_off_is_not_tried_again_any_more():
         assert words.now == 0
 
     asyncio.run(run())
+
+
+@pytest.mark.parametrize(
+    ("error", "tries", "said"),
+    [
+        (ValueError("signal only works in main thread of the main interpreter"), 1, "reward_threads = 0"),
+        (ValueError("Math-Verify can't be used in a threaded environment"), 1, 'name = "process"'),
+        (NameError("name 'sympy' is not defined"), 1, "NameError"),
+        (ImportError("No module named 'sympy'"), 1, "ImportError"),
+        (NotImplementedError(), 1, "NotImplementedError"),
+        (
+            TypeError("'NoneType' object is not subscriptable"),
+            4,
+            "TypeError",
+        ),  # of an overloaded judge, perhaps
+        (KeyError("choices"), 4, "KeyError: 'choices'"),
+        (ConnectionError("refused"), 4, "ConnectionError: refused"),
+    ],
+)
+def test_what_can_not_pass_is_not_tried_again(
+    error: Exception, tries: int, said: str, caplog: pytest.LogCaptureFixture
+):
+    """And the log has one traceback for a kind of exception, however often it comes."""
+    config = OrchestratorConfig(
+        environment=EnvironmentConfig(name="words"), reward_retries=3, reward_retry_seconds=0
+    )
+    calls = 0
+
+    class Words:
+        def __len__(self) -> int:
+            return 3
+
+        def reward(self, problem: int, answer: str) -> float:
+            nonlocal calls
+            calls += 1
+            raise error
+
+    async def run() -> str | None:
+        with SingleTurn(Words(), config) as asked:
+            retrying = Retrying(config)
+            return [await retrying.failure(lambda: asked.reward(1, "an answer")) for _ in range(20)][-1]
+
+    reason = asyncio.run(run()) or ""
+    assert calls == 20 * tries
+    assert said in reason
+    assert reason.endswith("; the answer was 'an answer'")
+    assert caplog.text.count("Traceback") == 1
+    assert len(caplog.text.splitlines()) < 60
+
+
+def test_a_function_that_does_not_take_what_it_is_given_is_not_tried_again():
+    words, calls = make("words", 3), Calls("environment 'words'", 1, 60)
+
+    async def run() -> str | None:
+        return await words.failure(
+            lambda: calls.call(lambda problem: 1.0, "reward of problem 1", 1, "answer")
+        )
+
+    assert "TypeError" in (asyncio.run(run()) or "")
+    assert words.take() == 0
+    calls.close()
