@@ -149,7 +149,7 @@ def run_orchestrator(
         with stop_on_signals(run, at_once):
             attempt = newest_start(attempt, CheckpointStore(run.checkpoints), pass_over=True)
             allow_open_files()
-            noted_calls.start(run.calls("orchestrator"), attempt.run_id)
+            noted_calls.start(run.calls("orchestrator"), attempt.run_id, attempt.id)
             step = asyncio.run(serve())
         state = "stopped" if step < config.max_steps else "done"
     finally:

@@ -72,6 +72,7 @@ class Charges:
     """All charges; `deadly` has what calls were about that have used up their tries."""
 
     owner: str = ""
+    attempt: str = ""
     calls: dict[str, dict[str, Any]] = field(default_factory=dict[str, dict[str, Any]])
     deadly: list[str] = field(default_factory=list[str])
 
@@ -167,11 +168,12 @@ _charges_path: Path | None = None
 _current: ContextVar[int | None] = ContextVar("call in progress", default=None)
 
 
-def start(path: Path, owner: str) -> None:
+def start(path: Path, owner: str, attempt: str = "") -> None:
     """From now on note this process's calls in `path`; charge those that a process left there that died.
 
     Args:
         owner: the run; charges of another one are forgotten.
+        attempt: of the run; in a new one, each call has one more try, as the user may have mended the code.
     """
     global _record, _charges, _charges_path
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -179,7 +181,12 @@ def start(path: Path, owner: str) -> None:
     _charges, _charges_path = _read_charges(path), _charges_of(path)
     if _charges.owner != owner:
         _charges = Charges(owner)
-        write_json(_charges_path, vars(_charges))
+    if _charges.attempt != attempt:
+        _charges.attempt = attempt
+        for key, found in _charges.calls.items():
+            one = Charge(**found)
+            _charges.calls[key] = vars(Charge(max(0, one.count - 1), max(0, one.sure - 1), one.how))
+    write_json(_charges_path, vars(_charges))
     with contextlib.suppress(OSError):  # a full disk is for others to report
         _record = _Record(path)
 

@@ -434,6 +434,29 @@ def test_an_agent_that_is_never_answered_has_failed(task: Path, script: str, how
     assert why in failure
 
 
+SHORTENS = f"""
+import urllib.error
+try:
+    exec({ASK!r}.replace('"content": "a"', '"content": "a" * 200'))
+except urllib.error.HTTPError as error:
+    refused = error.code, json.load(error)["error"]["code"]
+    assert refused == (400, "context_length_exceeded"), refused
+    if sys.argv[1:] == []:
+        exec({ASK!r})
+"""
+
+
+def test_an_agent_whose_first_request_is_too_long_hears_of_it_and_may_shorten_it(task: Path):
+    """As with any later one. If it gives up instead, its rollout has failed, and the run goes on."""
+    group = work(task, Servers(max_model_len=40), script=SHORTENS)
+    assert group.usable, group.failure
+    assert [len(rollout.turns) for rollout in group.rollouts] == [2, 2]
+    assert all(rollout.token_ids for rollout in group.rollouts)
+    shutil.rmtree(task / "ledger")
+    failure = work(task, Servers(max_model_len=40), script=SHORTENS.replace("== []", "== 0")).failure or ""
+    assert "was never answered" in failure
+
+
 def test_what_an_agent_prints_is_kept_in_part(task: Path):
     script = ASK + "sys.stdout.write('begin' + 'x' * 1000000 + 'end')"
     assert work(task, script=script).usable

@@ -188,6 +188,8 @@ def test_who_is_charged(tmp_path: Path):
     assert {text: (one.count, one.sure) for text, one in charges.items()} == {
         "a": (2, 2), "b": (1, 0), "c": (1, 1), "d": (0, 0)
     }  # fmt: skip
+    noted_calls.start(path, "run", "attempt_2")
+    assert noted_calls.charged(UserCall("a", "about", "a")).sure == 1, "the code may have been mended"
     noted_calls.start(path, "another run")
     assert noted_calls.charged(UserCall("a", "about", "a")).count == 0
     noted_calls.stop(path)
