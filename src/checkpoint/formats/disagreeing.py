@@ -107,7 +107,7 @@ def disagrees(folder: Path) -> bool:
     if is_wrapped(found):
         return True
     text = about.get("text_config")
-    inner = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else {}
+    inner: Mapping[str, Any] = cast("Mapping[str, Any]", text) if isinstance(text, Mapping) else {}
     ties = about.get("tie_word_embeddings", inner.get("tie_word_embeddings"))
     rows = [one.spec.shape for one in found.values() if len(one.spec.shape) == 2]
     twice = max((shape for shape in rows if rows.count(shape) > 1), default=(0, 0))
