@@ -58,6 +58,26 @@ class Words:
         return len(answer)
 
 
+class Ranking(Words):
+    """Compares answers: by length, without the empty ones."""
+
+    reward = None
+
+    def rewards(self, problem, answers):
+        if answers[0] in ("few", "number"):
+            return [1.0] if answers[0] == "few" else 7
+        order = sorted(map(len, answers))
+        return [
+            SimpleNamespace(
+                parts={"rank": order.index(len(one)) / (len(order) - 1), "length": len(one)},
+                weights={"length": 0},
+            )
+            if one
+            else None
+            for one in answers
+        ]
+
+
 class Parent(Words):
     """It has started a process, in a session of its own."""
 

@@ -48,6 +48,8 @@ class OrchestratorConfig(SharedConfig):
     """Seconds before the first such try; before each further one twice as long, up to a minute."""
     max_failed_prompts: int = Field(default=8, ge=1)
     """Prompts in a row, too many of whose answers failed to learn from any, that end the run."""
+    max_failed_share: float = Field(default=0.1, ge=0, le=1)
+    """Share of the run's prompts that may be given up; with more, the finished run ends with exit code 1."""
     keep_rollouts_gb: float = Field(default=10, ge=0, allow_inf_nan=False)
     """Gigabytes of shipped answers to keep in rollouts/; those of the oldest steps go first. 0 keeps none."""
     max_off_policy_steps: int = Field(default=1, ge=0)

@@ -294,6 +294,8 @@ class TrainerConfig(WithTeachers, TrainerBase):
     """With network: the trainer's address for servers; for ranks on several machines, a server's address."""
     batch_timeout: float = Field(default=1800, gt=0)
     """Seconds to wait for the orchestrator's next batch."""
+    cut_rollouts: bool = False
+    """Let rollouts be longer than seq_len, and their ends not be learned; otherwise that is refused."""
     colocated: bool = False
     """Train only while the servers sleep; rl --colocate sets it."""
 

@@ -4,7 +4,7 @@ Everything that can be wrong is checked before anything is started or written.
 """
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, cast
 
@@ -20,7 +20,7 @@ from cairn.launch.beside_policy import with_models_beside
 from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_STOPPED, RoleFailed
 from cairn.launch.exporting import finish_exports, refuse_conflicts, set_exports_aside, with_exports
-from cairn.launch.given_servers import check_bases, gpus_of_servers, with_servers
+from cairn.launch.given_servers import check_bases, context_of, gpus_of_servers, with_servers
 from cairn.launch.machine.fitting import refuse_what_can_not_be_served, refuse_what_does_not_fit
 from cairn.launch.machine.placing import check_torch, placed, torch_without_cuda
 from cairn.launch.machine.settling import settle
@@ -29,6 +29,7 @@ from cairn.launch.model import model_to_serve, resolve_model
 from cairn.launch.places.supervisor import run_roles
 from cairn.launch.preemption import asking
 from cairn.launch.preflight import preflight
+from cairn.launch.problems import Checked, check_orchestrator, facts_of
 from cairn.launch.rating import with_ratings
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
@@ -37,17 +38,7 @@ from cairn.launch.roles import Turn, run_orchestrator
 from cairn.launch.start import Start, StartDamaged, choose_start, damaged_start, ended_early, is_complete
 from cairn.launch.teachers import Teachers
 from cairn.launch.uploading import finish_uploads
-from cairn.orchestrator.advantages import make_advantage
-from cairn.orchestrator.environments import (
-    BadEnvironment,
-    Environment,
-    EnvironmentFailed,
-    check_environment,
-    check_environments,
-)
 from cairn.orchestrator.following import AttemptOver
-from cairn.orchestrator.identity import orchestrator_recipe
-from cairn.orchestrator.parsers import check_parsers
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.file_system import remarks
@@ -70,9 +61,9 @@ def start(command: str, config: RunConfig) -> int:
     """
     kind = KINDS[command]
     config = with_steps(kind, config)
-    orchestrator: dict[str, Any] | None = None
+    orchestrator: Checked | None = None
     if "orchestrator" in kind.roles:
-        orchestrator = _check_environment(kind.of("orchestrator", config))
+        orchestrator = check_orchestrator(kind.of("orchestrator", config))
     check_login(kind.trainer(config))
     if own_loss := kind.trainer(config).own_loss:
         from cairn.trainer.losses import make_loss  # imports torch; other runs need not wait for that
@@ -121,7 +112,7 @@ def start(command: str, config: RunConfig) -> int:
         config = kind.with_trainer(config, on_cpus)
     ranks = cluster or placing.of_ranks(machine)
     config, _ = settle(config, ranks, gpu_servers=serves_on_gpus())
-    recipe = plan_recipe(kind, config, chosen, orchestrator)
+    recipe = plan_recipe(kind, config, chosen, orchestrator and orchestrator.recipe)
     if words := placing.in_words():
         print(words, flush=True)
     if machine.has_gpus and serves and vllm == "cpu":
@@ -154,7 +145,7 @@ def _see_through(
     chosen: Start,
     recipe: dict[str, Any],
     roles: list[str],
-    orchestrator: dict[str, Any] | None,
+    orchestrator: Checked | None,
     fitted: Callable[[RunConfig, str], RunConfig],
 ) -> int:
     """Run the roles to the end; if they find a checkpoint damaged, begin another attempt.
@@ -181,7 +172,7 @@ def _see_through(
             sources = teachers.settle(kind.trainer(config), Path(name), recipe["trainer"])
             config = kind.with_sources(config, sources)
             config = fitted(config, name)
-            found = preflight(kind, config, Path(name), {"records_are_checked": True})
+            found = preflight(kind, config, Path(name), _facts(config, orchestrator, roles))
             for notice in found.notices:
                 print(notice, flush=True)
             if found.errors:
@@ -211,13 +202,23 @@ def _see_through(
                         raise damaged_start(damaged)
                     chosen = choose_start(config, needs=kind.parts, damaged=still)
                     config = kind.with_sources(config, asked)
-                    recipe = plan_recipe(kind, config, chosen, orchestrator)
+                    recipe = plan_recipe(kind, config, chosen, orchestrator and orchestrator.recipe)
                 except UsageError as error:
                     if at_start:
                         raise
                     raise RoleFailed(str(error)) from None
     finally:
         run.unlock()
+
+
+def _facts(config: RunConfig, orchestrator: Checked | None, roles: Sequence[str]) -> dict[str, Any]:
+    """What only the launcher knows, for `preflight`. `roles`: those that are started here."""
+    facts: dict[str, Any] = {"records_are_checked": True}
+    if orchestrator is None:
+        return facts
+    of_run, own = cast(RLConfig, config), "inference" in roles
+    context = of_run.inference.max_model_len if own else context_of(of_run.orchestrator)
+    return facts | facts_of(orchestrator, context, own_server=own)
 
 
 def orchestrate(config: OrchestratorConfig) -> int:
@@ -230,7 +231,8 @@ def orchestrate(config: OrchestratorConfig) -> int:
             "--inference-url: give the address of a running server, such as http://127.0.0.1:8000"
         )
     config, _ = settle(config, this_machine(), gpu_servers=serves_on_gpus())
-    recipe = _check_environment(config)
+    checked = check_orchestrator(config)
+    recipe = checked.recipe
     start_logging()
     run = RunDirectory(config.output_dir)
     while True:
@@ -252,6 +254,12 @@ def orchestrate(config: OrchestratorConfig) -> int:
         of_trainer = of_run.run_directory()
         accepted = {name for ckpt in (config.ckpt, of_run.ckpt) if ckpt for name in ckpt.accept_changes}
         join_recipe(recipe, attempt, of_trainer, accepted)
+        facts = facts_of(checked, context_of(of_run), own_server=False)
+        found = preflight(kind, run.read_config(kind.config), Path(trainer.model.name), facts)
+        for notice in found.notices:
+            print(notice, flush=True)
+        if found.errors:
+            raise UsageError("\n".join(found.errors))
         turn = Turn("orchestrator", run)
         try:
             return run_orchestrator(of_run, attempt, of_trainer, turn, at_once=_interrupt)
@@ -261,20 +269,3 @@ def orchestrate(config: OrchestratorConfig) -> int:
 
 def _interrupt() -> None:
     raise KeyboardInterrupt
-
-
-def _check_environment(config: OrchestratorConfig) -> dict[str, Any]:
-    """Check that environments and the advantage work; returns the orchestrator's part of the recipe."""
-    for one in config.of_environments():
-        make_advantage(one.advantage)
-    check_parsers(config)
-    evaluated: dict[str, Environment] = {}
-    for evaluation in config.eval:
-        try:
-            evaluated[evaluation.name] = check_environment(config.of_evaluation(evaluation))
-        except (BadEnvironment, EnvironmentFailed) as error:
-            raise UsageError(f"evaluation {evaluation.name!r}: {error}") from None
-    try:
-        return orchestrator_recipe(config, *check_environments(config), evaluated=evaluated)
-    except (BadEnvironment, EnvironmentFailed) as error:
-        raise UsageError(str(error)) from None

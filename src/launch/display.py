@@ -1,9 +1,10 @@
 """The display of a running command: a progress bar, or plain lines without a terminal."""
 
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from rich.console import Console, RenderableType
+from rich.padding import Padding
 from rich.progress import (
     BarColumn,
     MofNCompleteColumn,
@@ -14,9 +15,13 @@ from rich.progress import (
 )
 from rich.text import Text
 
+from cairn.launch.endings import shorter
+from cairn.run.diagnosis import RULES, Diagnosis, Finding, Seen
 from cairn.run.directory import RunDirectory
+from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number
+from cairn.run.signals import say
 from cairn.run.view import RunView
 
 ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",), ("exporter",), ("uploader",))
@@ -24,6 +29,8 @@ ROLES = (("inference",), ("trainer_rank0", "trainer"), ("orchestrator",), ("expo
 0's, or its driver's before there are ranks."""
 QUIET_SECONDS = 10.0
 """Without a new step for this long, the display says what each role is doing."""
+WAITING = 0.1
+"""Share of a step above which its wait for the batch is shown."""
 LINE_SECONDS = 10.0
 """Seconds between two such lines without a terminal."""
 
@@ -43,6 +50,9 @@ class StepDisplay:
         self._began = time.time()
         self._moved_at = self._printed_at = self._looked_at = time.monotonic()
         self._unprinted: Row | None = None
+        self._diagnosis = Diagnosis(RULES)
+        self._unsaid: list[str] = []
+        self._live = False
         self._bar = _Bar(
             TextColumn("{task.description}"),
             BarColumn(bar_width=20),
@@ -57,14 +67,26 @@ class StepDisplay:
 
     def __enter__(self) -> "StepDisplay":
         self._bar.start()
+        self._live = True
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._live = False  # what is said from now on comes after the bar
         self.update(final=True)
         self._bar.stop()
 
+    def say(self, line: str) -> None:
+        """Have a line printed above the bar, which it would tear otherwise; signal handlers may call this."""
+        if self._live:
+            self._unsaid.append(line)
+        else:
+            say(line)
+
     def update(self, *, final: bool = False) -> None:
-        """Show the newest step, or what is being waited for, and role restarts."""
+        """Show the newest step, or what is being waited for, role restarts, and what keeps it from "
+        "learning."""
+        while self._unsaid:
+            self.console.print(self._unsaid.pop(0), markup=False, soft_wrap=True)
         events = self._view.history()
         for event in events[self._events_seen :]:
             if event["event"] == "restart":
@@ -87,6 +109,8 @@ class StepDisplay:
             self._moved_at = now
             self._bar.note = _values(row)
             self._bar.update(self._task, description="training", completed=row["step"])
+            for finding in self._diagnosis.news(self._seen(rows)):
+                self.console.print(f"note: {finding}", markup=False, highlight=False, soft_wrap=True)
         elif not final:
             self._show_wait(now)
         row = self._unprinted
@@ -124,6 +148,19 @@ class StepDisplay:
                     yield f"{names[-1]}: {beat.doing}{lasting}"
                     break
 
+    def _seen(self, rows: Sequence[Row]) -> Seen:
+        """What is known of the steps of this attempt."""
+        try:
+            config = self._view.config()
+        except DamagedFile:
+            config = None
+        own = [row for row in rows if row["step"] > self.start_step]
+        return Seen(own, config or {}, shorter(self._view.run.path))
+
+    def outcome(self) -> list[Finding]:
+        """What kept this attempt from learning, with the numbers of all its steps."""
+        return self._diagnosis.outcome(self._seen(self._view.metrics()))
+
     def account(self) -> str | None:
         """One line about what restarts have cost; None if there were none.
 
@@ -138,14 +175,14 @@ class StepDisplay:
 
 
 class _Bar(Progress):
-    """The progress bar, with lines below it that are cut at the terminal's edge."""
+    """The progress bar, with lines below it, which go on in the next line where the terminal ends."""
 
     note = ""
 
     def get_renderables(self) -> Iterable[RenderableType]:
         yield from super().get_renderables()
         for line in self.note.splitlines() or [""]:
-            yield Text(f"  {line}", no_wrap=True, overflow="ellipsis")
+            yield Padding(Text(line, overflow="fold"), (0, 0, 0, 2), expand=False)
 
 
 def _count(number: int, what: str) -> str:
@@ -157,7 +194,9 @@ def _values(row: Row) -> str:
     values = {label: number(row, key) for key, label in names.items()}
     shown = [f"{label} {value:.4g}" for label, value in values.items() if value is not None]
     if (seconds := number(row, "time/step")) is not None:
-        shown.append(f"{seconds:.2f} s/step")
+        wait = number(row, "time/wait") or 0.0
+        waiting = f", {wait:.2f} of it waiting" if wait > WAITING * (wait + seconds) else ""
+        shown.append(f"{seconds + wait:.2f} s/step{waiting}")
     for what in ("failed", "retried"):
         if count := number(row, f"rollouts/{what}"):
             shown.append(f"{what} {count:.0f}")

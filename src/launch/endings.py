@@ -1,16 +1,22 @@
 """How a run ends: the final message and the launcher's exit code."""
 
 import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
+from cairn.config.orchestrator import OrchestratorConfig
 from cairn.launch.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
 from cairn.launch.start import Start, ended_early
 from cairn.run.attempt import Attempt
+from cairn.run.diagnosis import Finding
 from cairn.run.directory import RunDirectory
 
 RANK_DIED = "a rank of the trainer died"
+TOLD_IN_FULL = ("given up", "failed answers")
+"""Findings that `say_what_failed` tells with their reasons."""
 
 
 def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, config: RunConfig) -> int:
@@ -62,6 +68,33 @@ def shorter(path: Path) -> str:
     """The path as a shell takes it, from the current folder on if it lies in it."""
     inside = path.is_relative_to(Path.cwd())
     return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path))
+
+
+def say_findings(findings: Sequence[Finding]) -> None:
+    """Print once more what kept a run from learning, with the numbers of all its steps."""
+    for finding in findings:
+        if not finding.rule.startswith(TOLD_IN_FULL):
+            print(f"note: {finding}", flush=True)
+
+
+def say_what_failed(run: RunDirectory, command: str, config: RunConfig, place: str) -> Callable[[], None]:
+    """Print which answers failed and why, at the end of a run that has rollouts.
+
+    Args:
+        command: that has started the run.
+        place: the run's directory, as a command would name it.
+
+    Returns:
+        What raises RoleFailed if too many prompts were given up for the run to count as done.
+    """
+    kind = KINDS[command]
+    if "orchestrator" not in kind.roles:
+        return lambda: None
+    from cairn.launch.failed import refuse_too_many, tell  # imports pyarrow
+
+    orchestrator: OrchestratorConfig = kind.of("orchestrator", config)
+    failures = tell(run, run.metrics.rows(), orchestrator, place)
+    return partial(refuse_too_many, failures, orchestrator)
 
 
 def why_unsaved(run: RunDirectory) -> str:

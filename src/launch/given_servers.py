@@ -4,15 +4,17 @@ They are asked before anything is started or written.
 """
 
 import asyncio
+import contextlib
 import time
 from pathlib import Path
 
+from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.inference.base_model import differing_files
 from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.launch.machine.settling import settle
 from cairn.policy.errors import ServerUnavailable
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.machine import Machine
 from cairn.run.waiting import run_async
 
@@ -60,6 +62,17 @@ def check_bases(config: RLConfig, model: str) -> None:
                 "computes adapters beside the model that it was started with; start it with the base: "
                 f"inference --model.name {model}"
             )
+
+
+def context_of(config: OrchestratorConfig) -> int | None:
+    """Maximum tokens of a prompt and its answer on the servers at given addresses that answer now; None if
+    none of them tells."""
+    found: list[int] = []
+    for url in config.inference_url:
+        with contextlib.suppress(CairnError):
+            length = _status(url, 0.0).max_model_len
+            found += [] if length is None else [length]
+    return min(found, default=None)
 
 
 def gpus_of_servers(config: RLConfig, machine: Machine) -> dict[str, str]:

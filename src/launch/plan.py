@@ -13,6 +13,7 @@ from cairn.config.cli import require
 from cairn.config.critic import POLICY_AGAIN
 from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS, RunConfig, RunKind
+from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
 from cairn.config.shared import CommandConfig
 from cairn.config.teachers import START, WithTeachers, is_served
@@ -22,6 +23,7 @@ from cairn.launch.beside_policy import check_beside
 from cairn.launch.epochs import with_steps
 from cairn.launch.exits import EXIT_USAGE
 from cairn.launch.exporting import exports_in_words, with_exports
+from cairn.launch.given_servers import context_of
 from cairn.launch.machine.estimate import cache_left, check_serving, check_training, gib, with_cache
 from cairn.launch.machine.fitting import Uncountable, serving_needs, training_needs
 from cairn.launch.machine.placing import placed, placed_server
@@ -29,11 +31,12 @@ from cairn.launch.machine.settling import settle
 from cairn.launch.machine.shared_memory import share_memory
 from cairn.launch.model import described, foreign_format
 from cairn.launch.preflight import preflight
+from cairn.launch.problems import check_orchestrator, facts_of
 from cairn.launch.rating import with_ratings
 from cairn.launch.ray.gpus import cluster_of
 from cairn.launch.teachers import check_source
 from cairn.run.directory import RunDirectory
-from cairn.run.errors import UsageError
+from cairn.run.errors import CairnError, UsageError
 from cairn.run.machine import Machine, machine_of, this_machine
 
 
@@ -73,6 +76,8 @@ def show(command: str, config: CommandConfig) -> int:
     if command in KINDS:
         lines += _vocabularies(KINDS[command], cast(RunConfig, settled))
         lines += _preflight(KINDS[command], cast(RunConfig, settled))
+    elif command == "orchestrator":
+        lines += _environments(cast(OrchestratorConfig, settled))
     print("\n".join(lines), file=sys.stderr, flush=True)
     return EXIT_USAGE if any(line.startswith("error: ") for line in lines) else 0
 
@@ -179,6 +184,14 @@ def _vocabularies(kind: RunKind, config: RunConfig) -> Iterator[str]:
             yield f"error: {error}"
 
 
+def _environments(config: OrchestratorConfig) -> Iterator[str]:
+    """What the start would say of the environments."""
+    try:
+        check_orchestrator(config)
+    except CairnError as error:
+        yield f"error: {error}"
+
+
 def _preflight(kind: RunKind, config: RunConfig) -> Iterator[str]:
     """What the start would say of data and model."""
     try:
@@ -194,7 +207,16 @@ def _preflight(kind: RunKind, config: RunConfig) -> Iterator[str]:
     if model is None:
         yield "what the model makes of the data is found out once its weights are converted"
         return
-    found = preflight(kind, config, model)
+    facts: dict[str, Any] = {}
+    if "orchestrator" in kind.roles:
+        of_run = cast(RLConfig, config)
+        urls = of_run.orchestrator.inference_url
+        context = context_of(of_run.orchestrator) if urls else of_run.inference.max_model_len
+        try:
+            facts = facts_of(check_orchestrator(of_run.orchestrator), context, own_server=not urls)
+        except CairnError as error:
+            yield f"error: {error}"
+    found = preflight(kind, config, model, facts)
     yield from found.notices
     yield from (f"error: {error}" for error in found.errors)
 

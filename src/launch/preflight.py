@@ -151,12 +151,35 @@ def _data(subject: Subject) -> Iterator[str]:
             raise UsageError(f"{whose}{error}") from None
 
 
+def _prompts(subject: Subject) -> Iterator[str]:
+    """Problems can be asked with the model's template, and rollouts are not longer than what is learned."""
+    from cairn.config.trainer import TrainerConfig
+    from cairn.orchestrator.chat import ChatFormat
+    from cairn.orchestrator.lengths import context_by, look_at_prompts
+
+    facts, trainer = dict(subject.facts), subject.trainer
+    if not facts.get("asked"):
+        return
+    assert isinstance(trainer, TrainerConfig)  # only those have the task
+    if facts["context_is_the_models"]:
+        facts["context"] = context_by(subject.model)
+    yield from look_at_prompts(
+        facts,
+        ChatFormat(subject.model),
+        seq_len=trainer.seq_len,
+        cut_rollouts=trainer.cut_rollouts,
+        flags=subject.flags,
+    )
+
+
 ON_RECORDS = frozenset({"sft", "dpo", "reward"})
-ALL = ON_RECORDS | {"rl"}
+ON_PROMPTS = frozenset({"rl"})
+ALL = ON_RECORDS | ON_PROMPTS
 CHECKS = (
     Check("records", ON_RECORDS, _records),
     Check("limits", ALL, _limits),
     Check("data", ON_RECORDS, _data),
+    Check("prompts", ON_PROMPTS, _prompts),
 )
 """In this order; all look, also if one has refused the run, so that all that is wrong is told at once."""
 

@@ -65,7 +65,10 @@ def log_end(log: Path, lines: int = 15) -> str:
 
 @contextlib.contextmanager
 def stop_on_signals(
-    run: RunDirectory, at_once: Callable[[], None] | None = None, seconds: float | None = None
+    run: RunDirectory,
+    at_once: Callable[[], None] | None = None,
+    seconds: float | None = None,
+    tell: Callable[[str], None] = say,
 ) -> Iterator[None]:
     """On SIGINT, SIGTERM or SIGHUP, ask the run to save and stop; on a second signal call `at_once`.
 
@@ -73,12 +76,13 @@ def stop_on_signals(
 
     Args:
         seconds: time that is left after SIGTERM, the signal of schedulers.
+        tell: prints a line, called from the signal handler.
     """
 
     def stop(name: str) -> None:
         hint = f"; the same again, after {REPEAT_SECONDS:g} s, stops at once" if at_once else ""
         run.request_stop(name, seconds if name == signal.SIGTERM.name else None)
-        say(f"{name}: stopping at the next step boundary{hint}")
+        tell(f"{name}: stopping at the next step boundary{hint}")
 
     with on_stop_signals(stop, at_once):
         yield

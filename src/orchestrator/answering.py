@@ -5,7 +5,14 @@ from typing import Protocol
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.chat import ChatFormat
-from cairn.orchestrator.environments import AskedElsewhere, AskedEnvironment, Programs, SingleTurn
+from cairn.orchestrator.environments import (
+    AskedElsewhere,
+    AskedEnvironment,
+    GroupRewarded,
+    Programs,
+    SingleTurn,
+)
+from cairn.orchestrator.group_sampling import GroupSampler
 from cairn.orchestrator.ledger import Ledger
 from cairn.orchestrator.programs import ProgramRunner
 from cairn.orchestrator.retrying import Retrying
@@ -45,6 +52,7 @@ class ByEnvironment:
 ANSWERING: dict[type[AskedEnvironment], Callable[..., Answering]] = {
     SingleTurn: Sampler,
     AskedElsewhere: Sampler,
+    GroupRewarded: GroupSampler,
     Programs: ProgramRunner,
 }
 """What completes the groups of an environment, by how it is asked; a kind without a row is as its base is."""

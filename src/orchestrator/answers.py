@@ -1,9 +1,10 @@
 """Reads the model's answers: sampled tokens become an assistant's message with reasoning and tool calls."""
 
+import contextlib
 import json
 import logging
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
 from cairn.orchestrator.chat import ChatFormat
@@ -12,6 +13,9 @@ from cairn.run.conversations import Message
 from cairn.run.errors import UsageError
 
 logger = logging.getLogger(__name__)
+
+BEGINNINGS = ("tool_call_start_token", "tool_calls_start_token", "tool_start_token", "bot_token")
+"""The names under which vLLM's tool parsers keep the text that calls begin with."""
 
 
 @dataclass(frozen=True)
@@ -28,11 +32,15 @@ class ToolCall:
 
 @dataclass(frozen=True)
 class Answer:
-    """What an answer says: its content, its reasoning if the format marks one, and its tool calls."""
+    """What an answer says: its content, its reasoning if the format marks one, and its tool calls.
+
+    malformed: whether a call begins in it that can't be read, so that it is content.
+    """
 
     content: str
     reasoning: str = ""
     tool_calls: tuple[ToolCall, ...] = ()
+    malformed: bool = False
 
 
 class AnswerParser(Protocol):
@@ -100,6 +108,7 @@ class VllmParser:
         except TypeError as error:
             raise UnknownParser(str(error)) from error
         self._reads_tools = tool_calls is not None
+        self._complaints = _Complaints()
 
     def __call__(
         self, token_ids: Sequence[int], tools: Sequence[Message] | None, stopped: Stopped | None = None
@@ -109,13 +118,18 @@ class VllmParser:
         if self._parser is None:
             return plain
         try:
-            return self._read(token_ids, tools, stopped) or plain
+            return self._read(token_ids, tools, stopped, plain) or plain
         except Exception as error:  # whatever a parser makes of a malformed answer
             logger.debug("an answer is read as plain content: %r", error)
-            return plain
+            ended = stopped is not None or (bool(token_ids) and token_ids[-1] in self._chat.stop_token_ids)
+            return replace(plain, malformed=ended and bool(tools) and self._reads_tools)
 
     def _read(
-        self, token_ids: Sequence[int], tools: Sequence[Message] | None, stopped: Stopped | None
+        self,
+        token_ids: Sequence[int],
+        tools: Sequence[Message] | None,
+        stopped: Stopped | None,
+        plain: Answer,
     ) -> Answer | None:
         from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
 
@@ -128,11 +142,14 @@ class VllmParser:
         shown, part = shown_tokens(self._chat, token_ids, stopped)
         written = list(shown[:-1] if by_token and stopped is None else shown)
         text = self._chat.full_text(written) + part
+        malformed = False
         if ended and tools and self._reads_tools:  # some parsers take half a call for a whole one
             parser = self._parser(self._tokenizer, [*(request.tools or ())])
-            reasoning, content, calls = parser.parse(
-                text, request, enable_auto_tools=True, model_output_token_ids=written
-            )
+            with self._complaints.of(parser.tool_parser) as complaints:
+                reasoning, content, calls = parser.parse(
+                    text, request, enable_auto_tools=True, model_output_token_ids=written
+                )
+            malformed = bool(calls or complaints or _begins_call(text, parser.tool_parser))
             if calls and all(call.name and _is_object(call.arguments) for call in calls):
                 found = tuple(
                     ToolCall(c.name, c.arguments, c.id if c.id and c.id in text else None) for c in calls
@@ -140,9 +157,44 @@ class VllmParser:
                 return Answer(content or "", reasoning or "", found)
         # A tool parser may drop malformed calls from the content, so the content is read without one.
         if (reader := self._parser(self._tokenizer, None).reasoning_parser) is None:
-            return None
+            return replace(plain, malformed=True) if malformed else None
         reasoning, content = reader.extract_reasoning(text, request)
-        return Answer(content or "", reasoning) if reasoning else None
+        if not reasoning:
+            return replace(plain, malformed=True) if malformed else None
+        return Answer(content or "", reasoning, malformed=malformed)
+
+
+class _Complaints(logging.Filter):
+    """Takes what a tool parser logs of malformed calls: a traceback for each, which the metrics count."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._taken: list[str] = []
+
+    @contextlib.contextmanager
+    def of(self, parser: object) -> Iterator[list[str]]:
+        """Within, messages of the parser's module from warnings on go into the list that is returned."""
+        module = logging.getLogger(type(parser).__module__)
+        self._taken = []
+        module.addFilter(self)
+        try:
+            yield self._taken
+        finally:
+            module.removeFilter(self)
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        """Whether the record is logged."""
+        if record.levelno < logging.WARNING:
+            return True
+        self._taken.append(record.getMessage())
+        logger.debug("a tool call can't be read: %s", self._taken[-1])
+        return False
+
+
+def _begins_call(text: str, parser: object) -> bool:
+    """Whether the text has a token by which calls begin, as far as the parser has such."""
+    tokens = (getattr(parser, name, None) for name in BEGINNINGS)
+    return any(isinstance(token, str) and token and token in text for token in tokens)
 
 
 def _is_object(text: Any) -> bool:

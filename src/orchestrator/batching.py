@@ -11,6 +11,7 @@ from cairn.orchestrator.advantages import batch_samples, differ, teaches
 from cairn.orchestrator.answering import ByEnvironment
 from cairn.orchestrator.chat import ChatFormat
 from cairn.orchestrator.environments import EnvironmentFailed
+from cairn.orchestrator.environments.times import call_metrics
 from cairn.orchestrator.kept_rollouts import rows_of
 from cairn.orchestrator.ledger import RESTS, to_ranges
 from cairn.orchestrator.metrics import advantage_metrics, batch_metrics, of_environment, rollout_counts
@@ -57,6 +58,8 @@ class BatchMaker:
         """Prompts of each environment that were dropped since the last batch; `_failed`, `_redrawn` and
         `_resting` likewise."""
         self._failed = Counter[int]()
+        self._unscored = Counter[int]()
+        """Of those that failed, the prompts of whose answers the environment has nothing to say."""
         self._retried = Counter[int]()
         """How often an environment's calls were tried again, between the last two batches."""
         self._redrawn = Counter[int]()
@@ -115,6 +118,7 @@ class BatchMaker:
         if given_up:
             self._given_up += given_up
             self._failed.update(group.environment for group in given_up)
+            self._unscored.update(group.environment for group in given_up if group.unscored)
             logger.warning("%d prompts are given up: too many of their answers have failed", len(given_up))
 
     def _what_to_do(self) -> str:
@@ -147,6 +151,10 @@ class BatchMaker:
         if not (has_teacher or teaches(source.advantage, overlong.compared(group.learned))):
             return NO_SPREAD
         return ALL_MASKED if all(map(overlong.masks, group.learned.rollouts)) else None
+
+    def _teaches(self, group: AnswerGroup) -> bool:
+        """Whether anything can be learned from the group."""
+        return self._teaches_nothing(group) is None
 
     def _differ(self, group: AnswerGroup) -> bool:
         """Whether the answers of a group without failed ones differ in what they are compared by."""
@@ -218,6 +226,7 @@ class BatchMaker:
         state.shipped.add(batch.header.ledger)
         self.remade.shipped(step)
         self._dropped, self._failed, self._redrawn, self._resting = (Counter[int]() for _ in range(4))
+        self._unscored = Counter[int]()
         self._given_up = []
         logger.info("batch %d: reward %.3f", step, batch.metrics["reward/mean"])
 
@@ -251,7 +260,8 @@ class BatchMaker:
         return RLBatch(
             samples,
             {
-                **batch_metrics(learned, step, self._differ),
+                "groups": len(groups),
+                **batch_metrics(learned, step, self._differ, self._teaches),
                 **advantage_metrics(samples),
                 **rollout_counts(groups),
                 **self._overlong(groups),
@@ -260,6 +270,7 @@ class BatchMaker:
                 **self._of_pools(step),
                 "epoch": progress.total_problems / problems_of(self.state.sources),
                 "total_problems": progress.total_problems,
+                **call_metrics(source.environment.times.take() for source in self.state.sources),
                 **self.state.servers.take_metrics(),
                 **self.state.take_evaluated(),
             },
@@ -294,6 +305,7 @@ class BatchMaker:
         environment."""
         return {
             "groups/failed": self._failed,
+            "groups/unscored": self._unscored,
             "groups/dropped": self._dropped,
             "groups/redrawn": self._redrawn,
             "rollouts/retried": self._retried,
@@ -344,7 +356,7 @@ class BatchMaker:
         found: dict[str, float] = {}
         for number, source in enumerate(sources):
             own = [group for group in groups if group.environment == number]
-            about = of_environment(own, step, self._differ)
+            about = of_environment(own, step, self._differ, self._teaches)
             of_own = zip(groups, samples, strict=True)
             about |= advantage_metrics(
                 sample for group, found in of_own if group.environment == number for sample in found

@@ -131,6 +131,8 @@ class Conversation:
         self._last: tuple[int, Tokens] = (-1, np.empty(0, np.int32))
         """A branch and its tokens, which are at hand."""
         self._next_branch = 0
+        self.malformed_calls: int | None = None
+        """Answers in which a call begins that can't be read; None if the model never had tools to call."""
 
     def next(self, messages: Sequence[Message], tools: Sequence[Message] | None = None) -> Context:
         """The context of the next call to the model.
@@ -202,7 +204,10 @@ class Conversation:
         """
         if self._branches.get(context.branch, 0) > context.kept:
             raise ValueError("a context has one answer; for another one, ask for the context again")
-        message = _message(self._parse(token_ids, context.tools, stopped), context, token_ids)
+        answer = self._parse(token_ids, context.tools, stopped)
+        if context.tools:
+            self.malformed_calls = (self.malformed_calls or 0) + answer.malformed
+        message = _message(answer, context, token_ids)
         tokens = np.concatenate([context.token_ids, np.asarray(token_ids, np.int32)])
         written = _bytes(self._chat.full_text(token_ids))
         whole = context.rendered.copy()

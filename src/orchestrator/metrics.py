@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from cairn.orchestrator.advantages import have_spread
-from cairn.orchestrator.environments import TOOL_COUNTS
+from cairn.orchestrator.environments import COUNTED
+from cairn.orchestrator.failures import unscored
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.batches import Sample
 from cairn.run.messages import PolicyName
@@ -16,6 +17,7 @@ def batch_metrics(
     groups: list[AnswerGroup],
     step: int,
     differ: Callable[[AnswerGroup], bool] = lambda group: have_spread(group.rewards),
+    teaches: Callable[[AnswerGroup], bool] | None = None,
 ) -> dict[str, float]:
     """Metrics of the rollouts in the batch of optimiser step `step`.
 
@@ -24,7 +26,10 @@ def batch_metrics(
 
     Args:
         differ: whether the answers of a group differ in what is learned from.
+        teaches: whether anything is learned from a group; by default `differ`.
     """
+    teaches = teaches or differ
+    flat = [group for group in groups if not have_spread(group.rewards)]
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     rewards = [reward for group in groups for reward in group.rewards]
     tokens = sum(len(rollout.token_ids) for rollout in rollouts)
@@ -38,7 +43,7 @@ def batch_metrics(
         for name, part in rollout.parts.items():
             named.setdefault(name, []).append(part)
     parts = {
-        f"rollout/{name}" if name in TOOL_COUNTS else f"reward/{name}/mean": statistics.fmean(values)
+        f"rollout/{name}" if name in COUNTED else f"reward/{name}/mean": statistics.fmean(values)
         for name, values in sorted(named.items())
     }
     return {
@@ -48,6 +53,9 @@ def batch_metrics(
         "reward/max": max(rewards),
         **parts,
         "groups/zero_spread": sum(not differ(group) for group in groups),
+        "groups/unlearned": sum(not teaches(group) for group in groups),
+        "groups/all_best": sum(_is_best(group.rewards[0], rewards) for group in flat),
+        "groups/all_worst": sum(_is_worst(group.rewards[0], rewards) for group in flat),
         "rollout/tokens": tokens,
         "rollout/length": tokens / len(rollouts),
         "rollout/length_min": min(len(rollout.token_ids) for rollout in rollouts),
@@ -57,6 +65,18 @@ def batch_metrics(
         "staleness/max": max((steps for steps, _ in behind), default=0),
         **_turns(rollouts),
     }
+
+
+def _is_best(reward: float, rewards: Iterable[float]) -> bool:
+    """Whether it is the best reward of a batch; where all are equal, above 0."""
+    least, most = min(rewards), max(rewards)
+    return reward > 0 if least == most else reward == most
+
+
+def _is_worst(reward: float, rewards: Iterable[float]) -> bool:
+    """Whether it is the worst; where all are equal, 0 or below."""
+    least, most = min(rewards), max(rewards)
+    return reward <= 0 if least == most else reward == least
 
 
 def advantage_metrics(samples: Iterable[Sample]) -> dict[str, float]:
@@ -79,24 +99,34 @@ def advantage_metrics(samples: Iterable[Sample]) -> dict[str, float]:
 
 
 def rollout_counts(groups: list[AnswerGroup]) -> dict[str, float]:
-    """How many rollouts have failed, and how often one has diverged."""
+    """How many rollouts there are, how many of them have failed, and how often one has diverged.
+
+    Failed are all without a reward; unscored, of these, those of which the environment has nothing to say.
+    """
     rollouts = [rollout for group in groups for rollout in group.rollouts]
     return {
+        "rollouts/all": len(rollouts),
+        "rollouts/unscored": sum(unscored(rollout.failed) for rollout in rollouts),
         "rollouts/failed": sum(rollout.failed is not None for rollout in rollouts),
         "rollouts/diverged": sum(rollout.diverged for rollout in rollouts),
     }
 
 
 def of_environment(
-    groups: list[AnswerGroup], step: int, differ: Callable[[AnswerGroup], bool]
+    groups: list[AnswerGroup],
+    step: int,
+    differ: Callable[[AnswerGroup], bool],
+    teaches: Callable[[AnswerGroup], bool],
 ) -> dict[str, float]:
     """The metrics of one of several environments in the batch of `step`, of which it may have no group.
 
     Args:
-        differ: as in `batch_metrics`.
+        differ, teaches: as in `batch_metrics`.
     """
     found = {"groups": len(groups), **rollout_counts(groups)}
-    return {**batch_metrics([group.learned for group in groups], step, differ), **found} if groups else found
+    if not groups:
+        return found
+    return {**batch_metrics([group.learned for group in groups], step, differ, teaches), **found}
 
 
 def _turns(rollouts: list[Rollout]) -> dict[str, float]:

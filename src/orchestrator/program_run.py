@@ -14,6 +14,7 @@ from cairn.orchestrator.answers import AnswerParser
 from cairn.orchestrator.completing import Completer, PromptRefused
 from cairn.orchestrator.conversation import Context, Conversation, Tokens
 from cairn.orchestrator.environments import (
+    MALFORMED_CALLS,
     EnvironmentFailed,
     Programs,
     Reply,
@@ -148,6 +149,8 @@ class Run:
         rollout.take([turn for turn in turns if turn.finish_reason is not None])
         # As sampled: of a turn that was skipped, nobody knows what a stop string hid of it.
         rollout.text, rollout.finish_reason = chat.text(self._last.token_ids), self._last.finish_reason
+        if (malformed := self._conversation.malformed_calls) is not None:
+            parts = {**parts, MALFORMED_CALLS: float(malformed)}
         rollout.reward, rollout.parts, rollout.failed = reward, parts, None
         rollout.note_seconds()
         ledger.finish(place, self.sample, rollout, self._answered)

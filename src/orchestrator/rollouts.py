@@ -5,6 +5,7 @@ from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
+from cairn.orchestrator.failures import unscored
 from cairn.policy.generation import Generation
 from cairn.run.messages import PolicyName
 
@@ -169,6 +170,12 @@ class AnswerGroup:
         reasons = [rollout.failed for rollout in self.rollouts if rollout.failed is not None]
         left = len(self.rollouts) - len(reasons)
         return reasons[0] if reasons and left < min(LEAST, len(self.rollouts)) else None
+
+    @property
+    def unscored(self) -> bool:
+        """Whether answers are missing only because the environment has nothing to say of them."""
+        reasons = [rollout.failed for rollout in self.rollouts if rollout.failed is not None]
+        return bool(reasons) and all(map(unscored, reasons))
 
     @property
     def rewards(self) -> list[float]:

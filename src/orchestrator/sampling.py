@@ -4,7 +4,7 @@ import asyncio
 import logging
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from cairn.orchestrator.chat import NoPrompt
 from cairn.orchestrator.completing import Completer, PromptRefused
@@ -21,8 +21,10 @@ from cairn.run.seeds import derive
 
 logger = logging.getLogger(__name__)
 
+Single = TypeVar("Single", bound=SingleTurn)
 
-class Sampler(Completer[SingleTurn]):
+
+class Sampler(Completer[Single]):
     """Has the servers answer the run's prompts, and the environment reward the answers.
 
     Long answers are requested in pieces of `sampling.chunk_tokens`. A piece is recorded in the ledger before
@@ -96,11 +98,9 @@ class Sampler(Completer[SingleTurn]):
     async def _reward(self, group: AnswerGroup, numbers: list[int]) -> None:
         """Have the environment reward the whole answers in `numbers` that have no reward yet; record them."""
         rollouts = {i: group.rollouts[i] for i in numbers if group.rollouts[i].reward is None}
-        strings = self.config.sampling.stop
 
         async def reward(rollout: Rollout) -> None:
-            ids, end = rollout.token_ids, rollout.finish_reason
-            rollout.text = shown_text(self.chat, ids, stopped_at_its_end(self.chat, strings, ids, end))
+            rollout.text = self._shown(rollout)
 
             async def attempt() -> None:
                 found = await self.environment.reward(group.problem, rollout.text)
@@ -114,6 +114,12 @@ class Sampler(Completer[SingleTurn]):
         await asyncio.gather(*map(reward, rollouts.values()))
         if rollouts:
             self.ledger.record(group.place, rollouts)
+
+    def _shown(self, rollout: Rollout) -> str:
+        """The text of a whole answer, as its environment sees it."""
+        ids, end = rollout.token_ids, rollout.finish_reason
+        stopped = stopped_at_its_end(self.chat, self.config.sampling.stop, ids, end)
+        return shown_text(self.chat, ids, stopped)
 
     async def _ask(self, group: AnswerGroup) -> None:
         """Have the environment say what the group's prompt is, and record it."""

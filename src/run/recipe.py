@@ -49,7 +49,7 @@ TRAINER = Compared(
         {
             *OF_ANY_ROLE,
             *("workers", "gpus", "replicas", "spare_workers", "threads", "ray", "wandb", "slurm"),
-            *("weight_transport", "weight_host", "batch_timeout"),
+            *("weight_transport", "weight_host", "batch_timeout", "cut_rollouts"),
             # The records are compared by content, and so are those of validations.
             *("data.name", "data.split", "data.read", "data.sets", "data.epochs", "validation.data"),
             # The adapter in the checkpoint says what these were; the critic's weights are the step's.
@@ -70,7 +70,13 @@ ORCHESTRATOR = Compared(
             "normalize_advantages",  # an earlier name
             *("inference_url", "max_in_flight", "keep_rollouts_gb"),
             *("reward_threads", "reward_timeout", "reward_retries", "reward_retry_seconds"),
-            *("max_failed_prompts", "server_timeout", "request_timeout", "version_timeout"),
+            *(
+                "max_failed_prompts",
+                "max_failed_share",
+                "server_timeout",
+                "request_timeout",
+                "version_timeout",
+            ),
         }
     ),
     consent={

@@ -103,7 +103,7 @@ class BatchCounts:
 
     samples; tokens, of them after cutting; learned: tokens that are learned; cut: samples that were longer
     than a row; unlearned: samples of which nothing is learned; records: units of samples that stay together.
-    computed: tokens that go through the model, with padding.
+    computed: tokens that go through the model, with padding. lost: tokens to learn that were cut away.
     """
 
     samples: int
@@ -113,6 +113,7 @@ class BatchCounts:
     unlearned: int
     records: int = 0
     computed: int = 0
+    lost: int = 0
 
     @classmethod
     def sum(cls, counts: "Iterable[BatchCounts]") -> "BatchCounts":
@@ -197,6 +198,7 @@ def make_rank_batch(
             unlearned=learned.count(0),
             records=len(samples) // together,
             computed=sum(computed_tokens(group, samples) for group in groups),
+            lost=sum(int(np.count_nonzero(sample.loss_mask[config.seq_len :])) for sample in whole),
         )
         parts.append(Part(micros, counts))
     scored = (

@@ -90,9 +90,10 @@ def train_step(
     return {
         **metrics,
         **{_prefix(learner) + "lr": _rate(learner, config, step) for learner in learners},
+        "samples": counts.samples,
         "learned_tokens": counts.learned,
         "packing_efficiency": counts.tokens / counts.computed,
-        **({"cut_samples": counts.cut} if counts.cut else {}),
+        **({"cut_samples": counts.cut, "lost_tokens": counts.lost} if counts.cut else {}),
         **({"unlearned_samples": counts.unlearned} if counts.unlearned else {}),
     }
 

@@ -62,7 +62,7 @@ def test_reasoning_and_calls_are_read_and_malformed_calls_are_content(
         ]
         assert read == answer
     else:
-        assert read == Answer(text.removeprefix("<think>a</think>"), "a")
+        assert read == Answer(text.removeprefix("<think>a</think>"), "a", malformed=True)
 
 
 def test_a_cut_call_is_content(chat: ChatFormat):
@@ -73,6 +73,7 @@ def test_a_cut_call_is_content(chat: ChatFormat):
     assert json.loads(read.tool_calls[0].arguments) == {"days": 3}
     cut = parser(sampled(chat, "<think>a</think>so <tool_call>\n<function=weath")[:-1], TOOLS)
     assert not cut.tool_calls
+    assert not cut.malformed, "that is counted as cut off"
     assert "<function=weath" in cut.content
 
 

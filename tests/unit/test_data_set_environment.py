@@ -195,7 +195,7 @@ def test_a_reward_that_is_none_is_no_zero(folder: Path, reward: str, message: st
         ([], {}, "rewards is empty"),
         (["length", "length"], {}, "two reward functions are called 'length'"),
         (["missing"], {}, "has no attribute 'missing'"),
-        ([{"function": "length", "weigth": 2}], {}, "function, weight and args"),
+        ([{"function": "length", "weigth": 2}], {}, "function, weight, args and group"),
         ([{"function": "length", "weight": "2"}], {}, "the weight of reward"),
         (["length"], {"prompt": "prompt"}, "has no column 'prompt'; its columns are question, answer, level"),
         (["length"], {"template": "{problem}"}, "the template '{problem}' fails: KeyError"),

@@ -2,6 +2,7 @@
 
 import asyncio
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -10,7 +11,7 @@ from cairn.inference.client import InferenceClient, ServerStatus
 from cairn.policy.errors import ServerDisagrees, WeightsAltered
 from cairn.policy.generation import Generation, ServedAdapter
 from cairn.policy.source import read_source
-from cairn.run.messages import Probe
+from cairn.run.messages import PolicyName, Probe
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,8 @@ class Member:
         """The latest one."""
         self.disagreements = 0
         """Count since the pool's metrics were last taken."""
+        self.foreign = 0
+        """The same of how often it was found with weights of another run."""
         self.abandoned = ""
         """Why its requests were given up."""
         self._proving: str | None = None
@@ -94,6 +97,7 @@ class Member:
     def note(self, status: ServerStatus) -> None:
         """Record its status."""
         if (status.epoch, status.weight_version) != (self.epoch, self.version):
+            self.foreign += status.epoch == self.epoch and _of_other_runs(status.weight_version, self.version)
             if status.epoch != self.epoch:
                 self.disproofs = 0
             self.epoch, self.version, self.weights = status.epoch, status.weight_version, None
@@ -195,9 +199,22 @@ class Member:
             return await asyncio.shield(self._proof)
         return True
 
+    def answered_from(self, wrong: Iterable[str], versions: Iterable[str]) -> None:
+        """Note that answers came from `wrong` weights; `versions` are the run's own."""
+        own = next(iter(versions), None)
+        self.foreign += any(_of_other_runs(version, own) for version in wrong)
+
     def _settle(self, agrees: bool) -> None:
         if not self._proof.done():
             self._proof.set_result(agrees)
+
+
+def _of_other_runs(one: str | None, other: str | None) -> bool:
+    """Whether two versions are policies of different runs; a server without any has neither's."""
+    try:
+        return PolicyName.parse(one or "").run_id != PolicyName.parse(other or "").run_id
+    except ValueError:
+        return False
 
 
 def tensor_bytes(folder: Path) -> int:

@@ -234,6 +234,7 @@ class ServerPool:
                 wrong = {span.version for g in generations for span in g.weight_versions} - set(versions)
                 if not wrong:
                     return generations
+                member.answered_from(wrong, versions)
                 if member.pushes == pushes:  # else it has been given the right ones meanwhile
                     member.weights = None
                     self._membership.lose(
@@ -253,6 +254,7 @@ class ServerPool:
         `weights/bytes` is summed over servers, `time/push` is the time that `serve` took. `time/server_idle`
         is the time in which no request was in flight at all, `time/generate` the rest. A server that has
         disagreed with the trainer is named, in `servers/disagreed/HOST:PORT`, with how often.
+        `servers/foreign_weights` is how often one was found with weights of another run.
         """
         return {
             "servers/healthy": sum(member.ready for member in self._membership.members.values()),
@@ -261,6 +263,7 @@ class ServerPool:
                 for member in self._membership.members.values()
             ),
             **self._disagreements(),
+            **self._foreign(),
             **self._counts.take(),
         }
 
@@ -272,6 +275,14 @@ class ServerPool:
                 found[f"servers/disagreed/{urlsplit(member.url).netloc}"] = member.disagreements
                 member.disagreements = 0
         return found
+
+    def _foreign(self) -> dict[str, float]:
+        """How often a server was found with weights of another run since the last call; nothing if never."""
+        members = self._membership.members.values()
+        found = sum(member.foreign for member in members)
+        for member in members:
+            member.foreign = 0
+        return {"servers/foreign_weights": found} if found else {}
 
     # Requests
 

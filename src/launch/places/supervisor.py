@@ -2,12 +2,20 @@
 
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 from cairn.config.kinds import KINDS, RunConfig
 from cairn.launch.beside import work_beside
 from cairn.launch.display import StepDisplay
-from cairn.launch.endings import RANK_DIED, conclude, conclude_early, why_unsaved
+from cairn.launch.endings import (
+    RANK_DIED,
+    conclude,
+    conclude_early,
+    say_findings,
+    say_what_failed,
+    shorter,
+    why_unsaved,
+)
 from cairn.launch.exits import EXIT_LOST, WORKING, RoleFailed
 from cairn.launch.logs import BoundedLogs
 from cairn.launch.places.role import OWN_WORKERS, RolePlace
@@ -37,11 +45,13 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
     local_ray = KINDS[attempt.command].trainer(config).ray.address is None
     at_once = threading.Event()
     cut_short: str | None = None
+    display = StepDisplay(run, attempt.start_step, config.max_steps)
+    left = config.preemption.seconds if config.preemption else None
     with (
-        stop_on_signals(run, at_once.set, config.preemption.seconds if config.preemption else None),
-        StepDisplay(run, attempt.start_step, config.max_steps) as display,
+        stop_on_signals(run, at_once.set, left, display.say),
+        display,
         work_beside(run, config, attempt) as beside,
-        watching(config.preemption, lambda notice: stop_for(notice, run)),
+        watching(config.preemption, lambda notice: stop_for(notice, run, display.say)),
     ):
         logs = BoundedLogs(run.logs)
         watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
@@ -80,9 +90,14 @@ def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: Run
         code = conclude_early(run, attempt, display.step, config, cut_short)
     else:
         code = conclude(run, attempt, watched["trainer"].exit_code, display.step, config)
+    say_findings(display.outcome())
+    check_failures = say_what_failed(run, attempt.command, config, shorter(run.path))
     if account := display.account():
         print(account, flush=True)
-    return beside.conclude(code)
+    code = beside.conclude(code)
+    if code == 0:
+        check_failures()
+    return code
 
 
 def check_in_place(run: RunDirectory) -> None:
@@ -98,11 +113,11 @@ def check_in_place(run: RunDirectory) -> None:
         )
 
 
-def stop_for(notice: Notice, run: RunDirectory) -> None:
-    """Ask the run to save and stop, because this machine will be taken away."""
+def stop_for(notice: Notice, run: RunDirectory, tell: Callable[[str], None] = say) -> None:
+    """Ask the run to save and stop, because this machine will be taken away; `tell` prints a line."""
     left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
     run.request_stop(notice.reason, notice.seconds)
-    say(f"{notice.reason}{left}: stopping at the next step boundary")
+    tell(f"{notice.reason}{left}: stopping at the next step boundary")
 
 
 def out_of_time(run: RunDirectory) -> str | None:

@@ -3,6 +3,7 @@
 from cairn.orchestrator.environments.agent import AgentPrograms
 from cairn.orchestrator.environments.asked import AskedEnvironment
 from cairn.orchestrator.environments.elsewhere import AskedElsewhere
+from cairn.orchestrator.environments.group_rewards import GroupEnvironment, GroupRewarded
 from cairn.orchestrator.environments.making import (
     BUILT_IN,
     ask,
@@ -21,21 +22,24 @@ from cairn.orchestrator.environments.program import (
 )
 from cairn.orchestrator.environments.protocol import BadEnvironment, Environment, EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.reverse_text import ReverseText, longest_common_subsequence
-from cairn.orchestrator.environments.rewards import TOOL_COUNTS, Rewards
+from cairn.orchestrator.environments.rewards import COUNTED, MALFORMED_CALLS, Rewards
 from cairn.orchestrator.environments.single_turn import SingleTurn
 from cairn.orchestrator.environments.tools import ToolEnvironment, ToolPrograms
 from cairn.orchestrator.environments.worlds import WorldEnvironment, WorldPrograms
 
 __all__ = [
     "BUILT_IN",
+    "COUNTED",
     "LARGEST_SNAPSHOT",
-    "TOOL_COUNTS",
+    "MALFORMED_CALLS",
     "AgentPrograms",
     "AskedElsewhere",
     "AskedEnvironment",
     "BadEnvironment",
     "Environment",
     "EnvironmentFailed",
+    "GroupEnvironment",
+    "GroupRewarded",
     "Model",
     "ProgramEnvironment",
     "Programs",

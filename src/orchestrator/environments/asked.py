@@ -7,6 +7,7 @@ from typing import Any, Self
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.calls import Calls, shortened
+from cairn.orchestrator.environments.times import CallTimes
 
 MAX_TURNS = 10
 """Answers of a rollout, if an environment with turns has no `max_turns`."""
@@ -21,6 +22,8 @@ class AskedEnvironment(ABC):
     def __init__(self, environment: Any, config: OrchestratorConfig):
         self.environment = environment
         self.name = config.environment.called
+        self.times = CallTimes()
+        """Of the calls that answers wait for."""
         self.calls = Calls(f"environment {self.name!r}", config.reward_threads, config.reward_timeout)
 
     def __enter__(self) -> Self:

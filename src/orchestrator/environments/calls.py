@@ -32,6 +32,10 @@ Job = tuple[Callable[[], Any], Future[Any], int | None]
 """What to call, its result, and the call in progress that it is part of (`noted_calls.current`)."""
 
 
+def _nothing() -> None:
+    pass
+
+
 class Calls:
     """Calls a user's methods without blocking the event loop.
 
@@ -72,14 +76,25 @@ class Calls:
         for _ in range(self._started):
             self._jobs.put(None)
 
-    async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
+    async def call(
+        self,
+        method: Callable[..., Any],
+        what: str,
+        *arguments: object,
+        about: str = "",
+        begins: Callable[[], None] = _nothing,
+    ) -> Any:
         """The result of `method`, awaited if it is a coroutine.
+
+        Args:
+            begins: called once a thread is free for it.
 
         Raises:
             EnvironmentFailed: the method raised, or took longer than `timeout`.
         """
         try:
             async with self.free:  # wait for a thread before the deadline starts
+                begins()
                 async with asyncio.timeout(self.timeout):
                     found = await self.in_thread(lambda: method(*arguments))
             if not inspect.isawaitable(found):
@@ -218,9 +233,17 @@ class AwaitedCalls(Calls):
         super().__init__(whose, 0, timeout)
         self.free = asyncio.Semaphore(at_once)
 
-    async def call(self, method: Callable[..., Any], what: str, *arguments: object, about: str = "") -> Any:
+    async def call(
+        self,
+        method: Callable[..., Any],
+        what: str,
+        *arguments: object,
+        about: str = "",
+        begins: Callable[[], None] = _nothing,
+    ) -> Any:
         """As in `Calls`."""
         async with self.free:
+            begins()
             try:
                 async with asyncio.timeout(self.timeout):
                     return await method(*arguments)

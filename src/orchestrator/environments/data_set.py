@@ -44,9 +44,10 @@ class DataSet:
         data: a .jsonl, .json, .parquet or .csv file, a folder of such files or from `save_to_disk`, or a name
             on the hub.
         rewards: the functions, none if the objects of environment_factory have get_reward; for each its name
-            (exact_match, or module:function), or a table with `function`, `weight` and `args`. They are
-            called as TRL calls them, with lists of one element: prompts, completions, and every column of
-            the data set by its name.
+            (exact_match, or module:function), or a table with `function`, `weight`, `args` and `group`. They
+            are called as TRL calls them, with lists: prompts, completions, and every column of the data set
+            by its name. The lists have one element, or with `group = true`, for functions that compare
+            answers, one for each answer to the prompt.
         split: of the data set, or a slice of it such as train[:1000].
         csv_numbers: columns of CSV files that are numbers, or true and false; all others are text.
         prompt: the column that asks: text, or a list of messages.
@@ -105,6 +106,11 @@ class DataSet:
         self._rewards: list[RewardFunction] = own
         if rewards or not own:
             self._rewards = [*make_reward_functions(rewards, offered), *own]
+        if self._compares and self.environment_factory is not None:
+            raise ValueError(
+                "a reward with group = true compares the answers to a prompt, and environment_factory "
+                "rewards each rollout by itself: leave out one of them"
+            )
         self._check_prompts()
         self.identity = self._identity()
         """Changes with the records, the functions' code and their settings."""
@@ -132,6 +138,59 @@ class DataSet:
         answered = [{"role": "assistant", "content": answer}]
         return self.rewarded(problem, self._conversation(question), answered)
 
+    @property
+    def _compares(self) -> bool:
+        """Whether a function is given all answers to a prompt at once."""
+        return any(one.group for one in self._rewards)
+
+    @property
+    def rewards(self) -> Callable[[int, Sequence[str]], Any] | None:
+        """What rewards all answers to a problem at once, if a function compares them; None otherwise."""
+        return self._reward_group if self._compares else None
+
+    def _reward_group(self, problem: int, answers: Sequence[str]) -> Any:
+        """What the functions give each answer, by their names, as in `reward`."""
+        record = self.record(problem)
+        question = self._question(record)
+        prompt: Any = question
+        completions: list[Any] = list(answers)
+        if not isinstance(question, str):
+            prompt = self._conversation(question)
+            completions = [[{"role": "assistant", "content": answer}] for answer in answers]
+        found = [
+            [function(self._offered(record, prompt, part)) for part in self._parted(function, completions)]
+            for function in self._rewards
+        ]
+        if any(isinstance(one, Awaitable) for returned in found for one in returned):
+            return self._group_later(found, len(answers))
+        return self._group_parts(found, len(answers))
+
+    @staticmethod
+    def _parted(function: RewardFunction, completions: list[Any]) -> list[list[Any]]:
+        """The completions of each call: all, or one."""
+        return [completions] if function.group else [[one] for one in completions]
+
+    def _offered(
+        self, record: Mapping[str, Any], prompt: Any, completions: list[Any]
+    ) -> dict[str, list[Any]]:
+        count = len(completions)
+        columns = {column: [record[column]] * count for column in self._columns}
+        return columns | {"prompts": [prompt] * count, "completions": completions}
+
+    async def _group_later(self, found: Sequence[Sequence[Any]], count: int) -> list[Rewards]:
+        return self._group_parts([await awaited(returned) for returned in found], count)
+
+    def _group_parts(self, found: Sequence[Sequence[Any]], count: int) -> list[Rewards]:
+        values = {
+            one.name: one.values_of(returned[0], count) if one.group else list(map(one.value_of, returned))
+            for one, returned in zip(self._rewards, found, strict=True)
+        }
+        weights = {one.name: one.weight for one in self._rewards}
+        return [
+            Rewards({name: of_all[number] for name, of_all in values.items()}, weights)
+            for number in range(count)
+        ]
+
     def rewarded(
         self, problem: int, prompt: Any, completion: Any, further: Mapping[str, Sequence[Any]] | None = None
     ) -> Rewards | Awaitable[Rewards]:
@@ -141,11 +200,7 @@ class DataSet:
             further: what functions may ask for besides, as lists with one element.
         """
         record = self.record(problem)
-        offered = {column: [record[column]] for column in self._columns} | {
-            "prompts": [prompt],
-            "completions": [completion],
-            **(further or {}),
-        }
+        offered = {**self._offered(record, prompt, [completion]), **(further or {})}
         found = [function(offered) for function in self._rewards]
         if any(isinstance(one, Awaitable) for one in found):
             return self._later(found)

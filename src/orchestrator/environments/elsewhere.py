@@ -3,12 +3,13 @@
 import asyncio
 import base64
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict
 from typing import Any
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.calls import AwaitedCalls
+from cairn.orchestrator.environments.group_rewards import GroupRewarded
 from cairn.orchestrator.environments.program import Model
 from cairn.orchestrator.environments.rewards import Rewards
 from cairn.orchestrator.environments.single_turn import SingleTurn
@@ -32,7 +33,32 @@ class Elsewhere:
         return await process.ask({"type": "call", "method": method, "arguments": arguments})
 
 
-class SingleTurnElsewhere(Elsewhere):
+class QuestionsElsewhere(Elsewhere):
+    """One with `messages`."""
+
+    async def messages(self, problem: int) -> Any:
+        """The conversation that asks problem number `problem`."""
+        return (await self._call("messages", problem))["value"]
+
+
+class GroupsElsewhere(QuestionsElsewhere):
+    """One with `messages` and `rewards`.
+
+    Args:
+        groups_at_once: number of calls that all processes together work on at the same time.
+    """
+
+    def __init__(self, workers: Workers, groups_at_once: int):
+        super().__init__(workers)
+        self.groups_at_once = groups_at_once
+
+    async def rewards(self, problem: int, answers: Sequence[str]) -> Any:
+        """How good each of the answers is."""
+        found = await self._call("rewards", problem, answers)
+        return [reward_of(one) for one in found["each"]] if "each" in found else found["value"]
+
+
+class SingleTurnElsewhere(QuestionsElsewhere):
     """One with `messages` and `reward`.
 
     Args:
@@ -42,10 +68,6 @@ class SingleTurnElsewhere(Elsewhere):
     def __init__(self, workers: Workers, at_once: int):
         super().__init__(workers)
         self.at_once = at_once
-
-    async def messages(self, problem: int) -> Any:
-        """The conversation that asks problem number `problem`."""
-        return (await self._call("messages", problem))["value"]
 
     async def reward(self, problem: int, answer: str) -> Any:
         """How good `answer` is."""
@@ -59,6 +81,15 @@ class AskedElsewhere(SingleTurn):
         super().__init__(environment, config)
         self.calls.close()
         self.calls = AwaitedCalls(self.calls.whose, environment.at_once, config.reward_timeout)
+
+
+class AskedGroupsElsewhere(GroupRewarded):
+    """The same of one that rewards the answers to a problem together."""
+
+    def __init__(self, environment: GroupsElsewhere, config: OrchestratorConfig):
+        super().__init__(environment, config)
+        self.calls.close()
+        self.calls = AwaitedCalls(self.calls.whose, environment.groups_at_once, config.reward_timeout)
 
 
 class ProgramElsewhere(Elsewhere):

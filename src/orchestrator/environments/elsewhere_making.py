@@ -7,7 +7,12 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from cairn.orchestrator.environments.elsewhere import Elsewhere, ProgramElsewhere, SingleTurnElsewhere
+from cairn.orchestrator.environments.elsewhere import (
+    Elsewhere,
+    GroupsElsewhere,
+    ProgramElsewhere,
+    SingleTurnElsewhere,
+)
 from cairn.orchestrator.environments.elsewhere_turns import ToolsElsewhere, WorldElsewhere
 from cairn.orchestrator.environments.protocol import EnvironmentFailed
 from cairn.orchestrator.environments.worker_process import Workers
@@ -29,7 +34,7 @@ def process_environment(
 
     Args:
         environment: module:Class, imported in the process; it has `messages` and `reward`, with `tools` or
-            without, or `start` and `step`, or `rollout`.
+            without, or `messages` and `rewards`, or `start` and `step`, or `rollout`.
         args: arguments of its constructor.
         packages: what uv installs for the process, as pip names it, such as "verifiers==0.4.0". The
             environment is uv's, kept in its cache; this interpreter's packages are not in it.
@@ -57,6 +62,8 @@ def process_environment(
         raise ValueError(f"{environment} can't be made in its own process: {error}") from error
     if workers.about["kind"] == "single_turn":
         return SingleTurnElsewhere(workers, processes * at_once)
+    if workers.about["kind"] == "groups":
+        return GroupsElsewhere(workers, processes * at_once)
     return KINDS[workers.about["kind"]](workers)
 
 

@@ -8,9 +8,10 @@ from cairn.orchestrator.environments.agent import Agent, AgentPrograms
 from cairn.orchestrator.environments.asked import AskedEnvironment
 from cairn.orchestrator.environments.calculator import Calculator
 from cairn.orchestrator.environments.data_set import DataSet
-from cairn.orchestrator.environments.elsewhere import AskedElsewhere
+from cairn.orchestrator.environments.elsewhere import AskedElsewhere, AskedGroupsElsewhere
 from cairn.orchestrator.environments.elsewhere_making import process_environment, verifiers
 from cairn.orchestrator.environments.factories import FactoryPrograms
+from cairn.orchestrator.environments.group_rewards import GroupRewarded
 from cairn.orchestrator.environments.gymnasium_worlds import GymnasiumWorlds
 from cairn.orchestrator.environments.open_env import OpenEnv
 from cairn.orchestrator.environments.program import Programs
@@ -39,8 +40,10 @@ KINDS: dict[str, type[AskedEnvironment]] = {
     "rollout": Programs,
     "environment_factory": FactoryPrograms,
     "tools": ToolPrograms,
+    "groups_at_once": AskedGroupsElsewhere,
     "at_once": AskedElsewhere,
     "agent_command": AgentPrograms,
+    "rewards": GroupRewarded,
     "reward": SingleTurn,
     "step": WorldPrograms,
 }
@@ -49,8 +52,13 @@ KINDS: dict[str, type[AskedEnvironment]] = {
 
 def kind_of(environment: object) -> type[AskedEnvironment]:
     """How the environment is asked; one with no attribute of `KINDS` counts as single-turn."""
-    found = (kind for name, kind in KINDS.items() if getattr(environment, name, None) is not None)
-    return next(found, SingleTurn)
+    return next((kind for name, kind in KINDS.items() if _has(environment, name)), SingleTurn)
+
+
+def _has(environment: object, name: str) -> bool:
+    """Whether it has an attribute of `KINDS`; `rewards` may also be a list, of whatever it likes."""
+    found = getattr(environment, name, None)
+    return callable(found) if name == "rewards" else found is not None
 
 
 def ask(environment: Environment, config: OrchestratorConfig) -> AskedEnvironment:
@@ -87,10 +95,10 @@ def make_environment(config: EnvironmentConfig) -> Environment:
     except BadExtension as error:
         raise BadEnvironment(str(error)) from error
     wrong = kind_of(environment).wrong_with(environment)
-    if wrong and not any(getattr(environment, name, None) is not None for name in KINDS):
+    if wrong and not any(_has(environment, name) for name in KINDS):
         wrong += (
             ". It has none of the methods that make an environment one of a kind: reward (a single turn, or "
-            "with tools), step (a world) or rollout (a program)"
+            "with tools), rewards (of all answers to a problem), step (a world) or rollout (a program)"
         )
     if wrong:
         raise BadEnvironment(f"orchestrator.environment.name = {config.name!r}: {wrong}")

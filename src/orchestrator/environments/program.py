@@ -183,13 +183,15 @@ class Programs(AskedEnvironment):
         Raises:
             Raised: it raised.
         """
-        with waiting:
-            await self.calls.free.acquire()
-        try:
-            found = await self.calls.in_thread(call)
-        finally:
-            self.calls.free.release()
-        return await self.calls.on_own_loop(lambda: found) if inspect.isawaitable(found) else found
+        with self.times.call() as begins:
+            with waiting:
+                await self.calls.free.acquire()
+            begins()
+            try:
+                found = await self.calls.in_thread(call)
+            finally:
+                self.calls.free.release()
+            return await self.calls.on_own_loop(lambda: found) if inspect.isawaitable(found) else found
 
 
 def no_tool_parser(name: str) -> UsageError:

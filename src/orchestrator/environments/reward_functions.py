@@ -1,7 +1,8 @@
 """Reward functions as TRL's users write them: lists in, a list of numbers out.
 
 TRL calls `function(prompts=[...], completions=[...], **columns)` with a list for every column of the data
-set, and a function may be a coroutine. Here each list has one element: the answer that is to be rewarded.
+set, and a function may be a coroutine. Here each list has one element, the answer that is to be rewarded, or,
+of a function with `group`, one for each of the answers to a prompt.
 """
 
 import functools
@@ -46,6 +47,8 @@ class RewardFunction:
     weight: float
     identity: str
     """Changes with the function's settings and code."""
+    group: bool = False
+    """Whether it compares the answers to a prompt, and is given all of them at once."""
 
     def __call__(self, offered: Mapping[str, Sequence[Any]]) -> Any:
         """What the function returns, or an awaitable of that.
@@ -63,6 +66,21 @@ class RewardFunction:
         if any(one.kind is inspect.Parameter.VAR_KEYWORD for one in parameters):
             return None
         return frozenset(one.name for one in parameters)
+
+    def values_of(self, found: Any, count: int) -> list[float | None]:
+        """The numbers in what it returned for so many answers; None where it says that it does not apply.
+
+        Raises:
+            ValueError: it is no list of so many numbers or None.
+        """
+        if callable(as_list := getattr(found, "tolist", None)):  # numpy, torch
+            found = as_list()
+        if not isinstance(found, list | tuple) or len(found) != count:
+            there = len(found) if isinstance(found, list | tuple) else shortened(found)
+            raise ValueError(
+                f"{self.name} must return a list with {count} rewards, one an answer, and not {there}"
+            )
+        return [None if one is None else self.value_of(one) for one in found]
 
     def value_of(self, found: Any) -> float | None:
         """The number in what the function returned; None where it says that it does not apply.
@@ -92,8 +110,8 @@ def make_reward_functions(
     """The functions that the settings name.
 
     Args:
-        given: for each its name (exact_match, or module:function), or a table with `function`, `weight` (1.0)
-            and `args`, further keyword arguments.
+        given: for each its name (exact_match, or module:function), or a table with `function`, `weight`
+            (1.0), `args`, further keyword arguments, and `group` (false).
         offered: what functions may ask for by name.
 
     Raises:
@@ -115,8 +133,13 @@ def make_reward_functions(
 def _make(given: str | Mapping[str, Any], offered: Sequence[str]) -> RewardFunction:
     table = {"function": given} if isinstance(given, str) else dict(given)
     path, weight, args = table.pop("function", None), table.pop("weight", 1.0), table.pop("args", {})
+    group = table.pop("group", False)
     if table or not isinstance(path, str) or not isinstance(args, Mapping):
-        raise ValueError(f"a reward is a name, or a table with function, weight and args, and not {given!r}")
+        raise ValueError(
+            f"a reward is a name, or a table with function, weight, args and group, and not {given!r}"
+        )
+    if not isinstance(group, bool):
+        raise ValueError(f"group of reward {path!r} is {group!r}; it must be true or false")
     if isinstance(weight, bool) or to_reward(weight) is None:
         raise ValueError(f"the weight of reward {path!r} is {weight!r}; it must be a finite number")
     call: Callable[..., Any] = load(path, BUILT_IN, SETTING, "function")
@@ -140,7 +163,8 @@ def _make(given: str | Mapping[str, Any], offered: Sequence[str]) -> RewardFunct
             f"{', '.join(offered)}, and what args holds"
         )
     identity = f"{path} {weight} {sorted(args.items())!r} {code_of(path)}"
-    return RewardFunction(path.rpartition(":")[2], call, float(weight), identity)
+    identity += " group" if group else ""
+    return RewardFunction(path.rpartition(":")[2], call, float(weight), identity, group)
 
 
 async def awaited(found: Sequence[Any]) -> list[Any]:

@@ -12,6 +12,10 @@ LARGEST_REWARD = 1e37
 """Largest absolute reward: advantages are stored as float32, whose maximum is 3.4e38."""
 TOOL_COUNTS = ("tool_calls", "tool_errors")
 """Parts of weight 0 that count what a rollout did: metrics of `rollout/`."""
+MALFORMED_CALLS = "malformed_calls"
+"""Another one, of every program whose model has tools."""
+COUNTED = frozenset({*TOOL_COUNTS, MALFORMED_CALLS})
+"""The names that no reward may have."""
 
 
 @dataclass(frozen=True)

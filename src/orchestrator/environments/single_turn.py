@@ -39,7 +39,10 @@ class SingleTurn(AskedEnvironment):
         """
         what = f"reward of problem {problem}"
         about = f"{ANSWER}{shortened(answer)}"
-        found = await self.calls.call(self.environment.reward, what, problem, answer, about=about)
+        with self.times.call() as begins:
+            found = await self.calls.call(
+                self.environment.reward, what, problem, answer, about=about, begins=begins
+            )
         if says_nothing(found):
             raise Unscored(
                 f"environment {self.name!r}: {what} returned None, which means that it has nothing to say of "

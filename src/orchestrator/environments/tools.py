@@ -13,7 +13,7 @@ from cairn.orchestrator.environments.asked import MAX_TURNS, wrong_with_methods,
 from cairn.orchestrator.environments.calls import shortened
 from cairn.orchestrator.environments.program import Model, Programs, no_tool_parser
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
-from cairn.orchestrator.environments.rewards import TOOL_COUNTS, Rewards, says_nothing, to_json
+from cairn.orchestrator.environments.rewards import COUNTED, TOOL_COUNTS, Rewards, says_nothing, to_json
 from cairn.orchestrator.environments.single_turn import messages_of, wrong_with_conversation
 from cairn.run.output import quoted, writable
 
@@ -227,7 +227,7 @@ def _checked(found: Any) -> dict[str, dict[str, float]]:
     reward = to_json(found, "answer")
     if isinstance(reward, str):
         raise EnvironmentFailed(f"reward must return a finite reward, but {reward}: {shortened(found)}")
-    if taken := reward["parts"].keys() & set(TOOL_COUNTS):
+    if taken := reward["parts"].keys() & COUNTED:
         raise EnvironmentFailed(
             f"reward must call no part {min(taken)!r}: the calls are counted under that name"
         )

@@ -22,6 +22,7 @@ from cairn.orchestrator.environments.program import Model, Programs
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Reward
 from cairn.orchestrator.environments.rewards import Rewards, to_json
 from cairn.orchestrator.environments.single_turn import wrong_with_conversation
+from cairn.orchestrator.environments.times import CallTimes
 from cairn.run.output import writable
 
 logger = logging.getLogger(__name__)
@@ -111,7 +112,7 @@ class WorldPrograms(Programs):
 
     async def rollout(self, problem: int, model: Model) -> Rewards:
         """Let the model answer, and take a step for each answer, until it is done or at `max_turns`."""
-        world = _World(self.environment, self.calls, problem, model)
+        world = _World(self.environment, self.calls, self.times, problem, model)
         try:
             return await self._steps(world, problem, model)
         finally:
@@ -148,9 +149,10 @@ class WorldPrograms(Programs):
 class _World:
     """The world of one rollout; there is none before the first step that is not recorded."""
 
-    def __init__(self, environment: Any, calls: Calls, problem: int, model: Model):
+    def __init__(self, environment: Any, calls: Calls, times: CallTimes, problem: int, model: Model):
         self._environment = environment
         self._calls = calls
+        self._times = times
         self._problem = problem
         self._model = model
         self._past: list[tuple[str, str, Any]] = []
@@ -264,17 +266,20 @@ class _World:
         """
 
         def call() -> Any:
+            begins()
             go_on()
             found = method(*arguments)
             return found if inspect.isawaitable(found) else read(found)
 
         try:
-            if inspect.iscoroutinefunction(method):
-                return read(await method(*arguments))
-            go_on = self._model.pause()
-            self._job = self._calls.submit(call)
-            found = await asyncio.wrap_future(self._job)
-            return read(await found) if inspect.isawaitable(found) else found
+            with self._times.call() as begins:
+                if inspect.iscoroutinefunction(method):
+                    begins()
+                    return read(await method(*arguments))
+                go_on = self._model.pause()
+                self._job = self._calls.submit(call)
+                found = await asyncio.wrap_future(self._job)
+                return read(await found) if inspect.isawaitable(found) else found
         except Exception as caught:
             error = caught.error if isinstance(caught, Raised) else caught
             if isinstance(error, EnvironmentFailed):

@@ -24,7 +24,7 @@ from concurrent.futures import ThreadPoolExecutor
 from types import SimpleNamespace
 
 from worker_tools import described_tools
-from worker_values import plain, result_of, state_of, value_of
+from worker_values import plain, result_of, results_of, state_of, value_of
 from worker_worlds import Worlds, described_world
 
 
@@ -32,7 +32,8 @@ class Worker:
     """Answers the orchestrator's requests with the methods of one environment.
 
     Args:
-        environment: it has `messages` and `reward`, also with `tools`; or `start` and `step`; or `rollout`.
+        environment: it has `messages` and `reward`, also with `tools`; or `messages` and `rewards`; or
+            `start` and `step`; or `rollout`.
         threads: functions that run at the same time.
     """
 
@@ -86,7 +87,8 @@ class Worker:
 
     async def call(self, method, arguments):
         """The result of one of the environment's methods."""
-        return result_of(await self.awaited(getattr(self.environment, method), *arguments))
+        found = await self.awaited(getattr(self.environment, method), *arguments)
+        return results_of(found) if method == "rewards" else result_of(found)
 
     async def tool(self, name, arguments):
         """What a tool returns, as the text that the model reads; or the name and text of its exception."""
@@ -240,6 +242,9 @@ def described(environment, module):
     elif getattr(environment, "tools", None) is not None:
         _check_methods(environment, "messages", "reward")
         kind, further = "tools", described_tools(environment)
+    elif callable(getattr(environment, "rewards", None)):
+        _check_methods(environment, "messages", "rewards")
+        kind = "groups"
     elif not hasattr(environment, "reward") and callable(getattr(environment, "step", None)):
         _check_methods(environment, "start", "step")
         kind, further = "world", described_world(environment)
@@ -255,7 +260,7 @@ def _check_methods(environment, *names):
         if not callable(getattr(environment, name, None)):
             raise ValueError(
                 f"it has no method {name}; in its own process it needs messages and reward, with tools or "
-                "without, or start and step, or rollout"
+                "without, or messages and rewards, or start and step, or rollout"
             )
 
 

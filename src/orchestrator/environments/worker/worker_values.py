@@ -24,6 +24,15 @@ def result_of(value):
     return {"value": plain(value), "weights": None}
 
 
+def results_of(values):
+    """The results of a method that returns a list of them; of anything else, that as the value."""
+    with contextlib.suppress(Exception):
+        values = values.tolist()
+    if isinstance(values, list | tuple):
+        return {"each": [result_of(one) for one in values]}
+    return result_of(values)
+
+
 def state_of(snapshot):
     """A snapshot, which is JSON or bytes."""
     if isinstance(snapshot, bytes | bytearray):

@@ -1,0 +1,267 @@
+"""The rules about a run's learning: recorded rows with known faults, and healthy ones without a word."""
+
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cairn.run.diagnosis import RULES, Diagnosis, Finding, Seen, findings
+from cairn.run.diagnosis.rule import percent
+
+HEALTHY = {
+    "loss": -0.01,
+    "lr": 1e-4,
+    "grad_norm": 0.3,
+    "time/step": 2.0,
+    "time/wait": 0.1,
+    "time/server_idle": 0.2,
+    "time/generate": 1.9,
+    "time/reward": 0.01,
+    "time/reward_queue": 0.0,
+    "time/rewards": 0.3,
+    "samples": 32,
+    "learned_tokens": 400,
+    "reward/mean": 0.4,
+    "reward/min": 0.0,
+    "reward/max": 1.0,
+    "groups": 8,
+    "groups/unlearned": 2,
+    "groups/zero_spread": 2,
+    "groups/all_best": 1,
+    "groups/all_worst": 1,
+    "groups/failed": 0,
+    "rollouts/all": 32,
+    "rollouts/failed": 0,
+    "rollouts/retried": 0,
+    "rollout/cut_off": 0.1,
+}
+"""A step of RL: 8 prompts, 4 answers to each."""
+RECORDS = {
+    "loss": 2.1,
+    "lr": 1e-4,
+    "grad_norm": 1.2,
+    "time/step": 2.0,
+    "time/wait": 0.0,
+    "samples": 16,
+    "learned_tokens": 900,
+}
+"""A step of SFT."""
+
+
+def rows(count: int, base: dict[str, Any] = HEALTHY, **changed: Any) -> list[dict]:
+    return [{"step": step, **base, **changed} for step in range(1, count + 1)]
+
+
+def found(seen: list[dict], config: dict | None = None) -> dict[str, Finding]:
+    """What is found in rows, by rule."""
+    return {one.rule: one for one in findings(RULES, Seen(seen, config or {}, "outputs/rl"))}
+
+
+def mixed(one: dict, other: dict) -> dict:
+    """A row of two environments."""
+    return (
+        HEALTHY | {f"env/one/{k}": v for k, v in one.items()} | {f"env/two/{k}": v for k, v in other.items()}
+    )
+
+
+def test_healthy_rows_are_met_with_silence():
+    assert found(rows(50)) == {}
+    assert found(rows(50, RECORDS)) == {}
+    assert found([]) == {}
+    of_environment = {k: v for k, v in HEALTHY.items() if "/" in k or k == "groups"}
+    assert found(rows(20, mixed(of_environment, of_environment))) == {}
+
+
+@pytest.mark.parametrize(
+    ("rule", "base", "changed", "says"),
+    [
+        (
+            "no spread",
+            HEALTHY,
+            {"groups/unlearned": 8, "groups/all_worst": 8, "groups/all_best": 0},
+            ["64 of 64 prompts taught nothing in steps 1 to 8", "64 all wrong", "too hard"],
+        ),
+        (
+            "no spread",
+            HEALTHY,
+            {"groups/unlearned": 7, "groups/all_best": 6, "groups/all_worst": 1},
+            ["56 of 64 prompts", "48 all right, 8 all wrong", "orchestrator.pools.easy"],
+        ),
+        (
+            "nothing learned",
+            HEALTHY,
+            {"grad_norm": 0.0},
+            ["8 of 8 steps taught nothing", "orchestrator.redraw"],
+        ),
+        ("nothing learned", RECORDS, {"grad_norm": 0.0, "learned_tokens": 0}, ["no token to learn"]),
+        ("cut off", HEALTHY, {"rollout/cut_off": 0.97}, ["97 % of the answers were cut off", "(12 now)"]),
+        (
+            "cut samples",
+            HEALTHY,
+            {"cut_samples": 32, "lost_tokens": 400},
+            [
+                "256 of 256 rollouts in steps 1 to 8 are longer",
+                "50 % of the tokens",
+                "trainer.seq_len (48 now)",
+            ],
+        ),
+        ("cut samples", RECORDS, {"cut_samples": 4, "lost_tokens": 300}, ["25 %", "data.too_long"]),
+        ("unlearned records", RECORDS, {"unlearned_samples": 8}, ["50 % of the records", "data.learn"]),
+        (
+            "unlearned records",
+            RECORDS,
+            {"dropped_records": 4},
+            ["20 % of the records", "dropped as too long"],
+        ),
+        (
+            "given up",
+            HEALTHY,
+            {"groups/failed": 2},
+            ["16 prompts (20 %) given up", "`rollouts outputs/rl --failed`"],
+        ),
+        ("failed answers", HEALTHY, {"rollouts/failed": 8}, ["64 of 256 answers failed"]),
+        (
+            "malformed calls",
+            HEALTHY,
+            {"rollout/malformed_calls": 0.5, "rollout/tool_calls": 0.0},
+            ["100 % of the tool calls", "orchestrator.tool_parser"],
+        ),
+        (
+            "no calls",
+            HEALTHY,
+            {"rollout/tool_calls": 0.0, "rollout/malformed_calls": 0},
+            ["no tool was called"],
+        ),
+        (
+            "summed scores",
+            HEALTHY,
+            {"reward/score/mean": 0.3, "reward/acc/mean": 0.1},
+            ["the sum of score, acc: 0.4", 'weights={"acc": 0}'],
+        ),
+        (
+            "slow rewards",
+            HEALTHY,
+            {
+                "time/wait": 18.0,
+                "time/step": 0.7,
+                "time/server_idle": 17.0,
+                "time/rewards": 17.2,
+                "time/reward": 1.0,
+                "time/reward_queue": 7.5,
+            },
+            ["17.2 of 18.7 s a step", "orchestrator.reward_threads (1 now)", "coroutine"],
+        ),
+        (
+            "other pushes",
+            HEALTHY,
+            {"servers/foreign_weights": 2},
+            ["another run pushes weights to the same server"],
+        ),
+    ],
+)
+def test_each_fault_is_found_alone_and_names_the_setting(
+    rule: str, base: dict, changed: dict, says: list[str]
+):
+    """With its numbers, in two lines of a wide terminal."""
+    config = {
+        "seq_len": 64,
+        "trainer": {"seq_len": 48},
+        "orchestrator": {"reward_threads": 1, "sampling": {"max_tokens": 12}},
+    }
+    it = found(rows(8, base, **changed), config)
+    assert list(it) == [rule]
+    for words in says:
+        assert words in str(it[rule])
+    assert len(str(it[rule])) < 400
+    assert it[rule].level >= 1
+
+
+def test_a_fault_of_one_environment_is_not_hidden_by_the_others():
+    """The metrics of the whole batch look fair."""
+    fine = {
+        "groups": 4,
+        "groups/unlearned": 0,
+        "rollout/cut_off": 0.0,
+        "rollouts/all": 16,
+        "reward/mean": 0.2,
+    }
+    flat = fine | {"groups/unlearned": 4, "rollout/cut_off": 1.0}
+    it = found(rows(4, mixed(fine, flat), **{"groups/unlearned": 4}))
+    assert set(it) == {"no spread of environment 'two'", "cut off of environment 'two'"}
+    assert "16 of 16 prompts of environment 'two' taught nothing" in str(it["no spread of environment 'two'"])
+
+
+def test_functions_from_trl_get_the_hint_that_fits_them():
+    """All groups flat, and rewards that are functions of a data set: they may compare answers."""
+    flat = rows(2, **{"groups": 6, "groups/unlearned": 6, "groups/all_worst": 3, "groups/all_best": 3})
+    config = {"orchestrator": {"environment": {"args": {"rewards": ["mine:ranked"]}}}}
+    assert "group = true" in str(found(flat, config)["no spread"])
+    assert "group = true" not in str(found(flat)["no spread"])
+
+
+def test_rewards_whose_parts_are_weighted_are_no_sum_of_scores():
+    parts = {"reward/score/mean": 0.4, "reward/acc/mean": 0.9}
+    assert found(rows(2, **parts)) == {}, "acc counts 0"
+    assert found(rows(2, **{"reward/right/mean": 0.3, "reward/short/mean": 0.1})) == {}, "no score"
+    assert found(rows(2, **{"reward/score/mean": 0.4})) == {}, "score alone"
+
+
+def test_a_thing_is_said_once_and_again_only_when_it_gets_clearly_worse():
+    said: list[tuple[int, int]] = []
+    diagnosis, seen = Diagnosis(RULES), list[dict]()
+    for step in range(1, 41):
+        unlearned = 0 if step <= 10 else 7 if step <= 25 else 8
+        seen.append({"step": step, **HEALTHY, "groups/unlearned": unlearned})
+        said += [(step, one.level) for one in diagnosis.news(Seen(seen))]
+    assert len(said) == 2
+    assert [level for _, level in said] == [1, 2]
+    assert 10 < said[0][0] <= 25 < said[1][0]
+
+
+def test_at_the_end_the_numbers_are_those_of_all_steps():
+    """What has passed is no matter any more."""
+    diagnosis, seen = Diagnosis(RULES), rows(4, **{"rollout/cut_off": 1.0})
+    assert [one.rule for one in diagnosis.news(Seen(seen))] == ["cut off"]
+    seen += [{"step": step, **HEALTHY} for step in range(5, 40)]
+    assert diagnosis.news(Seen(seen)) == diagnosis.outcome(Seen(seen)) == []
+    seen = rows(20)
+    seen[4]["grad_norm"] = seen[8]["grad_norm"] = 0.0
+    (outcome,) = Diagnosis(RULES).outcome(Seen(seen))
+    assert outcome.what == "2 of 20 steps taught nothing: their gradient is 0"
+
+
+def test_updates_that_the_guard_refused_are_no_steps_without_gradient():
+    assert found(rows(8, grad_norm=0.0, skipped_updates=1)) == {}
+
+
+def test_the_first_step_waits_for_the_start_and_not_for_rewards():
+    slow = rows(1, **{"time/wait": 60.0, "time/server_idle": 60.0, "time/rewards": 60.0})
+    assert found(slow) == {}
+
+
+@pytest.mark.parametrize(
+    ("share", "text"), [(0, "0 %"), (0.004, "0.4 %"), (0.5, "50 %"), (0.999, "99 %"), (1, "100 %")]
+)
+def test_shares_in_words(share: float, text: str):
+    assert percent(share) == text
+
+
+NUMBERS = st.one_of(
+    st.floats(allow_nan=True, allow_infinity=True), st.integers(-5, 10**6), st.none(), st.text(max_size=3)
+)
+NAMES = st.sampled_from([*HEALTHY, *RECORDS, "cut_samples", "lost_tokens", "dropped_records", "env/a/groups",
+    "env/a/groups/unlearned", "env/a/rollout/cut_off", "env/a/reward/score/mean", "env/a/reward/acc/mean",
+    "env/a/reward/mean", "reward/score/mean", "rollout/malformed_calls", "rollout/tool_calls",
+    "servers/foreign_weights"])  # fmt: skip
+
+
+@settings(deadline=None, max_examples=200)
+@given(st.lists(st.dictionaries(NAMES, NUMBERS, max_size=12), max_size=6))
+def test_no_row_of_any_content_breaks_a_rule(contents: list[dict]):
+    """A run of an older version, or whose file was damaged, is looked at like others."""
+    seen = [{**row, "step": step} for step, row in enumerate(contents, 1)]
+    for finding in findings(RULES, Seen(seen)):
+        assert finding.level >= 1
+        assert finding.what
+        assert finding.advice
