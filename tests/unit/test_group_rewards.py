@@ -234,7 +234,7 @@ def test_what_is_no_list_of_rewards_fails_the_group(found: Any, message: str):
         st.one_of(
             st.none(),
             st.floats(-10, 10),
-            st.dictionaries(st.text(min_size=1), st.floats(-1, 1), min_size=1, max_size=3),
+            st.dictionaries(st.text("abc", min_size=1), st.floats(-1, 1), min_size=1, max_size=3),
         ),
         min_size=1,
         max_size=6,
