@@ -248,6 +248,11 @@ def test_calls_without_schemas_are_told(model: Model, looked: Looked):
     called = {"messages": [USER, call]}
     found = looked("sft", [GOOD, called, called | {"tools": [tool]}, GOOD], model(template))
     assert found.errors == []
+    asked = {"role": "user", "tool_calls": call["tool_calls"], "train": True}  # no content, and learned
+    shows_all = CHATML.replace("m.content", "(m.content or '') + (m.tool_calls | default('') | tojson)")
+    shown = looked("sft", [{"messages": [asked, ASSISTANT]}], model(shows_all))
+    assert shown.errors == []
+    assert shown.notices[0].startswith("DATA: of 1 records looked at")
     assert found.notices[0].endswith("; 25 % call tools without showing their schemas (tools)")
 
 

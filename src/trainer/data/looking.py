@@ -131,7 +131,7 @@ class Looking:
             seen.schemaless += calls and not turns.tools and answer is answers[0]
             learned = [turns.messages[i] for i in turns.learned]
             seen.turns += len(learned)
-            seen.beginning += sum(str(one["content"]).startswith(("\n", "\r")) for one in learned)
+            seen.beginning += sum(str(one.get("content", "")).startswith(("\n", "\r")) for one in learned)
             for sample in own if self.ends is not None else []:
                 self._look_at_ends(sample, self.ends or {}, seen)
 
