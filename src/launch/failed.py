@@ -61,7 +61,7 @@ class Failures:
                 "answers failed"
             )
         if self.answers:
-            said.append(f"{_count(self.answers, 'failed answer')} were left out of other prompts")
+            said.append(f"{_count(self.answers, 'failed answer')} left out of other prompts")
         said += [f"  {reason}" for reason in self.reasons[:SHOWN]]
         if more := self.reasons[SHOWN:]:
             said.append(

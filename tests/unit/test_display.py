@@ -130,3 +130,56 @@ def test_a_run_without_restarts_has_no_account(run: RunDirectory):
     run.history.restart("trainer", step=1, reason="died", how="is started again")
     run.history.recompute(3)
     assert display.account().startswith("1 restart, 3 steps recomputed, goodput ")
+
+
+FLAT = {"groups": 8, "groups/unlearned": 8, "groups/all_worst": 8, "groups/all_best": 0}
+
+
+@pytest.mark.parametrize("terminal", [True, False])
+def test_what_keeps_a_run_from_learning_is_said_once_at_once_and_at_the_end(
+    run: RunDirectory, terminal: bool
+):
+    display = StepDisplay(run, 0, 9, console(terminal=terminal, width=300))
+    with display:
+        for step in range(1, 7):
+            run.metrics.append({"step": step, **ROW, **FLAT})
+            display.update()
+    said = display.console.file.getvalue()
+    assert said.count("note: ") == 1
+    assert "note: 16 of 16 prompts taught nothing in steps 1 to 2 (all answers alike: 16 all wrong)" in said
+    (outcome,) = display.outcome()
+    assert "48 of 48 prompts taught nothing in steps 1 to 6" in str(outcome)
+
+
+def test_messages_are_not_cut_at_the_edge(run: RunDirectory, monkeypatch: pytest.MonkeyPatch):
+    """The reason of failing rollouts stands at the end of its line."""
+    display = StepDisplay(run, 0, 9, console(terminal=True))
+    beat(
+        run,
+        "orchestrator",
+        f"serving requests; {'rollouts are tried again ' * 6}; KeyError: 'anser'",
+        ago=-600,
+    )
+    later(display, monkeypatch, 3)
+    text = shown(display)
+    assert "KeyError: 'anser'" in text
+    assert max(map(len, text.splitlines())) <= 80
+
+
+def test_a_signals_line_waits_for_the_bar(run: RunDirectory, capfd: pytest.CaptureFixture[str]):
+    """Written by the handler itself, it was torn by the bar; after the bar it is written at once."""
+    display = StepDisplay(run, 0, 9, console(terminal=True))
+    with display:
+        display.say("SIGINT: stopping at the next step boundary")
+        assert capfd.readouterr().out == ""
+        display.update()
+    assert display.console.file.getvalue().count("SIGINT: stopping at the next step boundary") == 1
+    display.say("SIGTERM: too late")
+    assert capfd.readouterr().out == "SIGTERM: too late\n"
+
+
+def test_seconds_a_step_are_with_the_wait(run: RunDirectory):
+    display = StepDisplay(run, 0, 9, console(terminal=True))
+    run.metrics.append({"step": 1, **ROW, "time/step": 0.72, "time/wait": 18.0})
+    display.update()
+    assert "18.72 s/step, 18.00 of it waiting" in shown(display)
