@@ -1,5 +1,6 @@
 """Training from a script or notebook, with the same checks and results as the commands."""
 
+import re
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -18,6 +19,11 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 
 Config = TypeVar("Config", bound=BaseConfig)
+
+FLAG = re.compile(
+    r"(?<![\w-])--([a-z][\w-]*(?:\.[a-z][\w-]*)*)(?: (\d[\d.]*(?:e-?\d+)?|auto|latest)(?![\w.]*\w))?"
+)
+"""A flag in a message, and the value that follows it, if it is one."""
 
 
 def sft(config: "SFTConfig | Mapping[str, Any] | str | Path", **settings: Any) -> Run:
@@ -58,10 +64,37 @@ def rl(config: "RLConfig | Mapping[str, Any] | str | Path", **settings: Any) -> 
 
 def _train(command: str, cls: type[Config], config: object, settings: Mapping[str, Any]) -> Run:
     """What a command does."""
-    checked: Any = _checked(cls, config, settings, needs=KINDS[command].needs)
-    from cairn.launch.commands import start
+    try:
+        checked: Any = _checked(cls, config, settings, needs=KINDS[command].needs)
+        from cairn.launch.commands import start
 
-    return _run(lambda: start(command, checked), checked.output_dir)
+        return _run(lambda: start(command, checked), checked.output_dir)
+    except UsageError as error:
+        error.args = (in_python(str(error), command),)
+        raise
+
+
+def in_python(message: str, command: str) -> str:
+    """A message in which settings stand as one writes them in Python: `ckpt={"resume_step": 40}`."""
+
+    def written(match: re.Match[str]) -> str:
+        *sections, key = match[1].replace("-", "_").split(".")
+        if match[1] in ("help", "dry-run"):
+            return match[0] if message[: match.start()].endswith(f"{command} ") else f"`{command} {match[0]}`"
+        value = match[2]
+        if not sections:
+            return f"{key}={_literal(value)}" if value else key
+        inner = f'"{key}": {_literal(value) if value else "..."}'
+        for section in reversed(sections[1:]):
+            inner = f'"{section}": {{{inner}}}'
+        return f"{sections[0]}={{{inner}}}"
+
+    message = message.replace(f", as a flag or in a file ({command} @ file.toml)", "")
+    return FLAG.sub(written, message)
+
+
+def _literal(value: str) -> str:
+    return value if re.fullmatch(r"[\d.]+(?:e-?\d+)?", value) else f'"{value}"'
 
 
 def _checked(

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from cairn.config.cli import load, require
 from cairn.config.shared import CommandConfig
 from cairn.launch.exits import EXIT_STOPPED, answer
-from cairn.run.imports import importing
+from cairn.run.imports import importing, saying
 
 if TYPE_CHECKING:
     from cairn.config.kinds import RunConfig
@@ -53,7 +53,7 @@ def _start(command: str) -> int:
         if config.dry_run:
             return _plan(command, config)
         require(config, *kind.needs)
-        with importing():
+        with saying("importing PyTorch and Ray"), importing():
             from cairn.launch.commands import start
 
         return start(command, config)
@@ -127,7 +127,7 @@ def eval() -> int:
         config = load(EvaluateConfig, sys.argv[1:])
         if config.dry_run:
             return _plan("eval", config)
-        with importing():
+        with saying("importing PyTorch"), importing():
             from cairn.launch.evaluation.evaluating import evaluate
 
         return evaluate(config)
@@ -136,16 +136,18 @@ def eval() -> int:
 
 
 def _plan(command: str, config: CommandConfig) -> int:
-    from cairn.launch.plan import show
+    with saying("reading the configuration of the model, the machine and the data"):
+        from cairn.launch.plan import show
 
-    return show(command, config)
+        return show(command, config)
 
 
 def ckpt() -> int:
     """`ckpt list|show|verify|audit ... PATH`: inspect and manage checkpoints and runs."""
 
     def command() -> int:
-        from cairn.tools.ckpt import run
+        with saying("importing what reads checkpoints"):
+            from cairn.tools.ckpt import run
 
         return run()
 

@@ -2,7 +2,24 @@
 
 import contextlib
 import gc
+import sys
+import threading
 from collections.abc import Generator
+
+SOON = 2.0
+"""Seconds after which a command that has printed nothing says what it does."""
+
+
+@contextlib.contextmanager
+def saying(what: str) -> Generator[None]:
+    """If this takes longer than `SOON`, print `what` to standard error, so that the screen is not empty."""
+    timer = threading.Timer(SOON, lambda: print(f"{what} ...", file=sys.stderr, flush=True))
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
 
 
 @contextlib.contextmanager

@@ -207,10 +207,10 @@ def test_a_dict_or_a_configuration_will_do():
 @pytest.mark.parametrize(
     ("config", "settings", "message"),
     [
-        (CONFIG, {"max_step": 20}, "did you mean --max-steps?"),
-        (CONFIG, {"max_steps": -1}, "--max-steps: it is -1, but must be"),
-        (CONFIG, {"ckpt": {"intervall": 3}}, "did you mean --ckpt.interval?"),
-        ({"model": {"name": "m"}}, {}, "sft needs --data.name"),
+        (CONFIG, {"max_step": 20}, "did you mean max_steps?"),
+        (CONFIG, {"max_steps": -1}, "max_steps: it is -1, but must be"),
+        (CONFIG, {"ckpt": {"intervall": 3}}, 'did you mean ckpt={"interval": ...}?'),
+        ({"model": {"name": "m"}}, {}, 'sft needs data={"name": ...}; sft --help lists all'),
         ("nowhere.toml", {}, "nowhere.toml: configuration file not found"),
         (3, {}, "config is a int"),
     ],

@@ -3,10 +3,14 @@
 import errno
 import os
 import re
+import sys
+import threading
 from pathlib import Path
 
 import pytest
 
+import cairn
+from cairn.api.training import in_python
 from cairn.checkpoint.saver import _what_to_do
 from cairn.config.cli import COMMANDS
 from cairn.config.kinds import KINDS
@@ -15,7 +19,9 @@ from cairn.config.trainer import SFTConfig
 from cairn.launch import main
 from cairn.launch.endings import what_next
 from cairn.launch.epochs import with_steps
+from cairn.run import imports
 from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
 
 
 @pytest.mark.parametrize("command", sorted(KINDS))
@@ -66,3 +72,44 @@ def test_a_full_disk_is_met_with_what_to_do():
     full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), "step_12")
     assert "free space, and repeat the command with --ckpt.resume auto" in _what_to_do(full)
     assert _what_to_do(OSError(errno.EACCES, os.strerror(errno.EACCES), "step_12")) == ""
+
+
+@pytest.mark.parametrize(
+    ("message", "python"),
+    [
+        ("give --ckpt.resume-step 40", 'give ckpt={"resume_step": 40}'),
+        (
+            "--lerning-rate: no; did you mean --optimizer.lr?",
+            'lerning_rate: no; did you mean optimizer={"lr": ...}?',
+        ),
+        ("accept it with --ckpt.accept-changes lr", 'accept it with ckpt={"accept_changes": ...} lr'),
+        ("--trainer.optimizer.lr 1e-4 is", 'trainer={"optimizer": {"lr": 1e-4}} is'),
+        ("repeat with --ckpt.resume auto", 'repeat with ckpt={"resume": "auto"}'),
+        ("--max-steps 60 steps", "max_steps=60 steps"),
+        ("--help lists all settings", "`sft --help` lists all settings"),
+        ("a -- b, x--y, --- and /a--b/c", "a -- b, x--y, --- and /a--b/c"),
+    ],
+)
+def test_errors_of_the_api_speak_python(message: str, python: str):
+    assert in_python(message, "sft") == python
+
+
+def test_an_unknown_setting_of_the_api_is_named_as_in_python():
+    with pytest.raises(UsageError) as refused:
+        cairn.sft({"model": {"name": "x"}}, lerning_rate=1)
+    assert str(refused.value).startswith("lerning_rate: there is no such setting; did you mean optimizer={")
+
+
+def test_a_slow_command_says_what_it_does(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr(imports, "SOON", 0.0)
+    said = threading.Event()
+    monkeypatch.setattr("builtins.print", lambda *words, **_: (sys.stderr.write(f"{words}"), said.set()))
+    with imports.saying("reading the model"):
+        assert said.wait(60)
+    assert "reading the model ..." in capsys.readouterr().err
+    monkeypatch.setattr(imports, "SOON", 3600.0)
+    with imports.saying("never"):
+        pass
+    assert "never" not in capsys.readouterr().err
