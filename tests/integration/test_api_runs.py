@@ -24,7 +24,7 @@ assert run.metrics["loss"].notna().all()
 assert [step.number for step in run.steps] == [4, 8]
 assert run.steps[-1].metrics["loss"] == run.metrics["loss"].iloc[-1]
 assert run.steps[-1].nbytes > 4 * 604_000
-assert "max-steps" in mistake
+assert "max_step" in mistake
 assert checkpoint.step == 8
 assert checkpoint.trainer_state["progress"]["total_tokens"] == run.metrics["total_tokens"].iloc[-1]
 weights = dict(model.named_parameters())
