@@ -70,6 +70,9 @@ def run() -> int:
     add_export(add("export", "write a checkpoint in the format of another program", export_step))
     proof = add("audit", "check that a run trained on everything exactly once; exit code 1 if not", _audit)
     proof.add_argument("run", type=local_run, help="an output folder; the run may be going on")
+    proof.add_argument(
+        "--data", action="store_true", help="SFT: also compare batches with the data, by content"
+    )
     arguments = parser.parse_args(sys.argv[1:])
     return arguments.action(arguments)
 
@@ -183,7 +186,7 @@ def _uploaded(step: Path) -> str | None:
 def _audit(arguments: argparse.Namespace) -> int:
     from cairn.tools.audit import audit  # imports numpy, which would slow down --help
 
-    report = audit(arguments.run)
+    report = audit(arguments.run, data=arguments.data)
     if arguments.json:
         print_json(report.to_json())
     else:

@@ -2,14 +2,17 @@
 
 import contextlib
 import json
+import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
+from cairn.config.trainer import SFTConfig, SFTDataConfig
 from cairn.launch import main
 from cairn.orchestrator.ledger import FORMAT, RESTS, SCHEMA
 from cairn.orchestrator.order import Order, Portion
@@ -19,7 +22,9 @@ from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.metrics import CHAIN, chained
 from cairn.run.seeds import permutation
 from cairn.tools.audit import Report, audit
+from cairn.trainer.data.batches import SFTData
 
+MODEL = Path(__file__).resolve().parents[2] / "configs/reverse_text/model"
 RUN, BRANCH, SEED = "0badcafe", "branch_1", 7
 PROBLEMS, EACH, SAMPLES, TOKENS = 10, 4, 2, 24  # prompts in an epoch, in a batch; answers; tokens in a batch
 LAST, SAVED, LAG = 6, (2, 4), 1  # steps trained, steps saved, and the bound on staleness
@@ -688,6 +693,31 @@ def test_what_is_proved_and_what_not_is_said(sft: Run, run: Run):
     (note,) = [one for one in sft.audit().notes if "batch/digest" in one]
     assert "steps 4 and 5 of one epoch have the same" in note
     assert "in one batch" in run.audit().proved[0]
+
+
+@pytest.mark.parametrize("altered", [False, True])
+def test_batches_are_made_again_from_the_data(sft: Run, tmp_path: Path, altered: bool):
+    """By content: a step that was trained on other records is found, and other data say so."""
+    records = tmp_path / "a.jsonl"
+    lines = [json.dumps({"prompt": f"{i}", "completion": "abc"}) for i in range(100)]
+    records.write_text("\n".join(lines) + "\n")
+    source = SFTDataConfig(name=str(records), batch_size=EACH * SAMPLES)
+    config = SFTConfig(data=source, seq_len=64)
+    data = SFTData(source, AutoTokenizer.from_pretrained(MODEL), 0, 0, row_length=64)
+    for row in sft.rows:
+        row["batch/digest"] = data.next_batch(row["step"]).digest()
+    if altered:
+        sft.rows[2]["batch/digest"] = sft.rows[3]["batch/digest"]
+    sft.write_metrics()
+    (sft.path / "config.json").write_text(config.model_dump_json())
+    for step in SAVED:
+        shutil.copytree(MODEL, sft.path / f"checkpoints/step_{step}/model")
+    report = audit(sft.path, data=True)
+    assert kinds(report) == ({"position"} if altered else set())
+    assert any("by content" in one for one in report.proved) != altered
+    records.write_text("\n".join(lines[1:]) + "\n")
+    (why,) = [one for one in audit(sft.path, data=True).unproved if "of the data" in one]
+    assert "holds other records by now" in why
 
 
 def test_lost_evaluations_are_mentioned(sft: Run):

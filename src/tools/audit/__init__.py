@@ -15,6 +15,7 @@ from cairn.config.kinds import kind_of
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
 from cairn.run.view import RunView
+from cairn.tools.audit.contents import check_contents
 from cairn.tools.audit.ledger import add_unnoted, check_ledger, check_snapshots, read_whole_ledger
 from cairn.tools.audit.positions import check_records
 from cairn.tools.audit.programs import check_learned
@@ -38,8 +39,11 @@ from cairn.tools.audit.steps import (
 __all__ = ["Report", "audit"]
 
 
-def audit(path: Path) -> Report:
+def audit(path: Path, *, data: bool = False) -> Report:
     """Check every promise that a run directory's files can prove; nothing is written.
+
+    Args:
+        data: also make the batches of SFT again, and compare them with what was trained on.
 
     Raises:
         UsageError: it is not a run directory, or its kind of run is unknown to this version.
@@ -75,10 +79,13 @@ def audit(path: Path) -> Report:
         check_records(recipes, rows, report)
         note_equal_batches(rows, report)
         report.proved.append("each step continued in the data where the one before ended, by their counts")
-        report.unproved.append(
-            "that the records at these places are those of the data: batch/digest names what each step was "
-            "trained on, and is not compared with the data"
-        )
+        if data:
+            check_contents(rows, recipes, config, store, report)
+        else:
+            report.unproved.append(
+                "that the records at these places are those of the data: batch/digest names what each step "
+                "was trained on, and is not compared with the data (--data does)"
+            )
     else:
         report.proved.append(
             "each prompt of the ledger is in one batch, and each step had its own, by digest"
