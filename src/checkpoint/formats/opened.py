@@ -7,17 +7,19 @@ PEFT are other readers: what they make of names, config.json and scaling is seen
 # torch, transformers and PEFT are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
+import contextlib
 import gc
 import importlib.metadata
 import importlib.util
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.utils import logging
 
 from cairn.checkpoint.formats.adapters import base_folder
 from cairn.checkpoint.formats.content import Content, Stage, WriteOptions
@@ -115,7 +117,8 @@ def compare_logits(
     expected = _logits(_of_step(content, content.model, options))
     progress(1)
     try:
-        found = _logits(opener.open(export, content.model))
+        with _without_bars():
+            found = _logits(opener.open(export, content.model))
     except (OSError, MemoryError):
         raise
     except Exception as error:  # whatever transformers runs into
@@ -129,6 +132,18 @@ def compare_logits(
             "largest. --logits never exports without this check; please report it"
         )
     return f"logits in {opener.package} {importlib.metadata.version(opener.package)} equal within {apart:.0e}"
+
+
+@contextlib.contextmanager
+def _without_bars() -> Generator[None]:
+    """A context in which transformers shows no bars of its own: the command's are enough."""
+    shown = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        if shown:
+            logging.enable_progress_bar()
 
 
 def _of_step(content: Content, folder: Path, options: WriteOptions) -> Any:
