@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from cairn.api.records import read_records
     from cairn.api.runs import Run, Step
     from cairn.api.training import dpo, reward, rl, sft
+    from cairn.orchestrator.environments.tool_schemas import tool_schema
 
 __version__ = "0.1.0"
 
@@ -28,6 +29,7 @@ __all__ = [
     "reward",
     "rl",
     "sft",
+    "tool_schema",
 ]
 
 _HOMES = {
@@ -40,6 +42,7 @@ _HOMES = {
     "reward": "cairn.api.training",
     "rl": "cairn.api.training",
     "sft": "cairn.api.training",
+    "tool_schema": "cairn.orchestrator.environments.tool_schemas",
 }
 
 

@@ -273,7 +273,7 @@ class Twice(Numbers):
         (
             "Untyped",
             {"tool_parser": "hermes"},
-            "tool <lambda> can't be described: .* it has no docstring",
+            "tool <lambda> can't be described: <lambda> has no docstring",
         ),
         ("Twice", {"tool_parser": "hermes"}, "two of its tools have the same name: add, add"),
     ],

@@ -6,7 +6,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Any, Protocol
 
-from pydantic import ConfigDict, ValidationError, validate_call
+from pydantic import ValidationError, validate_call
 
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments.asked import MAX_TURNS, wrong_with_methods, wrong_with_turns
@@ -15,6 +15,7 @@ from cairn.orchestrator.environments.program import Model, Programs, no_tool_par
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.rewards import COUNTED, TOOL_COUNTS, Rewards, says_nothing, to_json
 from cairn.orchestrator.environments.single_turn import messages_of, wrong_with_conversation
+from cairn.orchestrator.environments.tool_schemas import CONFIG, misses_choice, tool_schema
 from cairn.run.output import quoted, writable
 
 
@@ -48,20 +49,20 @@ class Tool:
     """A function that the model may call.
 
     Raises:
-        Exception: no JSON schema can be made of the function; the message says what is missing.
+        ValueError: it can't be a tool; the message says why.
     """
 
     def __init__(self, function: Callable[..., Any]):
-        from transformers.utils.chat_template_utils import get_json_schema  # slow to import
-
-        self.schema: dict[str, Any] = get_json_schema(function)
+        self.schema = tool_schema(function)
         """As in OpenAI's `tools`."""
         self.name: str = self.schema["function"]["name"]
-        self._call = validate_call(config=ConfigDict(arbitrary_types_allowed=True))(function)
+        self._call = validate_call(config=CONFIG)(function)
         self._is_coroutine = inspect.iscoroutinefunction(function)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         """What calls the function and returns the outcome; a coroutine function if the function is one."""
+        if wrong := misses_choice(self.schema, arguments):
+            return lambda: {"error": f"Error: wrong arguments: {wrong}"}
         call = functools.partial(self._call, **arguments)
         return functools.partial(_outcome_of_coroutine if self._is_coroutine else _outcome, call)
 
