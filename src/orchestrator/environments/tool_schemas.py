@@ -15,6 +15,7 @@ from typing import Any, cast
 
 from pydantic import ConfigDict, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, TypeAdapter
 from pydantic.errors import PydanticUndefinedAnnotation
+from pydantic.json_schema import GenerateJsonSchema
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True)
 """Of the check of calls as well."""
@@ -23,6 +24,12 @@ CHOICES = re.compile(r"\(choices:\s*(.*?)\)\s*$", re.IGNORECASE)
 """What may end an argument's description: a JSON list of the values that it can have."""
 
 Schema = dict[str, Any]
+
+
+class _Quiet(GenerateJsonSchema):
+    """Says nothing of defaults that JSON has not, which the model is not told."""
+
+    ignored_warning_kinds = GenerateJsonSchema.ignored_warning_kinds | {"non-serializable-default"}
 
 
 class BadTool(ValueError):
@@ -100,7 +107,9 @@ def _parameters(function: Callable[..., Any], name: str) -> list[inspect.Paramet
 def _properties(function: Callable[..., Any], name: str) -> tuple[Schema, Schema]:
     """Pydantic's schemas of the arguments, and of what they refer to that refers to itself."""
     try:
-        whole = TypeAdapter(cast(Any, function), config=CONFIG).json_schema(mode="validation")
+        whole = TypeAdapter(cast(Any, function), config=CONFIG).json_schema(
+            mode="validation", schema_generator=_Quiet
+        )
     except (PydanticInvalidForJsonSchema, PydanticSchemaGenerationError) as error:
         raise BadTool(
             f"an argument of {name} has a type that JSON can't give: {str(error).splitlines()[0]}; take str, "
@@ -218,14 +227,13 @@ def _without_choices(text: str, name: str) -> tuple[str, Schema]:
     return text[: found.start()].strip(), {"enum": values}
 
 
-def misses_choice(schema: Schema, arguments: Mapping[str, Any]) -> str | None:
-    """What is wrong with a call whose arguments are texts that their schemas do not have."""
-    properties: Schema = schema["function"]["parameters"]["properties"]
-    for name, value in arguments.items():
-        values = properties.get(name, {}).get("enum", [value])
-        if isinstance(value, str) and values and value not in values:
-            return f"{name}: Input should be one of {', '.join(map(repr, values))}"
-    return None
+def choices_of(function: Callable[..., Any]) -> dict[str, list[str]]:
+    """The values that the docstring of a tool lists, by argument; types know nothing of these."""
+    from transformers.utils.chat_template_utils import parse_google_format_docstring
+
+    _, described, _ = parse_google_format_docstring((inspect.getdoc(function) or "").strip())
+    found = {name: _without_choices(text, name)[1] for name, text in (described or {}).items()}
+    return {name: schema["enum"] for name, schema in found.items() if schema}
 
 
 # Whether two schemas say the same

@@ -15,7 +15,7 @@ from cairn.orchestrator.environments.program import Model, Programs, no_tool_par
 from cairn.orchestrator.environments.protocol import EnvironmentFailed, Unscored
 from cairn.orchestrator.environments.rewards import COUNTED, TOOL_COUNTS, Rewards, says_nothing, to_json
 from cairn.orchestrator.environments.single_turn import messages_of, wrong_with_conversation
-from cairn.orchestrator.environments.tool_schemas import CONFIG, misses_choice, tool_schema
+from cairn.orchestrator.environments.tool_schemas import CONFIG, choices_of, tool_schema
 from cairn.run.output import quoted, writable
 
 
@@ -56,13 +56,16 @@ class Tool:
         self.schema = tool_schema(function)
         """As in OpenAI's `tools`."""
         self.name: str = self.schema["function"]["name"]
+        self._choices = choices_of(function)
         self._call = validate_call(config=CONFIG)(function)
         self._is_coroutine = inspect.iscoroutinefunction(function)
 
     def with_arguments(self, arguments: Mapping[str, Any]) -> Callable[[], Any]:
         """What calls the function and returns the outcome; a coroutine function if the function is one."""
-        if wrong := misses_choice(self.schema, arguments):
-            return lambda: {"error": f"Error: wrong arguments: {wrong}"}
+        for name, values in self._choices.items():
+            if isinstance(value := arguments.get(name), str) and value not in values:
+                wrong = f"{name}: Input should be one of {', '.join(map(repr, values))}"
+                return lambda: {"error": f"Error: wrong arguments: {wrong}"}
         call = functools.partial(self._call, **arguments)
         return functools.partial(_outcome_of_coroutine if self._is_coroutine else _outcome, call)
 
