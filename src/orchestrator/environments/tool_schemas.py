@@ -15,7 +15,7 @@ from typing import Any, cast
 
 from pydantic import ConfigDict, PydanticInvalidForJsonSchema, PydanticSchemaGenerationError, TypeAdapter
 from pydantic.errors import PydanticUndefinedAnnotation
-from pydantic.json_schema import GenerateJsonSchema
+from pydantic.json_schema import GenerateJsonSchema, JsonSchemaWarningKind
 
 CONFIG = ConfigDict(arbitrary_types_allowed=True)
 """Of the check of calls as well."""
@@ -29,7 +29,7 @@ Schema = dict[str, Any]
 class _Quiet(GenerateJsonSchema):
     """Says nothing of defaults that JSON has not, which the model is not told."""
 
-    ignored_warning_kinds = GenerateJsonSchema.ignored_warning_kinds | {"non-serializable-default"}
+    ignored_warning_kinds: set[JsonSchemaWarningKind] = {"skipped-choice", "non-serializable-default"}
 
 
 class BadTool(ValueError):
@@ -232,7 +232,8 @@ def choices_of(function: Callable[..., Any]) -> dict[str, list[str]]:
     from transformers.utils.chat_template_utils import parse_google_format_docstring
 
     _, described, _ = parse_google_format_docstring((inspect.getdoc(function) or "").strip())
-    found = {name: _without_choices(text, name)[1] for name, text in (described or {}).items()}
+    texts = cast("Mapping[str, str]", described or {})
+    found = {name: _without_choices(text, name)[1] for name, text in texts.items()}
     return {name: schema["enum"] for name, schema in found.items() if schema}
 
 
