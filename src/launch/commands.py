@@ -60,7 +60,8 @@ def start(command: str, config: RunConfig) -> int:
         RoleFailed: a role died.
     """
     kind = KINDS[command]
-    config = with_steps(kind, config)
+    lengths: list[str] = []
+    config = with_steps(kind, config, lengths.append)
     orchestrator: Checked | None = None
     if "orchestrator" in kind.roles:
         orchestrator = check_orchestrator(kind.of("orchestrator", config))
@@ -113,6 +114,8 @@ def start(command: str, config: RunConfig) -> int:
     ranks = cluster or placing.of_ranks(machine)
     config, _ = settle(config, ranks, gpu_servers=serves_on_gpus())
     recipe = plan_recipe(kind, config, chosen, orchestrator and orchestrator.recipe)
+    for words in lengths:
+        print(words, flush=True)
     if words := placing.in_words():
         print(words, flush=True)
     if machine.has_gpus and serves and vllm == "cpu":

@@ -7,7 +7,7 @@ from cairn.config.kinds import RunConfig, RunKind
 from cairn.run.errors import UsageError
 
 
-def with_steps(kind: RunKind, config: RunConfig, say: Callable[[str], object] = print) -> RunConfig:
+def with_steps(kind: RunKind, config: RunConfig, say: Callable[[str], object]) -> RunConfig:
     """The same with `max_steps` in place of `data.epochs`; the data is opened if that is set.
 
     Args:

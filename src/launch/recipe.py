@@ -10,7 +10,7 @@ from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.adapters import base_of_adapter, held_base
 from cairn.checkpoint.formats.described import about_model
 from cairn.checkpoint.formats.disagreeing import QUANTIZATION
-from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.config.critic import critic_problem
 from cairn.config.kinds import RunConfig, RunKind
@@ -213,7 +213,8 @@ def check_model(name: str, start: Start) -> None:
         apart |= {"tie_word_embeddings", QUANTIZATION}
     ours, theirs = (in_one_form(about_model(folder)) for folder in (own, saved))
     if _differing(ours, theirs, apart):
-        ours, theirs = (_with_defaults(folder) for folder in (own, saved))
+        with contextlib.suppress(Damaged):  # an edited file may contradict itself
+            ours, theirs = (_with_defaults(folder) for folder in (own, saved))
     different = [
         f"{key} {theirs.get(key)} there, {ours.get(key)} here" for key in _differing(ours, theirs, apart)
     ]

@@ -115,7 +115,7 @@ class Settings:
             name
             for name in names
             if not ENTRY.match(name)
-            and now[name] != defaults.get(name)
+            and defaults.get(name) not in (now[name], "auto")  # auto: now is what was chosen for the machine
             and not name.endswith(".code")
             and _decider(name) not in changed
             and not any(self.values.get(above, 0) is None for above in _above(name))

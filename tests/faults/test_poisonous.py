@@ -27,6 +27,7 @@ def arguments(folder: Path, port: int) -> list[object]:
         *("--orchestrator.prompts-per-step", 3, "--orchestrator.samples-per-prompt", 2),
         *("--trainer.micro-batch-size", 2, "--orchestrator.reward-retries", 1),
         *("--orchestrator.reward-retry-seconds", 0, "--ckpt", "--ckpt.interval", 1),
+        *("--orchestrator.max-failed-share", 1),
         *("--orchestrator.environment.name", "poisonous:Poisonous"),
         *("--orchestrator.environment.args", json.dumps({"log": str(folder / "calls")})),
         *("--output-dir", folder / "run"),

@@ -206,7 +206,9 @@ def test_a_run_goes_on_through_damaged_files(ckpt, shell: Shell, run: Path):
         assert output.count(f"now {'in ' if content else ''}{name}.damaged-1") == 1
     assert read(run / "roles.json")["number"] == 2
     found = json.loads(ckpt("audit", run, "--json").output)
-    assert [row["what"] for row in found["violations"]] == ["metrics.jsonl lacks steps 4 to 4"]
+    lost, behind = sorted(row["what"] for row in found["violations"])
+    assert lost == "metrics.jsonl lacks steps 4 to 4"
+    assert behind.startswith("the row of step 5, or the one before it, is not as it was written")
 
 
 def test_a_run_whose_folder_is_deleted_ends(shell: Shell, tmp_path: Path):
@@ -218,5 +220,5 @@ def test_a_run_whose_folder_is_deleted_ends(shell: Shell, tmp_path: Path):
         finished = command.finish()
         command.assert_nothing_survives()
     assert finished.code == 1
-    assert f"{run}/logs/trainer.log:\n(no log: No such file or directory)" in finished.output
+    assert "nothing more is written" in finished.output
     assert "Traceback" not in finished.output

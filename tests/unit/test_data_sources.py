@@ -232,7 +232,9 @@ def test_records_all_of_which_are_dropped_end_the_run(
 ):
     monkeypatch.setattr("cairn.trainer.data.batches.DROPPED_AT_MOST", 20)
     config = SFTDataConfig(name=str(write(tmp_path / "a.jsonl", "a", 5)), batch_size=4, too_long="drop")
-    with pytest.raises(BadRecord, match=r"were all longer than --seq-len 3, and data\.too_long drops such"):
+    with pytest.raises(
+        BadRecord, match=r"were dropped: all of them as longer than --seq-len 3 \(data\.too_long\)"
+    ):
         SFTData(config, tokenizer, 3, 0, row_length=3).next_batch(1)
 
 

@@ -269,7 +269,9 @@ def test_a_server_that_a_run_may_use_is_refused(run: Path, server: Answering, tm
 def test_a_server_that_computes_something_else_is_refused(run: Path, server: Answering, tmp_path: Path):
     shutil.copytree(MODEL, other := tmp_path / "other")
     config = json.loads((other / "config.json").read_text())
-    (other / "config.json").write_text(json.dumps(config | {"rope_theta": 5.0}))
+    (other / "config.json").write_text(
+        json.dumps(config | {"rope_parameters": {"rope_type": "default", "rope_theta": 5.0}})
+    )
     server.more_status = {"model": str(other)}
     with pytest.raises(UsageError, match="has another architecture"):
         run_eval(server, tmp_path / "out", "--model.name", run)

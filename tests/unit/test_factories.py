@@ -126,7 +126,7 @@ def test_an_object_for_each_rollout_that_dies_at_every_call(folder: Path, chat: 
     config = configuration(folder, rewards=[{"function": "my_walker:steps", "weight": 0.5}])
     calm_servers = Script(chat, *SCRIPT)
     calm = complete(runner(config, folder / "calm", calm_servers))
-    parts = {"steps": 1.0, "Walker": 1.0, "tool_calls": 4.0, "tool_errors": 1.0}
+    parts = {"steps": 1.0, "Walker": 1.0, "tool_calls": 4.0, "tool_errors": 1.0, "malformed_calls": 0.0}
     assert [rollout.parts for rollout in calm.rollouts] == [parts] * 2
     assert calm.rewards == [1.5, 1.5]
     seen = calm_servers.seen[-1]

@@ -827,14 +827,14 @@ def test_epochs_are_so_many_steps(tmp_path: Path, capsys: pytest.CaptureFixture[
     """Up to a whole step; the schedule is checked against them."""
     data = write_records(tmp_path / "a.jsonl", 50)
     records = {"name": str(data), "batch_size": BATCH, "epochs": 1.5}
-    config = with_steps(SFT_RUN, SFTConfig(data=records))
+    config = with_steps(SFT_RUN, SFTConfig(data=records), print)
     assert isinstance(config, SFTConfig)
     assert (config.max_steps, config.data.epochs) == (19, None)
     assert "data.epochs = 1.5: max_steps = 19, for 50 records and a batch of 4" in capsys.readouterr().out
-    assert with_steps(SFT_RUN, config) is config
+    assert with_steps(SFT_RUN, config, print) is config
     late = {"type": "linear", "warmup_steps": 19}
     with pytest.raises(UsageError, match="warmup_steps = 19 leaves no step"):
-        with_steps(SFT_RUN, SFTConfig(data=records, scheduler=late))
+        with_steps(SFT_RUN, SFTConfig(data=records, scheduler=late), print)
     with pytest.raises(ValueError, match=r"max_steps beside data\.epochs"):
         SFTConfig(data=records, max_steps=5)
     for many in ({"read": "stream"}, {"name": "", "sets": [{"name": str(data)}]}):

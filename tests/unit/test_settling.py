@@ -221,7 +221,7 @@ def test_a_run_from_before_there_was_auto_goes_on_without_a_word(
     data = write_records(tmp_path / "a.jsonl", 50)
     config, _ = settle(sft(tmp_path, data), CPU, gpu_servers=False)
     recipe = plan_recipe(SFT_RUN, config, FRESH)
-    del recipe["trainer"]["settings"]["precision.float32_matmul"]
+    del recipe["trainer"]["settings"]["precision.float32_matmul"], recipe["trainer"]["free"]
     assert plan_recipe(SFT_RUN, config, start_at(tmp_path, recipe))["trainer"]["changes"] == []
     assert capsys.readouterr().out == ""
 

@@ -22,6 +22,8 @@ WITHOUT = {
     "tools/chaos/run.py: still running after {} s, at step {}": "a finding, not a wait",
     "launch/process.py: ; the same again, after {} s, stops at once": "how to stop a run",
     "launch/display.py: {} for {} s": "what a run waits for at the moment, with its own deadline",
+    "orchestrator/loop.py: {} for {} s": "the oldest call of user code, in a sign of life",
+    "run/diagnosis/work.py: servers and trainer wait for rewards": "what a step's time goes to",
     "launch/given_servers.py: waiting for the inference server, at most {} s": "a line before the wait",
     "run/file_system.py: warning: in RL each answer is a transaction": "what a disk costs",
     "launch/ray/room.py: {}: waiting for nodes, for up to {} s (ray.start_timeout)": "a line before the wait",

@@ -106,7 +106,8 @@ def _as_written(config: "PreTrainedConfig", *, defaults: bool = False) -> About:
 
 def _changed(source: About, config: "PreTrainedConfig") -> About:
     """The content of a file, with the entries that are others in memory than the file says."""
-    read = type(config).from_dict(copy.deepcopy(source))  # pyright: ignore # typed in part
+    decoded = config._decode_special_floats(copy.deepcopy(source))  # pyright: ignore # what its from_json_file calls
+    read = type(config).from_dict(decoded)  # pyright: ignore # typed in part
     before, now = _as_written(read, defaults=True), _as_written(config, defaults=True)
     others = {key: value for key, value in now.items() if key not in PASSING and before.get(key) != value}
     return source | others

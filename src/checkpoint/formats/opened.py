@@ -113,9 +113,9 @@ def compare_logits(
     nbytes = 4 * sum(math.prod(source.spec.shape) for source in content.tensors[MODEL].values())
     if when == AUTO and nbytes > MOST_BYTES:
         return f"logits not compared: {nbytes / 2**30:.1f} GiB in float32 (--logits always)"
-    progress = stage(f"opening in {opener.package}", 2)
+    progress = stage(f"opening in {opener.package}", 2 * nbytes)
     expected = _logits(_of_step(content, content.model, options))
-    progress(1)
+    progress(nbytes)
     try:
         with _without_bars():
             found = _logits(opener.open(export, content.model))
@@ -124,7 +124,7 @@ def compare_logits(
     except Exception as error:  # whatever transformers runs into
         reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise Damaged(f"{export}: {opener.package} can't open it: {reason}") from None
-    progress(1)
+    progress(nbytes)
     apart = float((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30))
     if not apart <= TOLERANCE:
         raise Damaged(

@@ -119,6 +119,8 @@ class Watch:
         """Whether the run had to resume from an older checkpoint than the newest."""
         self.remote_step = 0
         """The newest remote step when the machine before this one was lost."""
+        self.arriving = False
+        """Whether rows that came from the object store may still be cut to the step that the run goes on from."""
 
     def move(self, run: RunDirectory, remote_step: int) -> None:
         """Follow the run to another machine, where it must go on from `remote_step`, or a later step."""
@@ -127,12 +129,15 @@ class Watch:
         self.step = self.latest = 0
         self.damaged = set()
         self.remote_step = remote_step
+        self.arriving = True
 
     def look(self) -> None:
         """Check once; call it as often as possible."""
         rows = self.view.metrics()
         step = rows[-1]["step"] if rows else 0
-        if step < self.step:
+        if step < self.step and self.arriving and step == self.remote_step:
+            self.arriving = False  # these steps count as lost
+        elif step < self.step:
             self.result.recomputed.append(self.step - step)
             if step < self.latest and self.latest not in self.damaged:
                 what = f"went back from step {self.step} to {step}, although step {self.latest} was saved"
