@@ -114,8 +114,6 @@ def start(command: str, config: RunConfig) -> int:
     ranks = cluster or placing.of_ranks(machine)
     config, _ = settle(config, ranks, gpu_servers=serves_on_gpus())
     recipe = plan_recipe(kind, config, chosen, orchestrator and orchestrator.recipe)
-    for words in lengths:
-        print(words, flush=True)
     if words := placing.in_words():
         print(words, flush=True)
     if machine.has_gpus and serves and vllm == "cpu":
@@ -139,7 +137,7 @@ def start(command: str, config: RunConfig) -> int:
                 print(f"warning: {shares.warning}", flush=True)
         return config
 
-    return _see_through(kind, config, chosen, recipe, roles, orchestrator, fitted)
+    return _see_through(kind, config, chosen, recipe, roles, orchestrator, fitted, lengths)
 
 
 def _see_through(
@@ -150,12 +148,14 @@ def _see_through(
     roles: list[str],
     orchestrator: Checked | None,
     fitted: Callable[[RunConfig, str], RunConfig],
+    notices: list[str],
 ) -> int:
     """Run the roles to the end; if they find a checkpoint damaged, begin another attempt.
 
     Args:
         fitted: called with the model's folder before anything is started; gives the settings with each
             role's share of memory, or refuses what does not fit.
+        notices: lines for the user, told once nothing refuses the run any more.
     """
     run = config.run_directory()
     for remark in remarks([run.path, run.checkpoints]):
@@ -176,10 +176,11 @@ def _see_through(
             config = kind.with_sources(config, sources)
             config = fitted(config, name)
             found = preflight(kind, config, Path(name), _facts(config, orchestrator, roles))
-            for notice in found.notices:
-                print(notice, flush=True)
             if found.errors:
                 raise UsageError("\n".join(found.errors))
+            for notice in [*notices, *found.notices]:
+                print(notice, flush=True)
+            notices.clear()
             finish_recipe(recipe, Path(name), chosen, run, goes_on=goes_on)
             attempt = begin(run, config, chosen, recipe, command=kind.command)
             set_exports_aside(config, chosen, f"before_attempt_{attempt.number}")

@@ -120,7 +120,7 @@ class Watch:
         self.remote_step = 0
         """The newest remote step when the machine before this one was lost."""
         self.arriving = False
-        """Whether rows that came from the object store may still be cut to the step that the run goes on from."""
+        """Whether rows from the object store may still be cut to the step that the run goes on from."""
 
     def move(self, run: RunDirectory, remote_step: int) -> None:
         """Follow the run to another machine, where it must go on from `remote_step`, or a later step."""
