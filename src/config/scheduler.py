@@ -34,7 +34,7 @@ class SchedulerConfig(BaseConfig):
         return peak * (self.min_lr_ratio + (1 - self.min_lr_ratio) * fall)
 
     def end_in_words(self, max_steps: int, section: str) -> str | None:
-        """What the user should know of the end of the schedule; None if the rate does not fall."""
+        """What the user should know of the end of the schedule; None if it has none, or a later one."""
         end = self.steps or max_steps
         if self.type == "constant":
             return None
@@ -47,7 +47,7 @@ class SchedulerConfig(BaseConfig):
             return f"{falls}, and steps {end + 1} to {max_steps} go on {still}; raise {section}.steps"
         if end == max_steps:
             return f"{falls}, the last one ({section}.steps is another end, for a run that may go on)"
-        return f"{falls}, after the last step ({max_steps})"
+        return None  # somebody has chosen that
 
     def problem(self, max_steps: int, section: str) -> str | None:
         """Why no schedule of so many steps can be like this; None if one can."""
