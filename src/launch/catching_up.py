@@ -19,10 +19,9 @@ from cairn.checkpoint.retention import PINS, pins
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.attempt import Attempt
 from cairn.run.directory import JOURNALS, RunDirectory
-from cairn.run.evaluations import lost
 from cairn.run.files import make_folders, parse_json, write_atomic, write_json
 from cairn.run.jsonlines import JsonLines, Row
-from cairn.run.metrics import ranges_of
+from cairn.run.metrics import lost, ranges_of
 
 Line = tuple[bytes, Row]
 """A line, and the object in it."""

@@ -1,7 +1,10 @@
 """The display of a running command: a progress bar, or plain lines without a terminal."""
 
+import functools
 import time
-from collections.abc import Iterable, Sequence
+from bisect import bisect_right
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 from rich.console import Console, RenderableType
 from rich.padding import Padding
@@ -83,8 +86,7 @@ class StepDisplay:
             say(line)
 
     def update(self, *, final: bool = False) -> None:
-        """Show the newest step, or what is being waited for, role restarts, and what keeps it from "
-        "learning."""
+        """Show the newest step or what is waited for, restarts, and what keeps the run from learning."""
         while self._unsaid:
             self.console.print(self._unsaid.pop(0), markup=False, soft_wrap=True)
         events = self._view.history()
@@ -150,12 +152,16 @@ class StepDisplay:
 
     def _seen(self, rows: Sequence[Row]) -> Seen:
         """What is known of the steps of this attempt."""
+        own = rows[bisect_right(rows, self.start_step, key=lambda row: row["step"]) :]
+        return Seen(own, self._config, shorter(self._view.run.path))
+
+    @functools.cached_property
+    def _config(self) -> Mapping[str, Any]:
+        """The attempt's configuration, which is written before its roles start; empty if it is damaged."""
         try:
-            config = self._view.config()
+            return self._view.config() or {}
         except DamagedFile:
-            config = None
-        own = [row for row in rows if row["step"] > self.start_step]
-        return Seen(own, config or {}, shorter(self._view.run.path))
+            return {}
 
     def outcome(self) -> list[Finding]:
         """What kept this attempt from learning, with the numbers of all its steps."""

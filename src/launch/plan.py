@@ -169,19 +169,28 @@ def _vocabularies(kind: RunKind, config: RunConfig) -> Iterator[str]:
     ]
     if not checks or not config.model.name:
         return
+
+    def look(policy: Path) -> Iterator[str]:
+        for check in checks:
+            try:
+                check(policy)
+            except UsageError as error:
+                yield f"error: {error}"
+
+    yield from _of_policy(config, look, "whether other models have the policy's tokens")
+
+
+def _of_policy(config: RunConfig, look: Callable[[Path], Iterator[str]], what: str) -> Iterator[str]:
+    """What `look` finds in the folder of the policy, or why that can't be known yet; `what`: to be found."""
     try:
         policy = described(config.model)
     except UsageError as error:
         yield f"error: {error}"
         return
     if policy is None:
-        yield "whether other models have the policy's tokens is found out once its weights are converted"
+        yield f"{what} is found out once its weights are converted"
         return
-    for check in checks:
-        try:
-            check(policy)
-        except UsageError as error:
-            yield f"error: {error}"
+    yield from look(policy)
 
 
 def _environments(config: OrchestratorConfig) -> Iterator[str]:
@@ -199,14 +208,10 @@ def _preflight(kind: RunKind, config: RunConfig) -> Iterator[str]:
     except UsageError as error:
         yield f"data and model are not looked at: {str(error).splitlines()[0]}"
         return
-    try:
-        model = described(config.model)
-    except UsageError as error:
-        yield f"error: {error}"
-        return
-    if model is None:
-        yield "what the model makes of the data is found out once its weights are converted"
-        return
+    yield from _of_policy(config, partial(_looked_at, kind, config), "what the model makes of the data")
+
+
+def _looked_at(kind: RunKind, config: RunConfig, model: Path) -> Iterator[str]:
     facts: dict[str, Any] = {}
     if "orchestrator" in kind.roles:
         of_run = cast(RLConfig, config)

@@ -4,22 +4,17 @@ import contextlib
 import os
 import re
 import signal
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from cairn.run.directory import RunDirectory
+from cairn.run.processes import kill_all
 from cairn.run.signals import REPEAT_SECONDS, on_stop_signals, say
 
 
 def kill_session(session: int, seconds: float = 10) -> None:
     """Kill every process of a session with SIGKILL, and wait up to `seconds` until they are gone."""
-    deadline = time.monotonic() + seconds
-    while (pids := _session_members(session)) and time.monotonic() < deadline:
-        for pid in pids:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(pid, signal.SIGKILL)
-        time.sleep(0.02)
+    kill_all(lambda: _session_members(session), seconds)
 
 
 def _session_members(session: int) -> list[int]:

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from typing import Any
 
@@ -14,6 +15,8 @@ CHAINED = (
     *("total_tokens", "total_samples", "total_records", "dropped_records"),
 )
 """What it is made of: columns that are the same in a run that was killed and resumed."""
+VALIDATED = re.compile(r"validation/([^/]+)/loss")
+EVALUATED = re.compile(r"eval/([^/]+)/step")
 
 
 def chained(row: Mapping[str, Any], before: Mapping[str, Any] | None) -> str:
@@ -55,3 +58,23 @@ def ranges_of(steps: Iterable[int]) -> str:
         else:
             found.append([step, step])
     return ", ".join(f"{first}" if first == last else f"{first} to {last}" for first, last in found)
+
+
+def lost(rows: Iterable[Mapping[str, Any]], evals: Iterable[Mapping[str, Any]]) -> dict[str, list[int]]:
+    """The steps whose results are in the rows of metrics.jsonl and not in evals.jsonl, by name.
+
+    A row of SFT has the results of its own step, one of RL those of a policy whose evaluation ended then.
+    """
+    there = {(row.get("name"), row.get("step")) for row in evals}
+    found: dict[str, set[int]] = {}
+    for row in rows:
+        for key, value in row.items():
+            if match := VALIDATED.fullmatch(key):
+                name, step = match[1], row["step"]
+            elif match := EVALUATED.fullmatch(key):
+                name, step = match[1], int(value)
+            else:
+                continue
+            if (name, step) not in there:
+                found.setdefault(name, set()).add(step)
+    return {name: sorted(steps) for name, steps in found.items()}

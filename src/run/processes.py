@@ -8,7 +8,7 @@ import select
 import signal
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -57,18 +57,23 @@ def die_after(process: int) -> None:
     threading.Thread(target=watch, name="lifetime", daemon=True).start()
 
 
+def kill_all(members: Callable[[], Iterable[int]], seconds: float) -> None:
+    """Kill processes with SIGKILL, again and again until `members` finds none; for at most `seconds`."""
+    end = time.monotonic() + seconds
+    while (found := list(members())) and time.monotonic() < end:
+        for one in found:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(one, signal.SIGKILL)
+        time.sleep(0.01)
+
+
 def kill_descent(process: int, seconds: float = 10.0) -> None:
     """Kill a process and all that descend from it with SIGKILL, also those that are stopped.
 
     The descendants come first, again and again until there are none: the process may be the subreaper that
     orphans of theirs come to, which would be lost with it. Waits at most `seconds` for them.
     """
-    end = time.monotonic() + seconds
-    while (found := _descendants(process)) and time.monotonic() < end:
-        for one in found:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(one, signal.SIGKILL)
-        time.sleep(0.01)
+    kill_all(lambda: _descendants(process), seconds)
     with contextlib.suppress(ProcessLookupError):
         os.kill(process, signal.SIGKILL)
 

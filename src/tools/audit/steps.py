@@ -12,9 +12,8 @@ from cairn.checkpoint.step import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
-from cairn.run.evaluations import lost
 from cairn.run.files import DamagedFile
-from cairn.run.metrics import CHAIN, CHAINED, MetricsLog, chained, ranges_of
+from cairn.run.metrics import CHAIN, CHAINED, MetricsLog, chained, lost, ranges_of
 from cairn.run.rewinds import Rewind
 from cairn.tools.audit.report import Report, Row
 
