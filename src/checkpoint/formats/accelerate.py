@@ -6,7 +6,7 @@ from typing import Any
 
 from cairn.checkpoint.formats.adamw import settings_of
 from cairn.checkpoint.formats.content import Content, Source
-from cairn.checkpoint.formats.hf_trainer_groups import KINDS, groups_of, weights_in_order
+from cairn.checkpoint.formats.hf_trainer_groups import KINDS, groups_of, state_by_name, weights_in_order
 from cairn.checkpoint.formats.huggingface import weights_in
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.step import MODEL, OPTIMIZER
@@ -85,7 +85,7 @@ def _state(path: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any]]:
         Damaged: the file is invalid.
         CheckpointError: it can't be told which weight a part of it is of.
     """
-    from cairn.checkpoint.formats.pickled import load_pickled, source_of
+    from cairn.checkpoint.formats.pickled import load_pickled
 
     content = load_pickled(path)
     try:
@@ -98,25 +98,23 @@ def _state(path: Path, model: Path) -> tuple[dict[str, Source], dict[str, Any]]:
         raise Damaged(f"{path}: holds no state of an optimiser ({error!r})") from None
     if kinds != KINDS:
         raise CheckpointError(f"{path.name} has {', '.join(sorted(map(str, kinds)))}, which is not AdamW's")
-    orders = [weights_in_order(model)]
     if len(sizes) == 2:
         decaying, others = groups_of(model)
-        orders = [decaying | others] if sizes == [len(decaying), len(others)] else []
-    if missing or not orders or len(numbers) != len(orders[0]):
+        order = decaying | others if sizes == [len(decaying), len(others)] else {}
+    else:
+        order = weights_in_order(model)
+    if missing or not order or len(numbers) != len(order):
         raise CheckpointError(
             f"{path.name} has groups of {sizes} weights, which are not the model's in an order that is known"
         )
-    tensors: dict[str, Source] = {}
-    for number, (name, shape) in zip(numbers, orders[0].items(), strict=True):
-        for kind, value in sorted(states[number].items()):
-            tensor = source_of(f"{name}.{kind}", value, path)
-            if kind != "step" and tensor.spec.shape != shape:
-                raise CheckpointError(
-                    f"{path.name} has the shape {list(tensor.spec.shape)} at number {number}, where the "
-                    f"model has {name} with {list(shape)}: its order is another one"
-                )
-            tensors[f"{name}.{kind}"] = tensor
-    return tensors, settings_of(groups, path)
+
+    def misfit(number: Any, found: list[int], name: str, shape: list[int]) -> str:
+        return (
+            f"{path.name} has the shape {found} at number {number}, where the model has {name} with "
+            f"{shape}: its order is another one"
+        )
+
+    return state_by_name(order, numbers, states, path, misfit), settings_of(groups, path)
 
 
 def _step(state: Mapping[str, Source]) -> int | None:

@@ -17,6 +17,7 @@ from cairn.checkpoint.formats.hf_trainer_groups import (
     STATE,
     decaying_otherwise,
     groups_of,
+    state_by_name,
 )
 from cairn.checkpoint.formats.huggingface import weights_in
 from cairn.checkpoint.formats.reading_back import KeptValues
@@ -102,7 +103,7 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     Args:
         model: has the model's config.json.
     """
-    from cairn.checkpoint.formats.pickled import load_pickled, source_of
+    from cairn.checkpoint.formats.pickled import load_pickled
 
     path = source / OPTIMIZER_FILE
     if not path.is_file():
@@ -135,17 +136,14 @@ def _read_optimizer(source: Path, model: Path) -> tuple[dict[str, Source], dict[
     notes = ()
     if settings.get("optimizer.weight_decay") and (wrong := decaying_otherwise(decaying, others)):
         notes = (f"the weight decay of {listed(wrong)}, or that they have none: Cairn decays all matrices",)
-    tensors: dict[str, Source] = {}
-    for number, (name, shape) in zip(numbers, order.items(), strict=True):
-        for kind, value in sorted(states[number].items()):
-            tensor = source_of(f"{name}.{kind}", value, path)
-            if kind != "step" and tensor.spec.shape != shape:
-                raise CheckpointError(
-                    f"{path}: the state of weight {number} has shape {list(tensor.spec.shape)}, and {name}, "
-                    f"which should be that, has {list(shape)}"
-                )
-            tensors[f"{name}.{kind}"] = tensor
-    return tensors, settings, notes
+
+    def misfit(number: Any, found: list[int], name: str, shape: list[int]) -> str:
+        return (
+            f"{path}: the state of weight {number} has shape {found}, and {name}, which should be that, has "
+            f"{shape}"
+        )
+
+    return state_by_name(order, numbers, states, path, misfit), settings, notes
 
 
 def _settings(groups: Collection[Mapping[str, Any]], path: Path) -> dict[str, Any]:

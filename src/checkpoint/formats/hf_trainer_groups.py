@@ -3,11 +3,13 @@
 # torch and transformers are typed in part.
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.foreign import load_config
+from cairn.checkpoint.manifest import CheckpointError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -46,6 +48,37 @@ def weights_in_order(folder: Path) -> dict[str, tuple[int, ...]]:
         folder: has the model's config.json.
     """
     return _shapes(_outline(folder))
+
+
+def state_by_name(
+    order: Mapping[str, tuple[int, ...]],
+    numbers: Sequence[Any],
+    states: Mapping[Any, Mapping[str, Any]],
+    path: Path,
+    misfit: Callable[[Any, list[int], str, list[int]], str],
+) -> dict[str, Source]:
+    """The state of an optimiser that numbers weights, by their names.
+
+    Args:
+        order: the shapes of the weights by name, in the order in which the optimiser was given them.
+        numbers: of the weights, in that order.
+        states: as they are in the file `path`, by number.
+        misfit: says what is wrong: the number and the shape of a state, the weight's name and shape.
+
+    Raises:
+        Damaged: a state is no tensor.
+        CheckpointError: a state has another shape than its weight.
+    """
+    from cairn.checkpoint.formats.pickled import source_of
+
+    tensors: dict[str, Source] = {}
+    for number, (name, shape) in zip(numbers, order.items(), strict=True):
+        for kind, value in sorted(states[number].items()):
+            tensor = source_of(f"{name}.{kind}", value, path)
+            if kind != "step" and tensor.spec.shape != shape:
+                raise CheckpointError(misfit(number, list(tensor.spec.shape), name, list(shape)))
+            tensors[f"{name}.{kind}"] = tensor
+    return tensors
 
 
 def _outline(folder: Path) -> "PreTrainedModel":
