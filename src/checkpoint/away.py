@@ -11,14 +11,11 @@ from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.manifest import Damaged, FileEntry, check_crc
 from cairn.run.files import read_json, write_json
-
-if TYPE_CHECKING:
-    from cairn.checkpoint.remote.objects import Objects
+from cairn.run.object_store import ObjectReader, RemoteError
 
 READERS = 8
 """Ranges that a process reads at once."""
@@ -47,8 +44,6 @@ class AwayFile:
         Raises:
             Damaged: the file ends earlier, or the object store refuses or fails.
         """
-        from cairn.checkpoint.remote.objects import RemoteError  # obstore is imported where it is needed
-
         with open(self.path, "rb") as file:
             file.seek(offset)
             here = file.read(count)
@@ -135,8 +130,6 @@ def _note_of(step: Path) -> Path:
 
 
 @functools.lru_cache(maxsize=16)
-def _objects(url: str) -> "Objects":
+def _objects(url: str) -> ObjectReader:
     """A process opens a store once."""
-    from cairn.checkpoint.remote.objects import Objects
-
-    return Objects(url)
+    return ObjectReader(url)

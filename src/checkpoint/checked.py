@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, TypeGuard
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.formats.content import Source, Stage
+from cairn.checkpoint.formats.content import Stage
 from cairn.checkpoint.layout import StoredTensor, TensorSpec
 from cairn.checkpoint.manifest import check_content, check_files, holds_tensors, load_manifest
 from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.reader import Piece, read_pieces
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.tensors import dtype_of
 
 if TYPE_CHECKING:

@@ -23,9 +23,9 @@ from cairn.checkpoint.formats import (
     no_progress,
 )
 from cairn.checkpoint.formats.adapters import is_adapter
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.conversion import written_bytes
 from cairn.checkpoint.manifest import CheckpointError, Damaged, load_manifest
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import ADAPTER, CRITIC, MODEL, OPTIMIZER, StepFolder, TrainerRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

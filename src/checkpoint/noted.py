@@ -18,10 +18,10 @@ import torch
 
 from cairn.checkpoint.checksums import SpanSum
 from cairn.checkpoint.dtypes import DTYPE_NAMES
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.reader import as_memory
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.streaming import THREADS, Memory, in_order
 from cairn.checkpoint.tensors import dtype_of
 

@@ -9,12 +9,12 @@ from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.ratings import Ratings, ratings_in
-from cairn.checkpoint.remote.errors import RemoteError
 from cairn.checkpoint.steps import step_of
 from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig
 from cairn.run.files import DamagedFile, read_json, write_json
+from cairn.run.object_store import RemoteError
 
 logger = logging.getLogger(__name__)
 

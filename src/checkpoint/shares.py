@@ -22,12 +22,19 @@ from torch.distributed.tensor.placement_types import (
     _StridedShard,  # pyright: ignore[reportPrivateUsage] # FSDP2 makes it, and it has no public name
 )
 
-from cairn.checkpoint.formats.hub import Place
-
 Range = tuple[int, int]
 """(first value, number of values)."""
 PIECE_BYTES = 1 << 20
 """Ranks that hold the same values divide them in pieces of this size."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """A file's tensor in memory: `shape` values of the model's tensor `name`, beginning with item `first`."""
+
+    name: str
+    first: int
+    shape: tuple[int, ...]
 
 
 class Section:

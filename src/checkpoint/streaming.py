@@ -22,10 +22,10 @@ import torch
 
 from cairn.checkpoint.checksums import FileChecksum
 from cairn.checkpoint.direct import DirectFile, direct_file
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.layout import MAX_FILE_BYTES, FileLayout, plan
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.reader import as_bytes, as_memory
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.tensors import dtype_of
 from cairn.run.files import forget_cached, naming, write_atomic
 

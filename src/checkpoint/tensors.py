@@ -20,7 +20,6 @@ from cairn.checkpoint.away import AwayFile, away_in_step, check_away
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
 from cairn.checkpoint.copies import Outlet, copies_from
 from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.layout import (
     MAX_FILE_BYTES,
     FileLayout,
@@ -44,6 +43,7 @@ from cairn.checkpoint.manifest import (
 from cairn.checkpoint.reader import Piece, as_memory, read_pieces
 from cairn.checkpoint.rows import RowTargets, in_rows
 from cairn.checkpoint.shares import Stored, share_of
+from cairn.checkpoint.source import Source
 
 
 def plan_tensors(

@@ -15,7 +15,6 @@ from typing import Any
 from cairn.checkpoint.manifest import CheckpointError, Manifest, check_files, split_step
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
 from cairn.checkpoint.remote.beginnings import bring_beginnings
-from cairn.checkpoint.remote.errors import NoCredentials, Unsure
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.uploads import note_origin
 from cairn.checkpoint.steps import step_of
@@ -30,6 +29,7 @@ from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import make_folders
+from cairn.run.object_store import NoCredentials, TransientError
 from cairn.run.progress import progress_bars
 
 FETCHED = "fetched"
@@ -297,7 +297,7 @@ def _looking_for(flag: str, url: str) -> Iterator[None]:
     """
     try:
         yield
-    except Unsure as error:
+    except TransientError as error:
         if isinstance(error, NoCredentials):
             raise UsageError(f"{flag} {url}: {error}") from None
         raise RemoteError(f"{flag} {url}: {error}; if this passes, run the same command again") from None

@@ -26,10 +26,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from torch.distributed.tensor.placement_types import Placement
 
 from cairn.checkpoint.arena import SaveFailed
-from cairn.checkpoint.formats.hub import Place, tensors_in_memory
+from cairn.checkpoint.formats.hub import tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.shares import Section, Stored, at_places, local_values
+from cairn.checkpoint.shares import Place, Section, Stored, at_places, local_values
 from cairn.checkpoint.steps import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors import load_step

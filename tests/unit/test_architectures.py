@@ -7,12 +7,12 @@ from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
 from cairn.checkpoint.formats.architectures import ARCHITECTURES, Names, Part, architecture_of, sizes_of
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.derived import Joined, RotaryRows, Run, Section
 from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.pickled import HeldTensor
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 
 FAMILIES = [*ARCHITECTURES, "llama_bias", "qwen3_tied"]
 

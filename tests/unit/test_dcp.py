@@ -40,13 +40,14 @@ from cairn.checkpoint.formats.dcp_fused import cut, fused_parts
 from cairn.checkpoint.formats.dcp_metadata import DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import FILE_NAME
 from cairn.checkpoint.formats.fitting import in_memory, state_of
-from cairn.checkpoint.formats.hub import Place, hub_layout
+from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.pickled import held, load_pickled, source_of
 from cairn.checkpoint.formats.safe_pickle import Refused
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.reader import Piece
+from cairn.checkpoint.shares import Place
 from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup

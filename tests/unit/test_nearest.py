@@ -18,7 +18,6 @@ from cairn.checkpoint.away import away_in_step
 from cairn.checkpoint.manifest import Manifest, load_manifest
 from cairn.checkpoint.remote import Objects, RemoteStore
 from cairn.checkpoint.remote.claims import Taken
-from cairn.checkpoint.remote.errors import NoCredentials
 from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.retention import PINS
 from cairn.checkpoint.steps import verify
@@ -30,6 +29,7 @@ from cairn.launch.attempt import begin
 from cairn.launch.remote import replaced, with_remote
 from cairn.launch.start import Start, StartDamaged, choose_start
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.object_store import NoCredentials
 
 SFT = ("trainer",)
 RL = ("trainer", "orchestrator")

@@ -22,7 +22,6 @@ from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
 from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
 from cairn.checkpoint.remote.claims import Taken
-from cairn.checkpoint.remote.errors import Unsure
 from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.probing import probe
 from cairn.checkpoint.remote.sent import Sent
@@ -39,6 +38,7 @@ from cairn.launch.start import Start, choose_start
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
+from cairn.run.object_store import TransientError
 from cairn.tools.ckpt_remote import prune
 
 
@@ -525,7 +525,7 @@ def test_a_clock_that_is_off_by_more_than_requests_may(
         ):
             with pytest.raises(RemoteError, match=message) as error:
                 request()
-            assert not isinstance(error.value, Unsure), "may not pass by itself"
+            assert not isinstance(error.value, TransientError), "may not pass by itself"
     finally:
         network.close()
 

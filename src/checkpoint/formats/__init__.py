@@ -3,15 +3,7 @@
 from pathlib import Path
 
 from cairn.checkpoint.formats.accelerate import Accelerate
-from cairn.checkpoint.formats.content import (
-    Content,
-    Exporter,
-    Format,
-    Source,
-    Stage,
-    Verification,
-    WriteOptions,
-)
+from cairn.checkpoint.formats.content import Content, Exporter, Format, Stage, Verification, WriteOptions
 from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan
 from cairn.checkpoint.formats.deepspeed import DeepSpeed
 from cairn.checkpoint.formats.foreign import check_plain
@@ -24,6 +16,7 @@ from cairn.checkpoint.formats.peft import Peft
 from cairn.checkpoint.formats.plain import PlainFile
 from cairn.checkpoint.formats.tf import TensorFlow
 from cairn.checkpoint.formats.verl import Verl
+from cairn.checkpoint.source import Source
 from cairn.run.progress import no_progress
 
 __all__ = [

@@ -5,10 +5,11 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats.adamw import settings_of
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.hf_trainer_groups import KINDS, groups_of, state_by_name, weights_in_order
 from cairn.checkpoint.formats.huggingface import weights_in
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.errors import UsageError
 

@@ -14,12 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.away import away_files
 from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, chunk_crc
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.disagreeing import unwrapped
 from cairn.checkpoint.formats.peft_settings import adapter_settings, scaling, start_of_base
 from cairn.checkpoint.formats.storages import whole_storage
 from cairn.checkpoint.layout import TensorSpec, find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, FileEntry, check_content
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import ADAPTER_CONFIG, BASE_RECORD, StepFolder
 from cairn.run.files import read_json
 

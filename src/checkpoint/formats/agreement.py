@@ -15,7 +15,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.described import FILE_NAME, about_model, as_file, with_changes
 from cairn.checkpoint.formats.disagreeing import (
     LEADING,
@@ -30,6 +29,7 @@ from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.tying import tied_apart
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Literal, get_args
 
-from cairn.checkpoint.formats.content import listed
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.pickled import is_tensor, load_pickled, source_of
 from cairn.checkpoint.layout import MALFORMED, PLAIN_NAME
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.source import Source
 
 SINGLE = "pytorch_model.bin"
 INDEX = f"{SINGLE}.index.json"

@@ -1,50 +1,16 @@
 """What a format of checkpoints must offer, and what it finds in a file or folder."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from cairn.checkpoint.layout import MAX_FILE_BYTES, TensorSpec
+from cairn.checkpoint.layout import MAX_FILE_BYTES
+from cairn.checkpoint.source import Source
 from cairn.run.progress import Stage
 
 if TYPE_CHECKING:
-    import torch
-
-
-LISTED = 10
-"""Names in an error; the rest are counted."""
-
-
-def listed(names: Iterable[str]) -> str:
-    """Names for an error, sorted; not more than LISTED."""
-    names = sorted(names)
-    more = f" and {len(names) - LISTED} more" if len(names) > LISTED else ""
-    return ", ".join(names[:LISTED]) + more
-
-
-class Source(Protocol):
-    """A whole tensor whose values stay where they are until they are read, in pieces of any size.
-
-    Several threads may read at a time.
-    """
-
-    @property
-    def spec(self) -> TensorSpec:
-        """The tensor's name in its files, data type and shape."""
-        ...
-
-    def fill(self, first: int, into: "torch.Tensor") -> None:
-        """Read consecutive values into `into`.
-
-        Args:
-            first: the first value to read, in the row-major order of the whole tensor.
-            into: one-dimensional, contiguous, on the CPU, and of the data type that `spec` names.
-
-        Raises:
-            Damaged: the file ends too early or is invalid.
-        """
-        ...
+    pass
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,10 @@ import math
 import re
 from collections.abc import Mapping
 
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.dcp_metadata import DcpTensor
 from cairn.checkpoint.formats.derived import Joined, Run
 from cairn.checkpoint.layout import TensorSpec
+from cairn.checkpoint.source import Source
 
 _FUSED = re.compile(r"(layers\.(?:0|[1-9][0-9]{0,5})\.attention\.)qkv_linear\.wqkv\.weight")
 _PARTS = ("wq", "wk", "wv")

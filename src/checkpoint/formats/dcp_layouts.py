@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from cairn.checkpoint.formats.content import Content, listed
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.dcp_rotary import in_rotary_order
 from cairn.checkpoint.formats.dcp_titan import expert_biases, titan_parts
 from cairn.checkpoint.formats.outgoing import Outgoing
 from cairn.checkpoint.formats.rates import rate_of
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import listed
 
 Tree = dict[str, Any]
 """Nested dictionaries as a program has them, with an `Outgoing` for each tensor."""

@@ -11,7 +11,7 @@ from transformers import AutoConfig
 
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
 from cairn.checkpoint.formats.architectures import sizes_of
-from cairn.checkpoint.formats.content import Content, Source, listed
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.dcp_fused import cut, fused_parts, head_norm
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_programs import PROGRAMS, Program
@@ -21,6 +21,7 @@ from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.torch_stream import Stream, read_value
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.checkpoint.streaming import pieces_of, value_of
 

@@ -5,9 +5,9 @@ from typing import TYPE_CHECKING
 
 from cairn.checkpoint.formats.adamw import MOMENTS
 from cairn.checkpoint.formats.architectures import Role, architecture_of, sizes_of
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.dcp_programs import TITAN_TYPES
 from cairn.checkpoint.formats.derived import RotaryRows
+from cairn.checkpoint.source import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

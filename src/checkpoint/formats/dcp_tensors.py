@@ -11,7 +11,6 @@ import torch
 
 from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
 from cairn.checkpoint.dtypes import DTYPE_NAMES
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.dcp_metadata import Chunk, DcpTensor
 from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.storages import extent, whole_storage
@@ -19,6 +18,7 @@ from cairn.checkpoint.formats.torch_stream import Values, locate
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.reader import Piece, as_memory, read_pieces
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.streaming import pieces_of
 
 _lock = threading.Lock()

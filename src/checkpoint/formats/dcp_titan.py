@@ -10,13 +10,14 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from cairn.checkpoint.formats.architectures import EXPERTS, Architecture, architecture_of, sizes_of
-from cairn.checkpoint.formats.content import listed
 from cairn.checkpoint.formats.dcp_programs import TITAN, TITAN_TYPES, expert_bias
 from cairn.checkpoint.formats.derived import Joined, Run
-from cairn.checkpoint.formats.hub import Place, hub_layout
+from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.formats.outgoing import Outgoing
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.shares import Place
+from cairn.checkpoint.source import listed
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.formats.adamw import settings_of, whole_steps
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.derived import Section
 from cairn.checkpoint.formats.pickled import HeldTensor
 from cairn.checkpoint.formats.safe_pickle import Refused, record
@@ -20,6 +20,7 @@ from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
 from cairn.checkpoint.formats.torch_stream import TensorInFile
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.files import read_json
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.deepspeed_files import STATES, UNIVERSAL
 from cairn.checkpoint.formats.deepspeed_state import (
     ALLOWED,
@@ -23,6 +23,7 @@ from cairn.checkpoint.formats.deepspeed_state import (
 )
 from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source
 
 MASTER = "fp32"
 OPTIMIZER_STATE = "optimizer_state.pt"

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions
+from cairn.checkpoint.formats.content import Content, WriteOptions
 from cairn.checkpoint.formats.deepspeed_files import LATEST, UNIVERSAL
 from cairn.checkpoint.formats.deepspeed_state import MOMENTS
 from cairn.checkpoint.formats.deepspeed_universal import MASTER, OPTIMIZER_STATE
@@ -20,6 +20,7 @@ from cairn.checkpoint.formats.outgoing import Outgoing, weights_of
 from cairn.checkpoint.formats.rates import rate_of
 from cairn.checkpoint.formats.torch_writer import save
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import OPTIMIZER
 
 VERSION = "0.19.8"

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.deepspeed_files import STATES
 from cairn.checkpoint.formats.deepspeed_state import (
     ALLOWED,
@@ -28,6 +28,7 @@ from cairn.checkpoint.formats.derived import Joined, Run
 from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source
 
 MASTERS = "single_partition_of_fp32_groups"
 MASTERS_3 = "fp32_flat_groups"

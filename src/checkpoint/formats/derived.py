@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING
 
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.layout import TensorSpec
+from cairn.checkpoint.source import Source
 
 if TYPE_CHECKING:
     import torch

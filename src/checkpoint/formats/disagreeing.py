@@ -10,10 +10,10 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any, cast
 
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.described import about_model
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 
 UNQUANTIZED = frozenset({"F64", "F32", "F16", "BF16", "BOOL", "I64"})
 """Data types of weights and buffers of models that are not quantised."""

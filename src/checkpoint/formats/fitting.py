@@ -10,11 +10,12 @@ from pathlib import Path
 import torch
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.derived import Joined, Section
-from cairn.checkpoint.formats.hub import Layout, Place
+from cairn.checkpoint.formats.hub import Layout
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.shares import Place
+from cairn.checkpoint.source import Source, listed
 
 
 def weights_of(found: Mapping[str, Source], layout: Layout, where: Path) -> dict[str, Source]:

@@ -7,7 +7,7 @@ import math
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from cairn.checkpoint.formats.content import Content, Verification, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.gguf_file import GgufFile, read_gguf
 from cairn.checkpoint.formats.gguf_model import (
@@ -20,6 +20,7 @@ from cairn.checkpoint.formats.gguf_model import (
 from cairn.checkpoint.formats.gguf_tensors import hub_tensors
 from cairn.checkpoint.formats.gguf_tokenizer import write_tokenizer
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import listed
 from cairn.checkpoint.step import MODEL
 from cairn.run.progress import Stage
 

@@ -11,9 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.layout import StoredTensor, TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source, listed
 
 if TYPE_CHECKING:
     import torch

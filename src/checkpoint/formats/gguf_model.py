@@ -12,8 +12,8 @@ from collections.abc import Collection, Mapping
 from typing import TYPE_CHECKING, Any
 
 from cairn.checkpoint.formats.architectures import Names, Role, architecture_of, sizes_of
-from cairn.checkpoint.formats.content import listed
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import listed
 
 if TYPE_CHECKING:
     import torch

@@ -10,12 +10,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cairn.checkpoint.formats.architectures import ARCHITECTURES, NORMS, Part, architecture_of
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.derived import Joined, RotaryRows, Section
 from cairn.checkpoint.formats.gguf_file import GgufFile
 from cairn.checkpoint.formats.gguf_model import GGUF_NAMES, MODEL_TYPES, ROPE_FACTORS
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source, listed
 
 if TYPE_CHECKING:
     import torch

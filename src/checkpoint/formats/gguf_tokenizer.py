@@ -12,8 +12,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.formats.content import listed
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import listed
 from cairn.run.end_tokens import end_tokens
 
 _LLAMA3 = (

@@ -12,7 +12,7 @@ import torch
 from transformers import AutoConfig
 
 from cairn.checkpoint.dtypes import DTYPE_NAMES, DTYPES
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, WriteOptions
 from cairn.checkpoint.formats.gguf_file import ALIGNMENT, BLOCK, BLOCK_BYTES
 from cairn.checkpoint.formats.gguf_model import ROPE_FACTORS, metadata_of, rope_factors
 from cairn.checkpoint.formats.gguf_tensors import Shifted, gguf_tensors
@@ -21,6 +21,7 @@ from cairn.checkpoint.formats.packages import needed
 from cairn.checkpoint.formats.pickled import held
 from cairn.checkpoint.manifest import CheckpointError, Damaged
 from cairn.checkpoint.reader import as_bytes, as_memory
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL
 from cairn.checkpoint.streaming import PIECE_BYTES, pieces_of
 from cairn.checkpoint.tensors import dtype_of

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.formats.adamw import settings_of
-from cairn.checkpoint.formats.content import Content, Source, Verification, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.hf_trainer_groups import (
     KINDS,
     OPTIMIZER_FILE,
@@ -22,6 +22,7 @@ from cairn.checkpoint.formats.hf_trainer_groups import (
 from cairn.checkpoint.formats.huggingface import weights_in
 from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.files import read_json
 

@@ -7,9 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

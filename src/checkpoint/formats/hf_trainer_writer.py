@@ -10,7 +10,7 @@ from typing import Any
 from transformers.trainer_callback import TrainerControl, TrainerState
 
 from cairn.checkpoint.formats import torch_writer
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions
+from cairn.checkpoint.formats.content import Content, WriteOptions
 from cairn.checkpoint.formats.fitting import refuse
 from cairn.checkpoint.formats.hf_trainer_groups import (
     KINDS,
@@ -24,6 +24,7 @@ from cairn.checkpoint.formats.huggingface import copy_companions
 from cairn.checkpoint.formats.outgoing import Outgoing, weights_of
 from cairn.checkpoint.formats.rates import rate_of
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import OPTIMIZER
 from cairn.checkpoint.streaming import write_sources
 

@@ -19,6 +19,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 from cairn.checkpoint.formats.foreign import making_model
+from cairn.checkpoint.shares import Place
 from cairn.run.errors import UsageError
 
 if TYPE_CHECKING:
@@ -27,15 +28,6 @@ if TYPE_CHECKING:
 
 class LayoutUnknown(UsageError):
     """The model's tensors can't be written under the names that the hub uses."""
-
-
-@dataclass(frozen=True)
-class Place:
-    """A file's tensor in memory: `shape` values of the model's tensor `name`, beginning with item `first`."""
-
-    name: str
-    first: int
-    shape: tuple[int, ...]
 
 
 @dataclass(frozen=True)

@@ -6,11 +6,12 @@ from pathlib import Path
 
 from cairn.checkpoint.formats.card import FILE_NAME, model_card
 from cairn.checkpoint.formats.companions import companion_files
-from cairn.checkpoint.formats.content import Content, Source, Verification, WriteOptions
+from cairn.checkpoint.formats.content import Content, Verification, WriteOptions
 from cairn.checkpoint.formats.described import about_model, as_file, with_both_forms, with_dtype
 from cairn.checkpoint.formats.reading_back import KeptValues
 from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import MODEL, OF_ADAPTERS
 
 

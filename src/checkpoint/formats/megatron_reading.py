@@ -14,7 +14,7 @@ from transformers import PreTrainedConfig
 
 from cairn.checkpoint.formats.adamw import settings_of
 from cairn.checkpoint.formats.architectures import Architecture, Part, Sizes, architecture_of, sizes_of
-from cairn.checkpoint.formats.content import Content, Source, listed
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.dcp_metadata import DcpIndex, DcpTensor, read_metadata
 from cairn.checkpoint.formats.dcp_reading import MODEL_FOLDERS
 from cairn.checkpoint.formats.dcp_tensors import Checked, unstacked
@@ -34,6 +34,7 @@ from cairn.checkpoint.formats.pickled import HeldTensor
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.noted import check_noted, noted
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL, OPTIMIZER
 from cairn.run.errors import UsageError
 

@@ -20,7 +20,7 @@ from transformers import AutoConfig
 
 from cairn.checkpoint.dtypes import DTYPES
 from cairn.checkpoint.formats.architectures import Part, Role, Sizes, architecture_of, sizes_of
-from cairn.checkpoint.formats.content import Content, Source, WriteOptions, listed
+from cairn.checkpoint.formats.content import Content, WriteOptions
 from cairn.checkpoint.formats.conversion import written_dtypes
 from cairn.checkpoint.formats.dcp_writer import ReadingPlanner
 from cairn.checkpoint.formats.derived import Joined, Run
@@ -42,6 +42,7 @@ from cairn.checkpoint.formats.megatron_names import (
 from cairn.checkpoint.formats.outgoing import Outgoing
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL
 from cairn.run.files import write_atomic
 

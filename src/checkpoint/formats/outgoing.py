@@ -8,11 +8,12 @@ from dataclasses import dataclass, replace
 import torch
 from transformers import AutoConfig, PreTrainedConfig
 
-from cairn.checkpoint.formats.content import Content, Source
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.conversion import written_dtypes
 from cairn.checkpoint.formats.fitting import in_memory
 from cairn.checkpoint.formats.hub import hub_layout
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import MODEL
 from cairn.checkpoint.streaming import pieces_of
 from cairn.checkpoint.tensors import dtype_of

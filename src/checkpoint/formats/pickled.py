@@ -13,12 +13,12 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.dtypes import DTYPE_NAMES
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.saved_tensors import SavedTensor, read_file
 from cairn.checkpoint.formats.storages import extent, whole_storage
 from cairn.checkpoint.formats.torch_stream import TensorInFile
 from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.source import Source
 
 
 @dataclass(frozen=True)

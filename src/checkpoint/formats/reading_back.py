@@ -4,8 +4,9 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, Format, Source, Stage, Verification
+from cairn.checkpoint.formats.content import Content, Format, Stage, Verification
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.step import MODEL
 
 

@@ -11,9 +11,9 @@ from pathlib import Path
 
 from awscrt import checksums as crt  # pyright: ignore[reportMissingTypeStubs] # it is typed in its code
 
-from cairn.checkpoint.formats.content import listed
 from cairn.checkpoint.layout import MALFORMED, StoredTensor, TensorSpec
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import listed
 
 MAGIC = 0xDB4775248B80FB57
 FOOTER_BYTES = 48

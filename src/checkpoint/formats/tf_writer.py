@@ -7,9 +7,9 @@ import struct
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.tf_reading import DTYPES, FOOTER_BYTES, MAGIC, crc32c, masked
 from cairn.checkpoint.reader import as_memory
+from cairn.checkpoint.source import Source
 from cairn.checkpoint.streaming import pieces_of
 from cairn.run.files import naming
 

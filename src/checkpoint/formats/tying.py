@@ -6,8 +6,8 @@ from collections.abc import Mapping
 import torch
 
 from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats.content import Source
 from cairn.checkpoint.formats.hub import Layout
+from cairn.checkpoint.source import Source
 
 VALUES = 1 << 22
 """Values of two tensors that are compared at a time."""

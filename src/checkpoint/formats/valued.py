@@ -16,12 +16,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from cairn.checkpoint.formats.content import Content, Source, listed
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.described import carried_over
 from cairn.checkpoint.formats.fitting import state_of, weights_of
 from cairn.checkpoint.formats.foreign import load_config
-from cairn.checkpoint.formats.hub import Layout, Place, hub_layout
+from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.shares import Place
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import CRITIC, CRITIC_OPTIMIZER
 
 if TYPE_CHECKING:

@@ -11,13 +11,13 @@ from typing import Any
 import torch
 
 from cairn.checkpoint.formats.adamw import MOMENTS, SETTINGS, settings_of, whole_steps
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.dtensors import ALLOWED, is_tensor, joined, read_ranks
 from cairn.checkpoint.formats.pickled import held
 from cairn.checkpoint.formats.safe_pickle import Record, Refused, ignored
 from cairn.checkpoint.formats.torch_stream import Stream, read_object
 from cairn.checkpoint.formats.verl_places import ranks_in
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.streaming import value_of
 from cairn.run.files import read_json
 

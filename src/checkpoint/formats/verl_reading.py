@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from cairn.checkpoint.formats.content import Content, Source, listed
+from cairn.checkpoint.formats.content import Content
 from cairn.checkpoint.formats.foreign import load_config
 from cairn.checkpoint.formats.hub import Layout, hub_layout
 from cairn.checkpoint.formats.safe_pickle import Refused
@@ -15,6 +15,7 @@ from cairn.checkpoint.formats.valued import value_names
 from cairn.checkpoint.formats.verl_model import ModelFolder, OptimizerState
 from cairn.checkpoint.formats.verl_places import Places, places_in
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import CRITIC, CRITIC_OPTIMIZER, MODEL, OPTIMIZER
 from cairn.run.errors import UsageError
 

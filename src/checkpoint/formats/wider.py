@@ -10,10 +10,10 @@ from typing import Any
 
 from cairn.checkpoint.formats.adapters import adapter_parts
 from cairn.checkpoint.formats.agreement import Agreed, agree
-from cairn.checkpoint.formats.content import Source, listed
 from cairn.checkpoint.formats.hub import Layout
 from cairn.checkpoint.formats.tying import is_copy
 from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.source import Source, listed
 from cairn.checkpoint.step import MODEL
 
 

@@ -12,8 +12,8 @@ Below the URL of a run lie
 so that a copy of `step_N/` by any tool is a checkpoint.
 """
 
-from cairn.checkpoint.remote.errors import RemoteError
 from cairn.checkpoint.remote.objects import Objects
 from cairn.checkpoint.remote.store import RemoteStore
+from cairn.run.object_store import RemoteError
 
 __all__ = ["Objects", "RemoteError", "RemoteStore"]

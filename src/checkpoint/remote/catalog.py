@@ -12,8 +12,8 @@ from functools import partial
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.remote.errors import RemoteError
 from cairn.checkpoint.remote.objects import Objects
+from cairn.run.object_store import RemoteError
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import Any, cast
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.remote.errors import Exists, RemoteError
 from cairn.checkpoint.remote.objects import Objects
 from cairn.run.errors import UsageError
+from cairn.run.object_store import Exists, RemoteError
 
 CLAIM = "run.json"
 ATTEMPTS = "attempts"

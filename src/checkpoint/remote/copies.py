@@ -9,9 +9,8 @@ from collections.abc import Mapping
 from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.manifest import FileEntry
 from cairn.checkpoint.remote.content import Chunk, Place, chunks_of
-from cairn.checkpoint.remote.errors import Refused
-from cairn.checkpoint.remote.listing import tag
 from cairn.checkpoint.remote.s3 import S3, crc_text
+from cairn.run.object_store import Refused, tag
 
 ALGORITHM = {"x-amz-checksum-algorithm": "CRC64NVME"}
 """Header of requests that begin what is to have such a checksum."""

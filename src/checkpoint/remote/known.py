@@ -7,9 +7,9 @@ from urllib.parse import urlsplit
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, FileEntry, Manifest, split_step
 from cairn.checkpoint.remote.content import Chunk, Place, chunks_of
-from cairn.checkpoint.remote.errors import RemoteError
 from cairn.checkpoint.tiers import Tier
 from cairn.run.errors import UsageError
+from cairn.run.object_store import RemoteError
 
 WORTH_COPYING = 1 << 20
 """Smaller files are sent again rather than copied within the object store."""

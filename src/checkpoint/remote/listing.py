@@ -5,6 +5,8 @@ from dataclasses import dataclass
 from datetime import datetime
 from typing import TYPE_CHECKING
 
+from cairn.run.object_store import tag
+
 if TYPE_CHECKING:
     from obstore import ObjectMeta
     from obstore.store import ObjectStore
@@ -20,11 +22,6 @@ class Listed:
     size: int
     etag: str | None
     modified: datetime
-
-
-def tag(text: str | None) -> str | None:
-    """An ETag without its quotes, which Azure leaves out in lists."""
-    return text.strip('"') if text else None
 
 
 def listed(store: "ObjectStore", prefix: str) -> dict[str, Listed]:

@@ -15,11 +15,10 @@ from xml.sax.saxutils import escape
 from cairn.checkpoint.checksums import join_crcs
 from cairn.checkpoint.remote.content import Content
 from cairn.checkpoint.remote.copies import ALGORITHM, Copies
-from cairn.checkpoint.remote.errors import Refused, RemoteError
-from cairn.checkpoint.remote.listing import tag
 from cairn.checkpoint.remote.s3 import CRC_HEADER, S3, LocalError, crc_number, crc_text
 from cairn.checkpoint.remote.sent import Noted, SentParts
 from cairn.run.faults import fault_point
+from cairn.run.object_store import Refused, RemoteError, tag
 
 MOST_PARTS = 10_000
 """Of an object of S3."""

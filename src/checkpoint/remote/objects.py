@@ -2,30 +2,18 @@
 
 import contextlib
 import os
-import time
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import partial
-from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
-from urllib.parse import unquote, urlsplit
+from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64
 from cairn.checkpoint.remote.content import Content, chunks_of
-from cairn.checkpoint.remote.errors import (
-    OF_WRONG_CLOCKS,
-    Exists,
-    NoCredentials,
-    RemoteError,
-    Unsure,
-    denial,
-    said,
-)
-from cairn.checkpoint.remote.listing import Listed, folders, listed, tag
-from cairn.checkpoint.remote.opening import open_store
+from cairn.checkpoint.remote.listing import Listed, folders, listed
 from cairn.checkpoint.remote.sent import SentParts
-from cairn.run.file_system import look_anew
 from cairn.run.files import sync
+from cairn.run.object_store import REQUEST_SECONDS, RETRY_SECONDS, Exists, ObjectReader, TransientError, tag
 
 if TYPE_CHECKING:
     from cairn.checkpoint.manifest import FileEntry
@@ -36,21 +24,10 @@ if TYPE_CHECKING:
 CONCURRENT_PARTS = 8
 PIECE_BYTES = 1 << 20
 """Least bytes that a reader of an object gets at a time; they stay in the processor's cache meanwhile."""
-REQUEST_SECONDS = 120
-"""Longest time of a request, its body included: a part at 140 kB/s."""
-RETRY_SECONDS = 120
-"""How long a failing request is repeated before its error counts; obstore allows up to 300."""
-
-PAUSES = (0.2, 0.5, 1.0, 2.0, 5.0)
-"""Seconds before a request is made again that obstore has given up."""
-METADATA_SERVICES = ("169.254.169.254", "metadata.google.internal")
-"""Hosts that give credentials to a cloud's machines; obstore asks them last."""
-DENIALS = ("401 Unauthorized", "403 Forbidden", *OF_WRONG_CLOCKS)
-T = TypeVar("T")
 
 
-class Objects:
-    """The objects below a URL, by names relative to it.
+class Objects(ObjectReader):
+    """The objects below a URL, by names relative to it: reading and writing.
 
     Every method raises RemoteError, except where a missing object is an answer.
 
@@ -59,12 +36,9 @@ class Objects:
     """
 
     def __init__(self, url: str, *, retry_seconds: float = RETRY_SECONDS):
-        self.url = url.rstrip("/")
-        self._store = open_store(self.url, retry_seconds, REQUEST_SECONDS)
-        parts = urlsplit(self.url)
-        self._folder = Path(unquote(parts.path)) if parts.scheme == "file" else None
-        self._retry_seconds = retry_seconds
-        self._s3 = self._past_obstore() if parts.scheme == "s3" else None
+        super().__init__(url, retry_seconds=retry_seconds)
+        s3 = urlsplit(self.url).scheme == "s3"
+        self._s3 = self._past_obstore() if s3 else None
         self._copies, self._multipart = self._within(self._s3) if self._s3 is not None else (None, None)
 
     def put(self, name: str, content: bytes) -> str | None:
@@ -140,33 +114,6 @@ class Objects:
         if self._multipart is not None:
             self._multipart.abort(unfinished.name, unfinished.upload)
 
-    def get(self, name: str) -> bytes | None:
-        """The content of a small object; None if there is none."""
-        found = self.tagged(name)
-        return None if found is None else found[0]
-
-    def tagged(self, name: str) -> tuple[bytes, str | None] | None:
-        """The content of a small object, and the ETag that lists show for it; None if there is no object."""
-        import obstore
-
-        def get() -> tuple[bytes, str | None] | None:
-            try:
-                answer = obstore.get(self._store, name)
-                return bytes(answer.bytes()), tag(answer.meta["e_tag"])
-            except FileNotFoundError:
-                return None
-
-        self._look_anew(str(Path(name).parent))
-        return self._try(name, get)
-
-    def read(self, name: str, first: int, count: int) -> memoryview:
-        """The bytes `first` to `first + count` of an object."""
-        import obstore
-
-        return self._try(
-            name, lambda: memoryview(obstore.get_range(self._store, name, start=first, length=count))
-        )
-
     def pieces(self, name: str, first: int, count: int) -> Iterator[memoryview]:
         """The bytes `first` to `first + count` of an object in turn, while they arrive.
 
@@ -181,7 +128,7 @@ class Objects:
 
         while at < end:
             piece, arriving = self._try(name, begin)
-            with contextlib.suppress(Unsure):
+            with contextlib.suppress(TransientError):
                 while piece is not None:
                     yield piece[: end - at]
                     at += len(piece)
@@ -252,18 +199,6 @@ class Objects:
 
         return self._try(name, lambda: obstore.head(self._store, name)["last_modified"])
 
-    def size(self, name: str) -> int | None:
-        """The size of an object in bytes; None if there is none."""
-        import obstore
-
-        def head() -> int | None:
-            try:
-                return obstore.head(self._store, name)["size"]
-            except FileNotFoundError:
-                return None
-
-        return self._try(name, head)
-
     def list(self, prefix: str = "") -> Sequence[tuple[str, int]]:
         """Names and sizes in bytes of the objects whose names begin with the folder `prefix`."""
         return [(name, found.size) for name, found in self.look(prefix).items()]
@@ -321,48 +256,6 @@ class Objects:
         with self._errors(prefix):
             for path in (*folder.rglob("*"), folder, folder.parent):
                 sync(path)
-
-    def _look_anew(self, prefix: str) -> None:
-        """Have the server of a network file system say what is in the folder `prefix`; real stores do so."""
-        if self._folder is not None:
-            look_anew(self._folder / prefix)
-
-    def _try(self, name: str, request: Callable[[], T]) -> T:
-        """Make a request, again if it fails in a way that obstore does not repeat, such as a lost answer."""
-        end = time.monotonic() + self._retry_seconds
-        for pause in (*PAUSES, None):
-            try:
-                with self._errors(name):
-                    return request()
-            except Unsure:
-                if pause is None or time.monotonic() + pause > end:
-                    raise
-                time.sleep(pause)
-        raise AssertionError
-
-    @contextlib.contextmanager
-    def _errors(self, name: str) -> Generator[None]:
-        """Say errors of obstore by the object's URL and what to do about them."""
-        from obstore import exceptions
-
-        where = f"{self.url}/{name}".rstrip("/")
-        try:
-            yield
-        except FileNotFoundError:
-            raise RemoteError(f"{where}: there is no such object, or no such bucket") from None
-        except exceptions.AlreadyExistsError:
-            raise Exists(f"{where}: exists already") from None
-        except (exceptions.PermissionDeniedError, exceptions.UnauthenticatedError) as error:
-            raise RemoteError(f"{where}: {denial(said(error))}") from None
-        except (exceptions.BaseError, OSError) as error:
-            text = said(error)
-            if any(service in text for service in METADATA_SERVICES):
-                raise NoCredentials(
-                    f"{where}: the environment has no credentials, and the machine gives none ({text})"
-                ) from None
-            if any(words in text for words in DENIALS):  # in errors that obstore does not tell apart
-                raise RemoteError(f"{where}: {denial(text)}") from None
-            raise Unsure(f"{where}: {text}") from None
 
 
 class _Local(Exception):

@@ -3,8 +3,8 @@
 import datetime
 import os
 
-from cairn.checkpoint.remote.errors import Exists, RemoteError
 from cairn.checkpoint.remote.objects import Objects
+from cairn.run.object_store import Exists, RemoteError
 
 MOST_SKEW = 300
 """Seconds by which the clocks may differ; S3 refuses requests from 15 minutes on."""

@@ -22,7 +22,7 @@ from xml.etree import ElementTree
 
 import urllib3
 
-from cairn.checkpoint.remote.errors import NoCredentials, Refused, RemoteError, Unsure, denial
+from cairn.run.object_store import NoCredentials, Refused, RemoteError, TransientError, denial
 
 if TYPE_CHECKING:
     from obstore.store import S3Store
@@ -130,7 +130,7 @@ class S3:
 
         Raises:
             Refused: S3 refuses it.
-            Unsure: it failed until the time was over.
+            TransientError: it failed until the time was over.
             LocalError: `body` failed.
         """
         where = f"{self.url}/{name or ''}".rstrip("/")
@@ -141,7 +141,7 @@ class S3:
         while True:
             try:
                 return self._once(where, method, name, query, dict(headers or {}), body, size)
-            except Unsure:
+            except TransientError:
                 wait = pause * random.uniform(0.5, 1.0)
                 if time.monotonic() + wait > end:
                     raise
@@ -159,7 +159,8 @@ class S3:
 
         Raises:
             Refused: S3 refuses the request.
-            Unsure: it failed, or takes too long; what has come is right as far as the connection can tell.
+            TransientError: it failed, or takes too long; what has come is right as far as the connection can
+                tell.
         """
         where, last = f"{self.url}/{name}", time.monotonic() + seconds
         place = self._found()
@@ -175,7 +176,7 @@ class S3:
                 while data := answer.read(piece):
                     yield memoryview(data)
                     if time.monotonic() > last:
-                        raise Unsure(f"{where}: {end - first} bytes took longer than {seconds:.0f} s")
+                        raise TransientError(f"{where}: {end - first} bytes took longer than {seconds:.0f} s")
 
     def _once(
         self,
@@ -286,7 +287,7 @@ def _connecting(where: str) -> Generator[None]:
     try:
         yield
     except (urllib3.exceptions.HTTPError, OSError) as error:
-        raise Unsure(f"{where}: {str(error)[:600]}") from None
+        raise TransientError(f"{where}: {str(error)[:600]}") from None
 
 
 def _error(where: str, status: int, content: bytes) -> RemoteError:
@@ -297,7 +298,7 @@ def _error(where: str, status: int, content: bytes) -> RemoteError:
         code, said = tree.text("Code"), tree.text("Message")
     text = f"{where}: {' '.join(word for word in (str(status), code, said) if word)}"
     if code in TRANSIENT or status in (408, 429) or (status >= 500 and status != 501):
-        return Unsure(text)
+        return TransientError(text)
     if status in (401, 403):
         return Refused(f"{where}: {denial(f'{status} {code} {said}')}", code)
     return Refused(text, code)

@@ -20,7 +20,6 @@ from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.remote import catalog, chunks
 from cairn.checkpoint.remote.claims import CLAIM, Claims
 from cairn.checkpoint.remote.content import Content, OnBytes
-from cairn.checkpoint.remote.errors import Exists, RemoteError
 from cairn.checkpoint.remote.known import known_there
 from cairn.checkpoint.remote.listing import Listed
 from cairn.checkpoint.remote.objects import Objects
@@ -28,6 +27,7 @@ from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.faults import fault_point
 from cairn.run.files import naming, sync
+from cairn.run.object_store import Exists, RemoteError
 
 if TYPE_CHECKING:
     from cairn.checkpoint.remote.multipart import Unfinished

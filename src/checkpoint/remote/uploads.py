@@ -18,7 +18,6 @@ from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.ratings import ratings_in
 from cairn.checkpoint.remote.claims import Taken
 from cairn.checkpoint.remote.content import OnBytes
-from cairn.checkpoint.remote.errors import Refused, RemoteError
 from cairn.checkpoint.remote.leftovers import FORGOTTEN, leftovers
 from cairn.checkpoint.remote.overtaken import Overtaken
 from cairn.checkpoint.remote.run_files import RunFiles
@@ -29,6 +28,7 @@ from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run.attempt import Attempt
 from cairn.run.files import read_note, write_json
+from cairn.run.object_store import Refused, RemoteError
 
 logger = logging.getLogger(__name__)
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from cairn.checkpoint.formats.hub import Place, hub_layout
+from cairn.checkpoint.formats.hub import hub_layout
+from cairn.checkpoint.shares import Place
 
 
 @dataclass(frozen=True)

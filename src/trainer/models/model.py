@@ -25,10 +25,10 @@ from cairn.checkpoint.formats import FORMATS
 from cairn.checkpoint.formats.companions import companion_files
 from cairn.checkpoint.formats.described import FILE_NAME, about_model, carried_over
 from cairn.checkpoint.formats.foreign import load_config, making_model
-from cairn.checkpoint.formats.hub import Place, layout_of, tensors_in_memory
+from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.formats.tying import tied_apart
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.shares import Stored, at_places
+from cairn.checkpoint.shares import Place, Stored, at_places
 from cairn.checkpoint.step import MODEL
 from cairn.config.trainer import TrainerBase
 from cairn.run.errors import UsageError
