@@ -16,7 +16,7 @@ class CairnSystem:
     """Saves and loads like Cairn's trainer."""
 
     def __init__(self, name: str, training: Training, root: Path):
-        from cairn.checkpoint.saver import Saver, SavingRank
+        from cairn.checkpoint.saving.saver import Saver, SavingRank
         from cairn.checkpoint.store import CheckpointStore
 
         self.training = training
@@ -43,7 +43,7 @@ class CairnSystem:
         return saved[0].durable_seconds if saved else None
 
     def load(self) -> None:
-        from cairn.checkpoint.tensors import load_step
+        from cairn.checkpoint.tensors.sharded_files import load_step
 
         def gather(mine):
             gathered = [None] * dist.get_world_size()

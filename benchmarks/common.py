@@ -116,7 +116,7 @@ def no_end_of_text(folder: Path) -> None:
 def with_random_weights(folder: Path) -> str:
     """A Hugging Face folder like this one, but with weights; keeps standard output free for results."""
     from cairn.config.model import ModelConfig
-    from cairn.launch.model import resolve_model
+    from cairn.launch.plan.model import resolve_model
 
     with contextlib.redirect_stdout(sys.stderr):
         return resolve_model(ModelConfig(name=str(folder), init_seed=0))

@@ -251,8 +251,8 @@ def _memory(field: str) -> int:
 def _import(root: Path, *, check: bool) -> dict:
     from transformers import AutoConfig
 
-    from cairn.checkpoint.formats.hub import hub_layout
-    from cairn.checkpoint.importing import import_checkpoint
+    from cairn.formats.transfer.import_step import import_checkpoint
+    from cairn.model.hub_layout import hub_layout
 
     model = root / "hf" / "model"
     hub_layout(AutoConfig.from_pretrained(model))  # imports the model's module
@@ -266,9 +266,9 @@ def _import(root: Path, *, check: bool) -> dict:
 def _export(root: Path, *, check: bool) -> dict:
     from transformers import AutoConfig
 
-    from cairn.checkpoint.exporting import export
-    from cairn.checkpoint.formats import WriteOptions
-    from cairn.checkpoint.formats.hub import hub_layout
+    from cairn.formats import WriteOptions
+    from cairn.formats.transfer.export_step import export
+    from cairn.model.hub_layout import hub_layout
 
     step = root / "run" / "checkpoints" / "step_1"
     hub_layout(AutoConfig.from_pretrained(step / "model"))  # imports the model's module

@@ -23,13 +23,13 @@ import common
 import torch
 from transformers import Qwen3Config, Qwen3ForCausalLM
 
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.saver import Saver, SavingRank
-from cairn.checkpoint.step import MODEL
+from cairn.checkpoint.saving.saver import Saver, SavingRank
+from cairn.checkpoint.step_folder import MODEL
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import read_tensor
+from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.config.lora import LoraConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.formats import FORMATS
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.policy import make_policy

@@ -137,7 +137,7 @@ class Transfers:
     def __init__(self, root: Path, megabytes: int):
         import torch
 
-        from cairn.checkpoint.saver import Saver, SavingRank
+        from cairn.checkpoint.saving.saver import Saver, SavingRank
         from cairn.checkpoint.store import CheckpointStore
 
         torch.manual_seed(0)
@@ -199,8 +199,8 @@ class Transfers:
 
     def put(self, url: str) -> None:
         """Cairn's upload."""
-        from cairn.checkpoint.remote import Objects, RemoteStore
-        from cairn.checkpoint.remote.sent import Sent
+        from cairn.remote import Objects, RemoteStore
+        from cairn.remote.client.upload_journal import Sent
 
         note = self.root / "note"
         note.unlink(missing_ok=True)
@@ -210,8 +210,8 @@ class Transfers:
 
     def fetch(self, url: str) -> None:
         """Cairn's download."""
-        from cairn.checkpoint.remote import Objects, RemoteStore
         from cairn.checkpoint.store import CheckpointStore
+        from cairn.remote import Objects, RemoteStore
 
         RemoteStore(Objects(f"{url}/cairn")).fetch(STEP, CheckpointStore(self.root / "fetched"))
 
@@ -219,7 +219,7 @@ class Transfers:
         """What the launcher does before any role starts."""
         from cairn.config.ckpt import CkptConfig
         from cairn.config.trainer import SFTConfig
-        from cairn.launch.remote import with_remote
+        from cairn.launch.plan.remote_start import with_remote
 
         ckpt = CkptConfig(remote=f"{url}/cairn", resume="auto")
         config = SFTConfig.model_construct(output_dir=str(self.root / "run"), ckpt=ckpt, max_steps=STEP + 1)
@@ -229,7 +229,7 @@ class Transfers:
 
     def load(self, folder: Path) -> float:
         """Seconds of the trainer's load of a step; all tensors are checked."""
-        from cairn.checkpoint.tensors import load_step
+        from cairn.checkpoint.tensors.sharded_files import load_step
 
         began = time.perf_counter()
         load_step(folder, self.tensors)
@@ -240,8 +240,8 @@ class Transfers:
         import obstore
 
         from cairn.checkpoint.checksums import CHUNK_BYTES
-        from cairn.checkpoint.remote.objects import CONCURRENT_PARTS
-        from cairn.checkpoint.remote.store import UPLOADS
+        from cairn.remote.client.objects import CONCURRENT_PARTS
+        from cairn.remote.step_store import UPLOADS
 
         store, folder = _library(f"{url}/raw"), self.store.folder(STEP)
 
@@ -279,7 +279,7 @@ class Transfers:
         import obstore
 
         from cairn.checkpoint.checksums import CHUNK_BYTES
-        from cairn.checkpoint.remote.store import FETCHES
+        from cairn.remote.step_store import FETCHES
 
         store = _library(f"{url}/raw")
         ranges = [(name, first) for name, size in self.sizes.items() for first in range(0, size, CHUNK_BYTES)]

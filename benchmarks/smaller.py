@@ -23,9 +23,9 @@ import torch
 import torch.distributed as dist
 from checkpoint_state import Training
 
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.tensors.sharded_files import load_step
 
 ABOUT = {
     **{"run_id": "benchmark", "attempt": 1, "branch": "main", "parent": None, "parts": ["trainer"]},

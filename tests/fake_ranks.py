@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from cairn.checkpoint.shares import Section, Stored
+from cairn.checkpoint.tensors.placement import Section, Stored
 
 ROWS, COLUMNS, COPIES = Shard(0), Shard(1), Replicate()
 PLACED = {

@@ -7,9 +7,9 @@ import numpy as np
 import torch
 from torch.distributed.tensor import DTensor
 
-from cairn.checkpoint.dtypes import DTYPES
-from cairn.checkpoint.formats import Source
+from cairn.checkpoint.tensors.dtypes import DTYPES
 from cairn.config.trainer import SFTConfig
+from cairn.formats import Source
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood

@@ -5,10 +5,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from cairn.checkpoint.formats import FORMATS, Source
-from cairn.checkpoint.formats.adapters import base_folder, is_adapter
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, Manifest
-from cairn.checkpoint.step import (
+from cairn.checkpoint.step_folder import (
     MODEL,
     OPTIMIZER,
     ORCHESTRATOR_STATE,
@@ -16,7 +14,9 @@ from cairn.checkpoint.step import (
     StepFolder,
     is_reward_model,
 )
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
+from cairn.formats import FORMATS, Source
+from cairn.model.adapters import base_folder, is_adapter
 from cairn.run.errors import UsageError
 from cairn.run.files import read_json
 
@@ -115,6 +115,6 @@ def load_checkpoint(folder: str | Path) -> Checkpoint:
 
 
 def _read(stored: Mapping[str, Source]) -> "dict[str, torch.Tensor]":
-    from cairn.checkpoint.tensors import read_tensor
+    from cairn.checkpoint.tensors.sharded_files import read_tensor
 
     return {name: read_tensor(tensor) for name, tensor in stored.items()}

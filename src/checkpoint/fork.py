@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest, Origin, holds_tensors, load_manifest
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore, copy_file
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

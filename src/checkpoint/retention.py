@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from cairn.checkpoint.eval_metrics import Ratings, ratings_in
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.ratings import Ratings, ratings_in
-from cairn.checkpoint.steps import step_of
+from cairn.checkpoint.step_index import step_of
 from cairn.checkpoint.store import CheckpointStore, remove_folder
 from cairn.checkpoint.tiers import Tier
 from cairn.config.ckpt import CkptConfig

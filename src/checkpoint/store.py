@@ -22,9 +22,9 @@ from cairn.checkpoint.manifest import (
     Manifest,
     check_files,
 )
-from cairn.checkpoint.packed import check_tables
 from cairn.checkpoint.receipts import make_receipt, note_of, read_receipt
-from cairn.checkpoint.steps import StepFolders
+from cairn.checkpoint.step_index import StepFolders
+from cairn.checkpoint.tensors.compression import check_tables
 from cairn.run.faults import fault_point
 from cairn.run.file_system import file_system_of, flock, open_lock
 from cairn.run.files import check_written, make_folders, naming, sync, write_atomic, write_json

@@ -40,4 +40,4 @@ def _checked(value: Any) -> Any:
 
 
 Gpus = Annotated[str | None, BeforeValidator(_checked)]
-"""How many GPUs, or which; None leaves it to `cairn.launch.machine.placing`."""
+"""How many GPUs, or which; None leaves it to `cairn.launch.plan.gpu_assignment`."""

@@ -6,9 +6,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.step import is_reward_model
+from cairn.checkpoint.step_folder import is_reward_model
+from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.config.inference import InferenceConfig
 from cairn.config.lora import MAX_RANK
 from cairn.inference.build import installed_build

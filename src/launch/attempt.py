@@ -11,21 +11,21 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint import ratings
+from cairn.checkpoint import eval_metrics
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.kinds import KINDS, RunConfig
-from cairn.launch.catching_up import say_missing
-from cairn.launch.claims import claim, reserve_number
-from cairn.launch.locking import lock
-from cairn.launch.start import Start, StartDamaged
+from cairn.launch.plan.adopt_remote import say_missing
+from cairn.launch.plan.start import Start, StartDamaged
+from cairn.launch.remote_lease import claim, reserve_number
 from cairn.run.attempt import Attempt
 from cairn.run.batches import BadBatch
 from cairn.run.changes import Settings
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import DamagedFile, make_folders, read_json, write_atomic, write_json
+from cairn.run.locking import lock
 from cairn.run.recipe import TRAINER
 
 logger = logging.getLogger(__name__)
@@ -94,8 +94,8 @@ def begin(
     dropped = run.metrics.keep_through(own_step)
     if run.evals.path.exists() or run.evaluations.exists():
         forgotten = run.forget_evaluations(attempt, _made_again_through(run, attempt, recipe))
-        if forgotten and (start.store.root / ratings.RATINGS).exists():
-            ratings.note(start.store.root, ratings.ratings_of(run.evals.rows()))
+        if forgotten and (start.store.root / eval_metrics.RATINGS).exists():
+            eval_metrics.note(start.store.root, eval_metrics.ratings_of(run.evals.rows()))
     wanted = rewinds and start.named  # the user asked to go back
     run.history.recompute(dropped if goes_on and not wanted else 0)
     for change in recipe["trainer"].get("changes", []):

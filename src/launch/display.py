@@ -18,7 +18,7 @@ from rich.progress import (
 )
 from rich.text import Text
 
-from cairn.launch.endings import shorter
+from cairn.launch.exit_report import shorter
 from cairn.run.diagnosis import RULES, Diagnosis, Finding, Seen
 from cairn.run.directory import RunDirectory
 from cairn.run.files import DamagedFile

@@ -4,11 +4,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cairn.config.orchestrator import OrchestratorConfig
-from cairn.launch.exits import RoleFailed
 from cairn.orchestrator.failures import kind_of, unscored
 from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.run.diagnosis.rule import percent
 from cairn.run.directory import RunDirectory
+from cairn.run.exits import RoleFailed
 from cairn.run.files import DamagedFile
 from cairn.run.jsonlines import Row
 from cairn.run.metrics import number

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from cairn.config.cli import load, require
 from cairn.config.shared import CommandConfig
-from cairn.launch.exits import EXIT_STOPPED, answer
+from cairn.run.exits import EXIT_STOPPED, answer
 from cairn.run.imports import importing, saying
 
 if TYPE_CHECKING:
@@ -102,9 +102,9 @@ def inference() -> int:
         require(config, "model.name")
         from cairn.inference.build import installed_build
         from cairn.inference.server import run as serve
-        from cairn.launch.machine.fitting import refuse_what_can_not_be_served
-        from cairn.launch.machine.placing import placed_server, use_gpus
-        from cairn.launch.model import resolve_model
+        from cairn.launch.plan.gpu_assignment import placed_server, use_gpus
+        from cairn.launch.plan.memory_check import refuse_what_can_not_be_served
+        from cairn.launch.plan.model import resolve_model
         from cairn.run.machine import this_machine
 
         build = installed_build()  # before a model is fetched
@@ -128,7 +128,7 @@ def eval() -> int:
         if config.dry_run:
             return _plan("eval", config)
         with saying("importing PyTorch"), importing():
-            from cairn.launch.evaluation.evaluating import evaluate
+            from cairn.evaluate.evaluate import evaluate
 
         return evaluate(config)
 
@@ -137,7 +137,7 @@ def eval() -> int:
 
 def _plan(command: str, config: CommandConfig) -> int:
     with saying("reading the configuration of the model, the machine and the data"):
-        from cairn.launch.plan import show
+        from cairn.launch.plan.dry_run import show
 
         return show(command, config)
 

@@ -13,13 +13,13 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.trainer import TrainerBase
 from cairn.launch.attempt import newest_start
-from cairn.launch.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
-from cairn.launch.machine.placing import use_gpus
-from cairn.launch.process import stop_on_signals
+from cairn.launch.plan.gpu_assignment import use_gpus
 from cairn.run import heartbeat, noted_calls
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
+from cairn.run.exits import END_SERVER, EXIT_LOST, EXIT_STOPPED
 from cairn.run.imports import importing
+from cairn.run.process_groups import stop_on_signals
 from cairn.run.processes import allow_open_files, in_background
 from cairn.run.signals import on_stop_signals
 
@@ -71,9 +71,9 @@ def run_trainer(
 ) -> int:
     """Train on Ray workers; returns the exit code. `taken`: the GPUs of the run's own server."""
     use_gpus(config.gpus)
-    turn.load("cairn.launch.places.ranks")
+    turn.load("cairn.launch.supervise.ranks")
     with importing():
-        from cairn.launch.places.ranks import Ranks
+        from cairn.launch.supervise.ranks import Ranks
 
     state = "failed"
     try:

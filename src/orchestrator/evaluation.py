@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint import ratings
+from cairn.checkpoint import eval_metrics
 from cairn.config.evaluation import EvalConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.answering import make_answering
@@ -95,7 +95,7 @@ class Evaluations:
     def _rate_steps(self) -> None:
         """Tell retention of the results, if it may have to know them."""
         if self._state.config.ckpt is not None and (rows := self._state.run.evals.current()):
-            ratings.note(self._state.store.root, ratings.ratings_of(rows))
+            eval_metrics.note(self._state.store.root, eval_metrics.ratings_of(rows))
 
     def close(self) -> None:
         """End the environments' threads once their calls have returned."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
-from cairn.checkpoint.step import OrchestratorRecord, StepFolder
+from cairn.checkpoint.step_folder import OrchestratorRecord, StepFolder
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.environments import AskedEnvironment, Environment, EnvironmentFailed, ask
 from cairn.run.changes import Change, Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.step import ORCHESTRATOR_STATE, StepFolder
+from cairn.checkpoint.step_folder import ORCHESTRATOR_STATE, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun

@@ -3,7 +3,7 @@
 from dataclasses import asdict
 from typing import Any
 
-from cairn.checkpoint.step import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord
+from cairn.checkpoint.step_folder import LEDGER, ORCHESTRATOR_STATE, OrchestratorRecord
 from cairn.orchestrator.sources import problems_of
 from cairn.orchestrator.state import OrchestratorState
 from cairn.run.faults import fault_point

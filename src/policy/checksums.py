@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.shares import Share
+from cairn.checkpoint.tensors.placement import Share
 from cairn.run.files import read_json, write_json
 
 FILE = "checksums.json"

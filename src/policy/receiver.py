@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.policy.checksums import merged
 from cairn.policy.network import ANSWER, PATIENCE, join_pair, messages
 from cairn.policy.refusals import Gone, NotThere

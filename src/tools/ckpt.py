@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.diff import compare
-from cairn.checkpoint.formats import format_of
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, load_manifest
-from cairn.checkpoint.remote.uploads import note_origin
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
+from cairn.formats import format_of
+from cairn.formats.transfer.diff import compare
+from cairn.remote.uploads import note_origin
 from cairn.run.errors import UsageError
 from cairn.run.progress import progress_bars
 from cairn.tools import ckpt_remote

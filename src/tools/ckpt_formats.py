@@ -6,12 +6,12 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.exports import Exports, InTheWay, refuse_options
-from cairn.checkpoint.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
-from cairn.checkpoint.formats.content import WEIGHT_DTYPES
-from cairn.checkpoint.layout import MAX_FILE_BYTES
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
+from cairn.formats import EXPORTERS, FORMATS, QUANTIZATIONS, WriteOptions, format_of
+from cairn.formats.base import WEIGHT_DTYPES
+from cairn.formats.transfer.export_folder import Exports, InTheWay, refuse_options
 from cairn.run.errors import UsageError
 from cairn.run.machine import bytes_of
 from cairn.run.progress import progress_bars
@@ -73,7 +73,10 @@ def add_shards(command: argparse.ArgumentParser) -> None:
 
 def export_step(arguments: argparse.Namespace) -> int:
     """Run `ckpt export`."""
-    from cairn.checkpoint.exporting import export, left_out_of  # imports torch, which --help has no time for
+    from cairn.formats.transfer.export_step import (  # imports torch, which --help has no time for
+        export,
+        left_out_of,
+    )
 
     options = WriteOptions(WEIGHT_DTYPES.get(arguments.dtype), arguments.shard_size, arguments.quantize)
     if arguments.all:
@@ -115,10 +118,7 @@ def _export_all(arguments: argparse.Namespace, exports: Exports) -> int:
     Raises:
         UsageError: there are no steps, or something else is where one belongs; nothing was written.
     """
-    from cairn.checkpoint.exporting import (
-        export_into,
-        left_out_of,
-    )  # imports torch, which --help has no time for
+    from cairn.formats.transfer.export_step import export_into, left_out_of
 
     if isinstance(arguments.step, str):
         raise UsageError(f"{arguments.step}: --all takes a local folder; export steps of a URL one by one")
@@ -199,7 +199,9 @@ def import_step(arguments: argparse.Namespace) -> int:
 
 
 def _import_from(source: Path, model: Path | None, arguments: argparse.Namespace) -> int:
-    from cairn.checkpoint.importing import import_checkpoint  # imports torch, which --help has no time for
+    from cairn.formats.transfer.import_step import (
+        import_checkpoint,  # imports torch, which --help has no time for
+    )
 
     output_dir = arguments.output_dir
     if not source.exists():

@@ -10,6 +10,7 @@ from typing import Any
 from urllib.parse import unquote, urlsplit
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
+from cairn.checkpoint.eval_metrics import RATINGS, Ratings
 from cairn.checkpoint.manifest import (
     FILE_NAME,
     CheckpointError,
@@ -18,16 +19,15 @@ from cairn.checkpoint.manifest import (
     load_manifest,
     split_step,
 )
-from cairn.checkpoint.ratings import RATINGS, Ratings
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.remote.catalog import LISTED_METRICS
-from cairn.checkpoint.remote.leftovers import FORGOTTEN, Leftovers, forget, leftovers, set_aside
-from cairn.checkpoint.remote.run_files import newest
-from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.store import COMMITTED
 from cairn.checkpoint.retention import PINS, Step, read_steps, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.catalog import LISTED_METRICS
+from cairn.remote.client.upload_journal import Sent
+from cairn.remote.orphans import FORGOTTEN, Leftovers, forget, leftovers, set_aside
+from cairn.remote.run_files import newest
+from cairn.remote.step_store import COMMITTED
 from cairn.run.addresses import SCHEMES, is_url
 from cairn.run.errors import UsageError
 from cairn.run.files import naming, parse_json

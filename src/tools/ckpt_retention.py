@@ -7,10 +7,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from cairn.checkpoint.exports import run_exports
+from cairn.checkpoint.eval_metrics import Ratings, ratings_in
 from cairn.checkpoint.manifest import FILE_NAME, CheckpointError, check_files, load_manifest
-from cairn.checkpoint.ratings import Ratings, ratings_in
-from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.retention import (
     OF_SPIKES,
     WAITING,
@@ -24,6 +22,8 @@ from cairn.checkpoint.retention import (
 )
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.formats.transfer.export_folder import run_exports
+from cairn.remote.uploads import RunUploads
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.jsonlines import as_object
 from cairn.tools import ckpt_remote

@@ -4,8 +4,8 @@ import argparse
 import contextlib
 from pathlib import Path
 
-from cairn.checkpoint.formats import WriteOptions
-from cairn.checkpoint.formats.content import WEIGHT_DTYPES
+from cairn.formats import WriteOptions
+from cairn.formats.base import WEIGHT_DTYPES
 from cairn.run.errors import UsageError
 from cairn.run.progress import progress_bars
 from cairn.tools.ckpt_formats import add_shards, step_in
@@ -56,7 +56,7 @@ def average(arguments: argparse.Namespace) -> int:
 
 
 def _average(steps: list[Path], arguments: argparse.Namespace) -> int:
-    from cairn.checkpoint.average import average_steps, ema_weights  # imports torch
+    from cairn.formats.transfer.average import average_steps, ema_weights  # imports torch
 
     out = arguments.out
     weights = arguments.weights or [1.0] * len(steps)

@@ -7,9 +7,9 @@ from typing import Any
 import numpy as np
 from transformers import AutoTokenizer
 
-from cairn.checkpoint.formats.adapters import is_adapter
-from cairn.checkpoint.step import StepFolder, TrainerRecord
+from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.config.preferences import DPOConfig
+from cairn.model.adapters import is_adapter
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.errors import UsageError

@@ -12,8 +12,8 @@ from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
-from cairn.checkpoint.saver import Saved
-from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.saving.saver import Saved
+from cairn.checkpoint.step_folder import StepFolder
 from cairn.config.trainer import TrainerBase
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome

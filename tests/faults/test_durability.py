@@ -15,7 +15,7 @@ import pytest
 SAVE = """
 import sys
 import torch
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
 from cairn.checkpoint.store import CheckpointStore
 store = CheckpointStore(sys.argv[1])
 saver = Saver(store, SavingRank(0, 1, "now"), how=SaveOptions(max_file_bytes=1_500_000))

@@ -9,7 +9,7 @@ import torch
 from runs import CONFIGS, Shell, read, rows, step_folder, steps
 from safetensors.torch import load_file
 
-from cairn.checkpoint.exports import UNFINISHED
+from cairn.formats.transfer.export_folder import UNFINISHED
 from cairn.run.directory import RunDirectory
 
 pytestmark = pytest.mark.timeout(900)

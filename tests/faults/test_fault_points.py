@@ -12,8 +12,8 @@ import pytest
 import toy
 from toy import INTERVAL, KILLED, LAST, SAVE_FAILED, Toy
 
-from cairn.checkpoint.packed import packed_files
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.tensors.compression import packed_files
 from cairn.run import faults
 from cairn.run.faults import POINTS, fault_point
 
@@ -195,7 +195,7 @@ def test_a_kill_at_any_time_costs_no_step(victim: str, straight_and_wide: dict[s
             if victim == "trainer":
                 trainer.kill()
             else:
-                for pid in toy.children(trainer.pid, "cairn.checkpoint.writer"):
+                for pid in toy.children(trainer.pid, "cairn.checkpoint.saving.writer"):
                     os.kill(pid, signal.SIGKILL)
             trainer.join(toy.PATIENCE)
             ends.append(trainer.exitcode)

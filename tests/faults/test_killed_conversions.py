@@ -18,10 +18,10 @@ from safetensors.torch import load_file
 from safetensors.torch import save as as_bytes
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.exporting import UNFINISHED
-from cairn.checkpoint.formats import EXPORTERS
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
+from cairn.formats import EXPORTERS
+from cairn.formats.transfer.export_step import UNFINISHED
 from cairn.launch import main
 
 KILLED = -signal.SIGKILL

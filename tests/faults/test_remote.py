@@ -33,8 +33,8 @@ from runs import (
 )
 from stores import BadNetwork, reachable, s3_server
 
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
+from cairn.remote import Objects, RemoteStore
 from cairn.run.waiting import wait_for
 
 pytestmark = pytest.mark.timeout(600)

@@ -265,7 +265,7 @@ def writers(command: Command) -> list[int]:
     found = []
     for pid, _ in command.family():
         with contextlib.suppress(psutil.Error):
-            if "cairn.checkpoint.writer" in psutil.Process(pid).cmdline():
+            if "cairn.checkpoint.saving.writer" in psutil.Process(pid).cmdline():
                 found.append(pid)
     return found
 

@@ -17,12 +17,12 @@ from pathlib import Path
 import torch
 from runs import ensure_forkserver, forkable
 
-from cairn.checkpoint.arena import SaveFailed, Tensors
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.arena import SaveFailed, Tensors
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.config.ckpt import CkptConfig
 from cairn.run.faults import fault_point
 from cairn.run.files import read_json
@@ -168,7 +168,7 @@ def die_while_the_writer_sleeps(toy: Toy) -> None:
         saver.finish()
         saver.prepare(tensors)
         writer = wait_for(  # the kernel shows its command line a moment after its execve
-            lambda: next(iter(children(os.getpid(), "cairn.checkpoint.writer")), None),
+            lambda: next(iter(children(os.getpid(), "cairn.checkpoint.saving.writer")), None),
             seconds=PATIENCE,
             whom="the writer",
             setting="PATIENCE",

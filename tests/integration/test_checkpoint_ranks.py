@@ -25,14 +25,14 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from torch.distributed.tensor.placement_types import Placement
 
-from cairn.checkpoint.arena import SaveFailed
-from cairn.checkpoint.formats.hub import tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.shares import Place, Section, Stored, at_places, local_values
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.arena import SaveFailed
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.tensors.placement import Place, Section, Stored, at_places, local_values
+from cairn.checkpoint.tensors.sharded_files import load_step
+from cairn.model.hub_layout import tensors_in_memory
 from cairn.run import faults
 
 WORLDS = {1: (1, False), 2: (2, False), 3: (3, False), "hsdp": (4, False), "tensor parallel": (4, True)}

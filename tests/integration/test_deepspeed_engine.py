@@ -17,13 +17,13 @@ from one_rank import one_rank
 from runs import free_port
 from safetensors.torch import load_file
 
-from cairn.checkpoint.exporting import export
-from cairn.checkpoint.formats import FORMATS, WriteOptions, format_of
-from cairn.checkpoint.formats.fitting import in_memory
-from cairn.checkpoint.formats.hub import hub_layout
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step import MODEL, OPTIMIZER
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
+from cairn.formats import FORMATS, WriteOptions, format_of
+from cairn.formats.common.match_layout import in_memory
+from cairn.formats.transfer.export_step import export
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.model.hub_layout import hub_layout
 from cairn.trainer.group import RankGroup
 
 pytest.importorskip("deepspeed", reason="install the dependency group deepspeed")

@@ -13,7 +13,7 @@ import pytest
 import torch
 from runs import CONFIGS, Shell
 
-from cairn.launch.places.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
+from cairn.launch.supervise.role_process import LOCAL_RAY_SETTINGS, RAY_SETTINGS
 from cairn.run.machine import Gpu, Machine
 
 pytestmark = pytest.mark.timeout(600)
@@ -145,8 +145,8 @@ import json, os, sys
 from pathlib import Path
 import ray
 from cairn.config.trainer import SFTConfig
-from cairn.launch.machine.placing import use_gpus
-from cairn.launch.places.rank_process import RankProcess
+from cairn.launch.plan.gpu_assignment import use_gpus
+from cairn.launch.supervise.rank_process import RankProcess
 from cairn.launch.ray.cluster import Placement, start_ray
 from cairn.launch.ray.worker import _index_of
 

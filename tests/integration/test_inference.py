@@ -808,7 +808,7 @@ class Foreground:
         code = (
             "import sys; from cairn.config.inference import InferenceConfig;"
             "from cairn.inference.server import run;"
-            "from cairn.launch.exits import answer;"
+            "from cairn.run.exits import answer;"
             f"config = InferenceConfig(port={port}, kv_cache_memory='64M', dtype='float32',"
             f" compile={compiled});"
             f"sys.exit(answer(lambda: run(config, {str(model)!r}), stopped=0))"

@@ -19,12 +19,12 @@ from safetensors.torch import load_file
 from tiny import random_model, write
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cairn.checkpoint.exporting import export
-from cairn.checkpoint.formats import WriteOptions, format_of
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.tensors import write_tensors
+from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.config.trainer import SFTConfig
+from cairn.formats import WriteOptions, format_of
+from cairn.formats.transfer.export_step import export
+from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood

@@ -9,10 +9,10 @@ from runs import ABOUT, free_port, join, start_ranks
 from safetensors.torch import save_file
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from cairn.checkpoint.saver import Saver, SavingRank
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.saver import Saver, SavingRank
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import read_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.trainer.models.model import build_model, weights, weights_in
 

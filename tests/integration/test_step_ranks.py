@@ -24,10 +24,10 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from cairn.checkpoint.formats.hub import tensors_in_memory
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerConfig
+from cairn.model.hub_layout import tensors_in_memory
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, LossSums

@@ -12,9 +12,9 @@ from safetensors.torch import load_file, save_file
 from tiny import write_example
 from torch.distributed.tensor import DTensor
 
-from cairn.checkpoint.formats.hub import tensors_in_memory
-from cairn.checkpoint.weight_sums import sums_of, weight_files
 from cairn.config.trainer import TrainerConfig
+from cairn.model.hub_layout import tensors_in_memory
+from cairn.model.weight_digests import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.losses import make_loss
 from cairn.trainer.models.policy import make_policy

@@ -16,14 +16,14 @@ from safetensors.torch import load_file, save_file
 from tiny import random_model, write, write_example
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
-from cairn.checkpoint.diff import compare
-from cairn.checkpoint.exporting import export
-from cairn.checkpoint.formats import FORMATS, WriteOptions, format_of
-from cairn.checkpoint.formats.described import about_model, carried_over, with_both_forms
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.config.model import ModelConfig
-from cairn.launch.model import described, foreign_format, resolve_model
+from cairn.formats import FORMATS, WriteOptions, format_of
+from cairn.formats.transfer.diff import compare
+from cairn.formats.transfer.export_step import export
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.launch.plan.model import described, foreign_format, resolve_model
+from cairn.model.described import about_model, carried_over, with_both_forms
 from cairn.run.errors import UsageError
 from cairn.run.recipe import model_of, tokenizer_of
 

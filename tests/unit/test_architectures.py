@@ -6,13 +6,13 @@ from families import make_config
 from transformers import AutoConfig
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from cairn.checkpoint.formats.architectures import ARCHITECTURES, Names, Part, architecture_of, sizes_of
-from cairn.checkpoint.formats.derived import Joined, RotaryRows, Run, Section
-from cairn.checkpoint.formats.hub import hub_layout
-from cairn.checkpoint.formats.pickled import HeldTensor
-from cairn.checkpoint.layout import TensorSpec
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.source import Source
+from cairn.checkpoint.tensors.layout import TensorSpec
+from cairn.checkpoint.tensors.source import Source
+from cairn.formats.common.tensor_views import Joined, RotaryRows, Run, Section
+from cairn.formats.torch_file.pickled import HeldTensor
+from cairn.model.architectures import ARCHITECTURES, Names, Part, architecture_of, sizes_of
+from cairn.model.hub_layout import hub_layout
 
 FAMILIES = [*ARCHITECTURES, "llama_bias", "qwen3_tied"]
 

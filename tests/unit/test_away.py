@@ -9,14 +9,14 @@ from runs import flip
 from safetensors.torch import load_file, save
 from stores import BadNetwork, make_step, s3_server
 
-from cairn.checkpoint.away import away_in_step
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.remote.beginnings import bring_beginnings
-from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.steps import verify
-from cairn.checkpoint.tensors import load_step, read_tensors
+from cairn.checkpoint.step_folder import StepFolder
+from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.tensors.remote_ranges import away_in_step
+from cairn.checkpoint.tensors.sharded_files import load_step, read_tensors
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.client.upload_journal import Sent
+from cairn.remote.header_download import bring_beginnings
 
 FILES = {
     "model/model.safetensors": "model/model",

@@ -11,18 +11,18 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from stores import make_step
 
-from cairn.checkpoint.ratings import RATINGS
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.remote.run_files import EARLIER, FOLDER, SUMS, RunFiles
-from cairn.checkpoint.remote.uploads import RunUploads, Uploader
+from cairn.checkpoint.eval_metrics import RATINGS
 from cairn.checkpoint.retention import PINS, pins, set_pin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin, restore_roles
-from cairn.launch.catching_up import small_files
-from cairn.launch.remote import with_remote
-from cairn.launch.start import choose_start
+from cairn.launch.plan.adopt_remote import small_files
+from cairn.launch.plan.remote_start import with_remote
+from cairn.launch.plan.start import choose_start
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.run_files import EARLIER, FOLDER, SUMS, RunFiles
+from cairn.remote.uploads import RunUploads, Uploader
 from cairn.run.attempt import Attempt
 
 SAVED = (5, 10, 15, 20)

@@ -15,7 +15,7 @@ from runs import ABOUT, Finished
 from safetensors.numpy import save
 
 from cairn.checkpoint.retention import pins, set_pin
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.launch import main
 from cairn.run import faults

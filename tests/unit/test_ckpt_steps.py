@@ -15,14 +15,14 @@ from safetensors.numpy import save
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.average import ema_weights
 from cairn.checkpoint.checksums import chunk_crc
-from cairn.checkpoint.layout import find_tensors
-from cairn.checkpoint.noted import noted
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.streaming import write_sources
-from cairn.checkpoint.tensors import read_tensor
+from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensor
+from cairn.checkpoint.tensors.stream_writer import write_sources
+from cairn.checkpoint.tensors.verified_copy import noted
+from cairn.formats.transfer.average import ema_weights
 from cairn.launch import main
 
 
@@ -293,7 +293,7 @@ def test_what_is_no_checkpoint_has_no_difference(ckpt, store, tmp_path: Path):
 @pytest.mark.parametrize("block", [4096, 3 * 4096, 1 << 20])
 def test_blocks_cut_tensors_anywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int):
     """Between tensors, within values behind an odd number of bytes, and where data types change."""
-    monkeypatch.setattr("cairn.checkpoint.streaming.BLOCK_BYTES", block)
+    monkeypatch.setattr("cairn.checkpoint.tensors.stream_writer.BLOCK_BYTES", block)
     generator = torch.Generator().manual_seed(0)
     tensors = {
         "a": torch.randn(3000, generator=generator),

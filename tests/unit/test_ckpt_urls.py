@@ -17,13 +17,13 @@ from safetensors.torch import load_file
 from stores import BadNetwork, make_step, s3_bucket
 
 from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.remote.catalog import summary
-from cairn.checkpoint.remote.uploads import RunUploads
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.launch import main
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.catalog import summary
+from cairn.remote.uploads import RunUploads
 
 MANY = 10_000
 

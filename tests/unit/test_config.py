@@ -29,7 +29,7 @@ from cairn.config.rl import SHARED, RLConfig
 from cairn.config.settings import settings_of
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.launch import main
-from cairn.launch.model import resolve_model
+from cairn.launch.plan.model import resolve_model
 from cairn.run.errors import UsageError
 
 HEAVY = {"torch", "ray", "vllm", "transformers", "datasets", "numpy", "wandb", "fastapi", "yaml"}

@@ -11,14 +11,14 @@ from runs import ABOUT, CONFIGS, REPOSITORY, flip
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 
-from cairn.checkpoint.arena import SaveFailed
 from cairn.checkpoint.fork import fork
 from cairn.checkpoint.manifest import Damaged
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.arena import SaveFailed
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults
 from cairn.run.errors import UsageError

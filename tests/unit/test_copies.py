@@ -6,9 +6,9 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from cairn.checkpoint.arena import Arena
-from cairn.checkpoint.copies import GpuCopies, HostCopies, copies_from
-from cairn.checkpoint.layout import MAX_FILE_BYTES
+from cairn.checkpoint.saving.arena import Arena
+from cairn.checkpoint.saving.host_staging import GpuCopies, HostCopies, copies_from
+from cairn.checkpoint.tensors.layout import MAX_FILE_BYTES
 from cairn.trainer.saving.checkpoints import host_share
 
 GPU = torch.device("cuda", 3)

@@ -13,18 +13,18 @@ from test_saver import ABOUT, bits, make_saver, save, saver, store
 from tiny import EXAMPLE, VOCABULARY, random_model, write, write_example
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForTokenClassification
 
-from cairn.checkpoint.diff import compare
-from cairn.checkpoint.exporting import left_out_of
-from cairn.checkpoint.saver import Saver
+from cairn.checkpoint.saving.saver import Saver
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import write_tensors
+from cairn.checkpoint.tensors.sharded_files import write_tensors
 from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.launch.beside_policy import check_models_beside, with_models_beside
-from cairn.launch.machine.fitting import training_needs
-from cairn.launch.recipe import join_recipe
-from cairn.launch.start import Start
+from cairn.formats.transfer.diff import compare
+from cairn.formats.transfer.export_step import left_out_of
+from cairn.launch.plan.auxiliary_models import check_models_beside, with_models_beside
+from cairn.launch.plan.memory_check import training_needs
+from cairn.launch.plan.recipe import join_recipe
+from cairn.launch.plan.start import Start
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.directory import RunDirectory

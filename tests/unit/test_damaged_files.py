@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from runs import ABOUT, CONFIGS, REPOSITORY
 
-from cairn.checkpoint.ratings import note, ratings_in, ratings_of
+from cairn.checkpoint.eval_metrics import note, ratings_in, ratings_of
 from cairn.checkpoint.retention import apply_retention, set_pin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -28,15 +28,15 @@ from cairn.config.trainer import TrainerConfig
 from cairn.inference.pool.server_list import ServerList
 from cairn.launch.attempt import begin
 from cairn.launch.display import StepDisplay
-from cairn.launch.exits import answer
-from cairn.launch.recipe import plan_recipe
-from cairn.launch.start import choose_start
+from cairn.launch.plan.recipe import plan_recipe
+from cairn.launch.plan.start import choose_start
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.rollouts import AnswerGroup, Rollout
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch, RLBatch, Sample, Sampling, batch_path, write_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import CairnError
+from cairn.run.exits import answer
 from cairn.run.files import write_json
 from cairn.run.heartbeat import Beat, Watch
 from cairn.run.history import Account

@@ -30,25 +30,25 @@ from torch.distributed.checkpoint.metadata import (
 )
 from transformers import AutoConfig
 
-from cairn.checkpoint import reader
-from cairn.checkpoint.exporting import content_of_step, export
-from cairn.checkpoint.formats import EXPORTERS, format_of, no_progress
-from cairn.checkpoint.formats.architectures import sizes_of
-from cairn.checkpoint.formats.content import WriteOptions
-from cairn.checkpoint.formats.dcp import Dcp, PrimeRl, Torchtitan, step_in
-from cairn.checkpoint.formats.dcp_fused import cut, fused_parts
-from cairn.checkpoint.formats.dcp_metadata import DcpTensor, read_metadata
-from cairn.checkpoint.formats.dcp_programs import FILE_NAME
-from cairn.checkpoint.formats.fitting import in_memory, state_of
-from cairn.checkpoint.formats.hub import hub_layout
-from cairn.checkpoint.formats.pickled import held, load_pickled, source_of
-from cairn.checkpoint.formats.safe_pickle import Refused
-from cairn.checkpoint.formats.torch_stream import Stream, read_value
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.reader import Piece
-from cairn.checkpoint.shares import Place
-from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.tensors import reader
+from cairn.checkpoint.tensors.placement import Place
+from cairn.checkpoint.tensors.reader import Piece
+from cairn.formats import EXPORTERS, format_of, no_progress
+from cairn.formats.base import WriteOptions
+from cairn.formats.common.match_layout import in_memory, state_of
+from cairn.formats.dcp.dcp import Dcp, PrimeRl, Torchtitan, step_in
+from cairn.formats.dcp.dcp_fused import cut, fused_parts
+from cairn.formats.dcp.dcp_metadata import DcpTensor, read_metadata
+from cairn.formats.dcp.dcp_programs import FILE_NAME
+from cairn.formats.torch_file.pickled import held, load_pickled, source_of
+from cairn.formats.torch_file.safe_pickle import Refused
+from cairn.formats.torch_file.torch_stream import Stream, read_value
+from cairn.formats.transfer.export_step import content_of_step, export
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.model.architectures import sizes_of
+from cairn.model.hub_layout import hub_layout
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
@@ -415,8 +415,8 @@ def test_a_storage_in_another_order_is_read_once(tmp_path: Path, monkeypatch: py
         read.extend(piece.target.numel() for piece in pieces)
         read_pieces(pieces)
 
-    monkeypatch.setattr("cairn.checkpoint.formats.dcp_tensors.read_pieces", noted)
-    monkeypatch.setattr("cairn.checkpoint.formats.saved_tensors.read_pieces", noted)
+    monkeypatch.setattr("cairn.formats.dcp.dcp_tensors.read_pieces", noted)
+    monkeypatch.setattr("cairn.formats.torch_file.saved_tensors.read_pieces", noted)
     assert torch.equal(values(source, piece=7), whole.T)
     assert read.count(600) == 1
     assert torch.equal(values(source, piece=60), whole.T)

@@ -16,15 +16,15 @@ from foreign import values
 from safetensors.torch import load_file
 from test_formats import Command, begun, ckpt, commit, update
 
-from cairn.checkpoint.exporting import export
-from cairn.checkpoint.formats import FORMATS, WriteOptions, format_of
-from cairn.checkpoint.formats.deepspeed_state import MAX_VALUES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step import MODEL, OPTIMIZER, StepFolder
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.tensors.sharded_files import load_step
 from cairn.config.optimizer import AdamWConfig
+from cairn.formats import FORMATS, WriteOptions, format_of
+from cairn.formats.deepspeed.deepspeed_state import MAX_VALUES
+from cairn.formats.transfer.export_step import export
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 

@@ -14,8 +14,8 @@ from runs import REPOSITORY
 
 from cairn.config.cli import COMMANDS, load
 from cairn.inference.plugin.guard import OPEN_ROUTES
-from cairn.launch.exits import EXIT_STOPPED, EXIT_USAGE
 from cairn.run.directory import RESERVE_SECONDS
+from cairn.run.exits import EXIT_STOPPED, EXIT_USAGE
 
 DEPLOY = REPOSITORY / "deploy"
 MANIFESTS = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -11,14 +11,14 @@ import pytest
 
 import cairn
 from cairn.api.training import in_python
-from cairn.checkpoint.saver import _what_to_do
+from cairn.checkpoint.saving.saver import _what_to_do
 from cairn.config.cli import COMMANDS
 from cairn.config.kinds import KINDS
 from cairn.config.scheduler import SchedulerConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
-from cairn.launch.endings import what_next
-from cairn.launch.epochs import with_steps
+from cairn.launch.exit_report import what_next
+from cairn.launch.plan.epochs import with_steps
 from cairn.run import imports
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError

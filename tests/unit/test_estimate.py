@@ -20,13 +20,19 @@ from transformers import (
     Qwen3MoeConfig,
 )
 
-from cairn.checkpoint.arena import Arena
+from cairn.checkpoint.saving.arena import Arena
 from cairn.config.ckpt import CkptConfig
 from cairn.config.inference import InferenceConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import commands, main
-from cairn.launch.machine import fitting
-from cairn.launch.machine.estimate import (
+from cairn.launch.plan import memory_check
+from cairn.launch.plan.memory_check import (
+    refuse_rank_that_does_not_fit,
+    refuse_what_can_not_be_served,
+    refuse_what_does_not_fit,
+    training_needs,
+)
+from cairn.launch.plan.memory_estimate import (
     GIB,
     Need,
     Part,
@@ -38,12 +44,6 @@ from cairn.launch.machine.estimate import (
     rank_need,
     server_need,
     with_cache,
-)
-from cairn.launch.machine.fitting import (
-    refuse_rank_that_does_not_fit,
-    refuse_what_can_not_be_served,
-    refuse_what_does_not_fit,
-    training_needs,
 )
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
@@ -326,7 +326,7 @@ def test_a_model_too_large_for_a_cpu_is_refused_and_others_are_not_even_counted(
     with pytest.raises(UsageError, match=r"^training needs .* MiB of the machine's memory, has .* MiB: "):
         refuse_what_does_not_fit(path, config, tight, "--")
     with monkeypatch.context() as patch:
-        patch.setattr(fitting, "_count", lambda *_, **__: pytest.fail("counting imports torch"))
+        patch.setattr(memory_check, "_count", lambda *_, **__: pytest.fail("counting imports torch"))
         refuse_what_does_not_fit(path, config, machine_of("64G"), "--")
 
 

@@ -24,11 +24,11 @@ from cairn.config.cli import load
 from cairn.config.evaluate import EvaluateConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.config.rl import RLConfig
+from cairn.evaluate.evaluate import evaluate
 from cairn.inference.client import TOKEN_VARIABLE
-from cairn.launch.evaluation.evaluating import evaluate
-from cairn.launch.exits import EXIT_STOPPED
 from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.run.errors import UsageError
+from cairn.run.exits import EXIT_STOPPED
 
 __all__ = ["configuration"]
 NUMBERS = ("reward", "reward_ci95", "pass@1", "pass@2", "pass@4", "tokens", "truncated", "failed", "samples")

@@ -16,7 +16,7 @@ from pydantic import ValidationError
 from test_pipeline import ATTEMPT, Servers, Trainer, begin, configuration, in_folder, see_through
 
 import cairn
-from cairn.checkpoint.ratings import ratings_in, ratings_of
+from cairn.checkpoint.eval_metrics import ratings_in, ratings_of
 from cairn.config.evaluation import EvalConfig
 from cairn.config.orchestrator import OrchestratorConfig
 from cairn.orchestrator.evaluation import results

@@ -16,7 +16,15 @@ from families import make
 from runs import ABOUT, Finished, flip, read
 from safetensors.torch import load_file
 
-from cairn.checkpoint.exports import (
+from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.ckpt import CkptConfig
+from cairn.config.cli import load
+from cairn.config.export import ExportConfig
+from cairn.config.rl import RLConfig
+from cairn.config.trainer import SFTConfig
+from cairn.formats import EXPORTERS, Content, Verification, WriteOptions
+from cairn.formats.transfer.export_folder import (
     MOST_TRIES,
     RECORD,
     UNFINISHED,
@@ -25,17 +33,10 @@ from cairn.checkpoint.exports import (
     RunExports,
     run_exports,
 )
-from cairn.checkpoint.formats import EXPORTERS, Content, Verification, WriteOptions
-from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.store import CheckpointStore
-from cairn.config.ckpt import CkptConfig
-from cairn.config.cli import load
-from cairn.config.export import ExportConfig
-from cairn.config.rl import RLConfig
-from cairn.config.trainer import SFTConfig
-from cairn.launch import exporting, main
-from cairn.launch.exporting import Exporter, exports_in_words, refuse_conflicts, with_exports
-from cairn.launch.start import Start
+from cairn.launch import main
+from cairn.launch.jobs import export
+from cairn.launch.jobs.export import Exporter, exports_in_words, refuse_conflicts, with_exports
+from cairn.launch.plan.start import Start
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
@@ -250,7 +251,7 @@ def test_a_step_that_cannot_be_exported_does_not_stop_the_others(
     assert made.missing(store) == [4]
     assert made.waiting(store) == []
     assert "step 4 is not exported" in caplog.text
-    said = exporting.what_is_missing(made, store)
+    said = export.what_is_missing(made, store)
     assert said is not None
     assert said.startswith("step 4: ")
     assert "changed between bytes" in said
@@ -273,7 +274,7 @@ def test_what_the_system_refuses_is_tried_a_few_times(
     exporter = exporter_of(made, store)
     assert exporter.export_next(no_progress, last=False)
     assert not exporter.export_next(no_progress, last=False)
-    monkeypatch.setattr(exporting, "RETRY_SECONDS", 0.0)
+    monkeypatch.setattr(export, "RETRY_SECONDS", 0.0)
     finish(made, store)
     assert len(tries) == MOST_TRIES
     assert not any(name.endswith(UNFINISHED) for name in names_in(tmp_path / "out"))
@@ -443,8 +444,8 @@ def test_two_processes_do_not_disturb_each_other(store: CheckpointStore, tmp_pat
         assert other.stdin
         other.stdout.readline()
         probe = (
-            "import sys; from pathlib import Path; from cairn.checkpoint.exports import *;"
-            "from cairn.checkpoint.formats import WriteOptions\n"
+            "import sys; from pathlib import Path; from cairn.formats.transfer.export_folder import *;"
+            "from cairn.formats import WriteOptions\n"
             "with Exports(Path(sys.argv[1]), 'hf', WriteOptions()).alone(): print('in', flush=True)"
         )
         with subprocess.Popen(

@@ -21,10 +21,10 @@ from safetensors.torch import load_file
 from tiny import VOCABULARY
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.trainer import SFTConfig
+from cairn.model.hub_layout import layout_of, tensors_in_memory
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood

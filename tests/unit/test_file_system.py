@@ -16,13 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from cairn.checkpoint.direct import direct_file
-from cairn.checkpoint.remote import Objects
+from cairn.checkpoint.saving.direct_io import direct_file
 from cairn.checkpoint.store import CheckpointStore
-from cairn.launch import locking
 from cairn.orchestrator.ledger import FORMAT, Ledger, LedgerRun
 from cairn.orchestrator.ledger.reading import open_ledger
-from cairn.run import file_system
+from cairn.remote import Objects
+from cairn.run import file_system, locking
 from cairn.run.attempt import Attempt
 from cairn.run.batches import read_origin
 from cairn.run.directory import RunDirectory

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from tiny import write_example
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.peft_settings import ALLOWED, adapter_settings
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.config.model import ModelConfig
-from cairn.launch.model import described, resolve_model
+from cairn.formats import FORMATS
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.launch.plan.model import described, resolve_model
+from cairn.model.peft_settings import ALLOWED, adapter_settings
 from cairn.run.errors import CairnError, UsageError
 
 IDS = torch.arange(4, 60)[None]

@@ -11,14 +11,14 @@ from runs import ABOUT, flip
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from cairn.checkpoint.exporting import export
-from cairn.checkpoint.exports import UNFINISHED
-from cairn.checkpoint.formats import EXPORTERS, WriteOptions
-from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.model import ModelConfig
+from cairn.formats import EXPORTERS, WriteOptions
+from cairn.formats.transfer.export_folder import UNFINISHED
+from cairn.formats.transfer.export_step import export
 from cairn.launch import main
-from cairn.launch.model import resolve_model
+from cairn.launch.plan.model import resolve_model
 from cairn.run.errors import UsageError
 
 

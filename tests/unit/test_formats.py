@@ -15,13 +15,13 @@ from runs import ABOUT, Finished
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from cairn.checkpoint.exporting import UNFINISHED, export
-from cairn.checkpoint.formats import WriteOptions
-from cairn.checkpoint.step import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER, TRAINER_STATE, StepFolder, TrainerRecord
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step, write_tensors
+from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.optimizer import AdamWConfig
+from cairn.formats import WriteOptions
+from cairn.formats.transfer.export_step import UNFINISHED, export
 from cairn.launch import main
 from cairn.trainer.models.model import companions
 from cairn.trainer.models.trained import Trained
@@ -354,7 +354,7 @@ def test_weights_that_lie_in_another_order(
     ckpt, family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, legacy: bool
 ):
     """Saved transposed, as parts of one storage, and as parameters; read in pieces; with a flipped bit."""
-    monkeypatch.setattr("cairn.checkpoint.streaming.PIECE_BYTES", 4096)
+    monkeypatch.setattr("cairn.checkpoint.tensors.stream_writer.PIECE_BYTES", 4096)
     folder = make(family, tmp_path / "hf")
     weights = load_file(folder / "model.safetensors")
     (folder / "model.safetensors").unlink()

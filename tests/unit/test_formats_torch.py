@@ -12,13 +12,13 @@ from safetensors.torch import load_file
 from test_formats import begun, ckpt, commit, loss_of
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from cairn.checkpoint.formats import torch_writer
-from cairn.checkpoint.formats.outgoing import Outgoing
-from cairn.checkpoint.formats.pickled import held
-from cairn.checkpoint.formats.torch_stream import Stream, locate
-from cairn.checkpoint.formats.torch_writer import ALIGNMENT
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.checkpoint.store import CheckpointStore
+from cairn.formats.common.outgoing import Outgoing
+from cairn.formats.torch_file import torch_writer
+from cairn.formats.torch_file.pickled import held
+from cairn.formats.torch_file.torch_stream import Stream, locate
+from cairn.formats.torch_file.torch_writer import ALIGNMENT
 
 ckpt = ckpt
 

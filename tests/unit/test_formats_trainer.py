@@ -17,12 +17,12 @@ from test_formats import begun, ckpt, commit, loss_of
 from tiny import tokenizer
 from transformers import AutoModelForCausalLM, PreTrainedModel, Trainer, TrainingArguments, get_scheduler
 
-from cairn.checkpoint.formats.hf_schedule import schedule_of
-from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_folder import StepFolder
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.scheduler import SchedulerConfig
 from cairn.config.trainer import SFTConfig
+from cairn.formats.huggingface.hf_schedule import schedule_of
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.recipe import TRAINER, settings_of
 from cairn.trainer.group import RankGroup

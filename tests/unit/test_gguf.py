@@ -21,12 +21,12 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from cairn.checkpoint.exporting import content_of_step, export
-from cairn.checkpoint.formats import WriteOptions, format_of, no_progress
-from cairn.checkpoint.formats.gguf import Gguf
-from cairn.checkpoint.formats.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_metadata, write_tokenizer
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.formats import WriteOptions, format_of, no_progress
+from cairn.formats.gguf.gguf import Gguf
+from cairn.formats.gguf.gguf_tokenizer import PRE_TOKENIZERS, tokenizer_metadata, write_tokenizer
+from cairn.formats.transfer.export_step import content_of_step, export
+from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.launch import main
 
 gguf = pytest.importorskip("gguf", reason="the dependency group formats is not installed")

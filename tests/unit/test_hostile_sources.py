@@ -35,8 +35,8 @@ from safetensors.torch import save as as_bytes
 from test_formats import begun, update
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.formats import EXPORTERS, FORMATS
 from cairn.checkpoint.store import CheckpointStore
+from cairn.formats import EXPORTERS, FORMATS
 from cairn.launch import main
 
 SECONDS = 60

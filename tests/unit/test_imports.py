@@ -11,15 +11,16 @@ import cairn
 SOURCES = Path(cairn.__file__).parent
 FLOORS = (
     ("api",),
-    ("launch", "tools"),
+    ("launch", "evaluate", "tools"),
     ("trainer", "orchestrator", "inference"),
-    ("policy",),
+    ("formats", "policy", "remote"),
+    ("model",),
     ("checkpoint",),
     ("config",),
     ("run",),
 )
 """From the top; a room imports from floors below its own."""
-BESIDE = {("launch", "tools")}
+BESIDE = {("launch", "tools"), ("launch", "evaluate"), ("evaluate", "launch"), ("evaluate", "tools")}
 """Rooms of one floor, the first of which imports from the second: `ckpt` is a command like the others."""
 NOT_IN_CONFIG = {"torch", "ray", "vllm", "transformers", "datasets", "numpy"}
 """What would keep `--help` from answering at once."""

@@ -16,8 +16,9 @@ from torch.distributed.tensor import DTensor, Partial, Replicate
 from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.dtypes import DTYPE_NAMES
-from cairn.checkpoint.layout import (
+from cairn.checkpoint.manifest import CheckpointError, Damaged
+from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
+from cairn.checkpoint.tensors.layout import (
     ALIGNMENT,
     DIRECT_BYTES,
     ITEM_BYTES,
@@ -27,8 +28,7 @@ from cairn.checkpoint.layout import (
     plan_rank,
     read_header,
 )
-from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 
 
 def bits(tensors: dict[str, torch.Tensor]) -> dict[str, tuple]:

@@ -16,24 +16,24 @@ from safetensors.torch import load_file
 from tiny import write_example
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from cairn.checkpoint.arena import SaveFailed
-from cairn.checkpoint.exporting import export
 from cairn.checkpoint.fork import copy_step
-from cairn.checkpoint.formats import FORMATS, WriteOptions
-from cairn.checkpoint.formats.hub import hub_layout
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged, check_files, load_manifest
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step import MODEL, TRAINER_STATE, TrainerRecord
+from cairn.checkpoint.saving.arena import SaveFailed
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_folder import MODEL, TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import read_tensor
+from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.config.lora import LoraConfig
 from cairn.config.optimizer import AdamWConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
+from cairn.formats import FORMATS, WriteOptions
+from cairn.formats.transfer.export_step import export
+from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.inference.plugin.merging import Merging
-from cairn.launch.recipe import check_adapter
-from cairn.launch.start import Start
+from cairn.launch.plan.recipe import check_adapter
+from cairn.launch.plan.start import Start
+from cairn.model.hub_layout import hub_layout
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup

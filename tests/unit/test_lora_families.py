@@ -10,7 +10,7 @@ from one_rank import one_rank
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.lora import LoraConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError

@@ -11,7 +11,7 @@ from families import make
 from one_rank import one_rank
 from tiny import write_example
 
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.pair_loss import DPOLossConfig
 from cairn.config.preferences import DPOConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig

@@ -24,12 +24,12 @@ from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 from transformers import AutoConfig
 
-from cairn.checkpoint.formats import FORMATS, format_of
-from cairn.checkpoint.formats.megatron_names import ABOUT, IN_LAYERS, LATEST, OUTSIDE, Key, parse
-from cairn.checkpoint.formats.safe_pickle import Refused
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step import MODEL, OPTIMIZER
-from cairn.checkpoint.tensors import read_tensor
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
+from cairn.checkpoint.tensors.sharded_files import read_tensor
+from cairn.formats import FORMATS, format_of
+from cairn.formats.megatron.megatron_names import ABOUT, IN_LAYERS, LATEST, OUTSIDE, Key, parse
+from cairn.formats.torch_file.safe_pickle import Refused
 
 ckpt = ckpt
 HEADS, KEYS, HEAD, LAYERS, EXPERTS = 4, 2, 32, 2, 4

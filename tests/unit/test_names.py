@@ -12,14 +12,14 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.formats.hub import LayoutUnknown, hub_layout, tensors_in_memory
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.shares import at_places
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.placement import at_places
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.model import ModelConfig
 from cairn.inference.plugin.expected import ExpectedTensors
-from cairn.launch.model import resolve_model
+from cairn.launch.plan.model import resolve_model
+from cairn.model.hub_layout import LayoutUnknown, hub_layout, tensors_in_memory
 from cairn.run.errors import UsageError
 from cairn.trainer.models.model import weights_in
 

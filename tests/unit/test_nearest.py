@@ -14,20 +14,20 @@ from runs import flip
 from safetensors.torch import save
 from stores import make_step
 
-from cairn.checkpoint.away import away_in_step
 from cairn.checkpoint.manifest import Manifest, load_manifest
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.remote.claims import Taken
-from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.retention import PINS
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors.remote_ranges import away_in_step
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
-from cairn.launch import remote as launch_remote
 from cairn.launch.attempt import begin
-from cairn.launch.remote import replaced, with_remote
-from cairn.launch.start import Start, StartDamaged, choose_start
+from cairn.launch.plan import remote_start as launch_remote
+from cairn.launch.plan.remote_start import replaced, with_remote
+from cairn.launch.plan.start import Start, StartDamaged, choose_start
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.client.upload_journal import Sent
+from cairn.remote.prefix_lease import Taken
 from cairn.run.errors import CairnError, UsageError
 from cairn.run.object_store import NoCredentials
 

@@ -14,17 +14,17 @@ import torch
 from families import make
 from safetensors.torch import load_file, save_file
 
-from cairn.checkpoint import streaming
 from cairn.checkpoint.checksums import CRC64, ZIP_CRC32, Crc, SpanSum, crc64
-from cairn.checkpoint.converting import convert
-from cairn.checkpoint.exporting import UNFINISHED, export
-from cairn.checkpoint.formats import WriteOptions
-from cairn.checkpoint.importing import import_checkpoint
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.noted import check_noted, noted
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.streaming import write_sources
+from cairn.checkpoint.tensors import stream_writer
+from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.stream_writer import write_sources
+from cairn.checkpoint.tensors.verified_copy import check_noted, noted
+from cairn.formats import WriteOptions
+from cairn.formats.transfer.convert import convert
+from cairn.formats.transfer.export_step import UNFINISHED, export
+from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.run.progress import Stage
 
 NAME = "model.layers.1.mlp.up_proj.weight"
@@ -120,8 +120,8 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_what_is_written_is_equal_to_its_notes(
     tensors: dict[str, torch.Tensor], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, block: int
 ):
-    monkeypatch.setattr(streaming, "BLOCK_BYTES", block)
-    monkeypatch.setattr("cairn.checkpoint.noted.STEP_BYTES", block // 2)
+    monkeypatch.setattr(stream_writer, "BLOCK_BYTES", block)
+    monkeypatch.setattr("cairn.checkpoint.tensors.verified_copy.STEP_BYTES", block // 2)
     save_file(tensors, tmp_path / "in.safetensors")
     sources = noted(find_tensors(tmp_path, "in"), {"b": torch.bfloat16})
     write_sources(tmp_path, sources, "out")

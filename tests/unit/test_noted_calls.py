@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from cairn.launch.places.restarts import MOST_EXCUSED, RestartRule
-from cairn.launch.process import thread_that_crashed
+from cairn.launch.supervise.restarts import MOST_EXCUSED, RestartRule
 from cairn.run import noted_calls
 from cairn.run.noted_calls import UserCall
 from cairn.run.output import STACKS
+from cairn.run.process_groups import thread_that_crashed
 from cairn.run.processes import processor_times
 
 PROCESS = """

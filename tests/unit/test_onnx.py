@@ -8,11 +8,11 @@ import torch
 from families import make
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.exporting import content_of_step, export
-from cairn.checkpoint.formats import WriteOptions, no_progress, onnx_writer
-from cairn.checkpoint.formats.onnx import Onnx
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import Damaged
+from cairn.formats import WriteOptions, no_progress, onnx_writer
+from cairn.formats.onnx import Onnx
+from cairn.formats.transfer.export_step import content_of_step, export
+from cairn.formats.transfer.import_step import import_checkpoint
 from cairn.run.errors import UsageError
 
 WHY = "the dependency group formats is not installed"

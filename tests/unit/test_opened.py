@@ -13,11 +13,11 @@ from safetensors.torch import load_file, save_file
 from tiny import write_example
 from transformers import AutoModelForCausalLM
 
-from cairn.checkpoint.exporting import content_of_step, export
-from cairn.checkpoint.formats import WriteOptions
-from cairn.checkpoint.formats.opened import compare_logits
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import Damaged
+from cairn.formats import WriteOptions
+from cairn.formats.transfer.export_step import content_of_step, export
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.formats.transfer.opened import compare_logits
 from cairn.run.progress import no_progress
 
 
@@ -71,7 +71,7 @@ def test_an_export_that_differs_is_not_left_behind(
     step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A writer that writes another config.json."""
-    from cairn.checkpoint.formats import huggingface
+    from cairn.formats.huggingface import huggingface
 
     written = huggingface.as_file
     monkeypatch.setattr(
@@ -85,7 +85,7 @@ def test_an_export_that_differs_is_not_left_behind(
 def test_a_large_model_is_compared_only_if_asked(
     step: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("cairn.checkpoint.formats.opened.MOST_BYTES", 1 << 20)
+    monkeypatch.setattr("cairn.formats.transfer.opened.MOST_BYTES", 1 << 20)
     said = export(step, tmp_path / "auto", "hf", WriteOptions())
     assert said.endswith("; logits not compared: 0.0 GiB in float32 (--logits always)")
     assert "equal within" in export(step, tmp_path / "always", "hf", WriteOptions(), logits="always")
@@ -117,6 +117,6 @@ def content_of_adapter(adapter: Path, base: Path) -> Any:
     """As a step's: the merged model, and the folder of the adapter with its config.json."""
     from dataclasses import replace
 
-    from cairn.checkpoint.formats import FORMATS
+    from cairn.formats import FORMATS
 
     return replace(FORMATS["peft"].read(adapter, base), model=adapter)

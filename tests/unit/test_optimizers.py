@@ -12,12 +12,12 @@ from tiny import random_model
 from torch.distributed.tensor import DTensor, Shard
 from transformers import Qwen3Config, Qwen3MoeConfig
 
-from cairn.checkpoint.exporting import write_content
-from cairn.checkpoint.formats.content import Content, WriteOptions
 from cairn.checkpoint.manifest import CheckpointError
 from cairn.config.optimizer import OPTIMIZERS as CONFIGS
 from cairn.config.optimizer import AdamWConfig, BaseOptimizerConfig, OptimizerConfig
 from cairn.config.trainer import SFTConfig
+from cairn.formats.base import Content, WriteOptions
+from cairn.formats.transfer.export_step import write_content
 from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension
 from cairn.run.progress import no_progress

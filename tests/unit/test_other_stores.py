@@ -10,12 +10,12 @@ from stores import make_step
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
-from cairn.checkpoint.remote.leftovers import leftovers
-from cairn.checkpoint.remote.objects import Exists
-from cairn.checkpoint.remote.probing import probe
-from cairn.checkpoint.remote.sent import Sent
 from cairn.checkpoint.store import CheckpointStore
+from cairn.remote import Objects, RemoteError, RemoteStore
+from cairn.remote.client.objects import Exists
+from cairn.remote.client.probing import probe
+from cairn.remote.client.upload_journal import Sent
+from cairn.remote.orphans import leftovers
 from cairn.run.errors import CairnError
 
 SERVERS = {"az": azure_server, "gs": google_server}

@@ -16,15 +16,15 @@ from hypothesis import strategies as st
 from runs import ABOUT, flip
 
 from cairn.api.checkpoints import load_checkpoint
-from cairn.checkpoint.arena import LEAST_BYTES, SaveFailed
 from cairn.checkpoint.fork import fork
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, load_manifest
-from cairn.checkpoint.packed import BLOCK_BYTES, Block, pack, pack_blocks, packed_files
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step import OPTIMIZER, StepFolder
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.arena import LEAST_BYTES, SaveFailed
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_folder import OPTIMIZER, StepFolder
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step, read_tensor
+from cairn.checkpoint.tensors.compression import BLOCK_BYTES, Block, pack, pack_blocks, packed_files
+from cairn.checkpoint.tensors.sharded_files import load_step, read_tensor
 from cairn.run import faults
 
 LONG = 3_000_001

@@ -14,7 +14,7 @@ from cairn.config.inference import InferenceConfig
 from cairn.config.kinds import KINDS
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig
-from cairn.launch.machine.placing import (
+from cairn.launch.plan.gpu_assignment import (
     Placing,
     check_torch,
     gpus_of_server,
@@ -24,10 +24,10 @@ from cairn.launch.machine.placing import (
     torch_without_cuda,
     use_gpus,
 )
-from cairn.launch.places.rank import RankPlace
-from cairn.launch.places.rank_process import RankProcess
-from cairn.launch.places.ranks import Ranks
 from cairn.launch.ray.worker import WorkerProcess
+from cairn.launch.supervise.rank import RankPlace
+from cairn.launch.supervise.rank_process import RankProcess
+from cairn.launch.supervise.ranks import Ranks
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.machine import Gpu, Machine, visible

@@ -13,19 +13,19 @@ from pathlib import Path
 import pytest
 from stores import make_step
 
-from cairn.checkpoint.last_save import Newest, decide
-from cairn.checkpoint.remote import Objects, RemoteStore
-from cairn.checkpoint.remote.uploads import RunUploads, Uploader
-from cairn.checkpoint.saver import Saved
+from cairn.checkpoint.saving.save_deadline import Newest, decide
+from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.preemption import PreemptionConfig
-from cairn.launch.places.supervisor import out_of_time
 from cairn.launch.preemption import Notice, asking, watching
-from cairn.launch.process import stop_on_signals
+from cairn.launch.supervise.supervisor import out_of_time
+from cairn.remote import Objects, RemoteStore
+from cairn.remote.uploads import RunUploads, Uploader
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.process_groups import stop_on_signals
 from cairn.run.rates import Rates, Span
 from cairn.trainer.saving.save_times import SaveTimes
 

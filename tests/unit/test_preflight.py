@@ -13,7 +13,7 @@ from transformers import GPT2Config, LlamaConfig, PretrainedConfig
 
 from cairn.config.kinds import KINDS
 from cairn.launch import main
-from cairn.launch.preflight import Found, Subject, look
+from cairn.launch.plan.preflight import Found, Subject, look
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
 USER, ASSISTANT = {"role": "user", "content": "ab"}, {"role": "assistant", "content": "ba"}

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from runs import DEADLINE, priority_of
 
-from cairn.launch.processor_use import WINDOW_SECONDS, ProcessorUse
+from cairn.run.cpu_time import WINDOW_SECONDS, ProcessorUse
 from cairn.run.processes import bring_forward, processor_times, put_in_background
 from cairn.run.waiting import wait_for
 
@@ -129,7 +129,7 @@ from pathlib import Path
 sys.path.insert(0, {str(Path(__file__).parents[1])!r})
 from runs import priority_of
 from cairn.config.trainer import SFTConfig
-from cairn.launch.places import background as background_place
+from cairn.launch.jobs import job as background_place
 from cairn.run.directory import RunDirectory
 
 WORK = '''

@@ -9,13 +9,13 @@ import pytest
 from pydantic import ValidationError
 from stores import make_step
 
-from cairn.checkpoint.ratings import RATINGS, note, ratings_of
-from cairn.checkpoint.remote import Objects
+from cairn.checkpoint.eval_metrics import RATINGS, note, ratings_of
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
-from cairn.launch.rating import with_ratings
+from cairn.launch.plan.rating import with_ratings
+from cairn.remote import Objects
 from cairn.run.errors import UsageError
 from cairn.run.progress import no_progress
 from cairn.tools import ckpt

@@ -15,8 +15,8 @@ from pydantic import BaseModel
 from runs import ABOUT
 from transformers import AutoTokenizer
 
+from cairn.checkpoint.eval_metrics import ratings_in
 from cairn.checkpoint.manifest import Manifest
-from cairn.checkpoint.ratings import ratings_in
 from cairn.checkpoint.retention import EARLIER_BEST, Step, reasons_to_keep
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
@@ -28,9 +28,9 @@ from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.launch.attempt import begin
-from cairn.launch.epochs import with_steps
-from cairn.launch.recipe import finish_recipe, join_recipe, plan_recipe
-from cairn.launch.start import Start
+from cairn.launch.plan.epochs import with_steps
+from cairn.launch.plan.recipe import finish_recipe, join_recipe, plan_recipe
+from cairn.launch.plan.start import Start
 from cairn.orchestrator import identity
 from cairn.orchestrator.environments import ReverseText
 from cairn.orchestrator.identity import changes_since, orchestrator_recipe, same_environment
@@ -766,7 +766,7 @@ def test_a_template_prints_the_date_of_the_runs_start_for_ever(
     )
 
     def recipe_on(day: str, start: Start, *, goes_on: bool = False) -> dict:
-        monkeypatch.setattr("cairn.launch.recipe.now", lambda: f"{day}T12:00:00+00:00")
+        monkeypatch.setattr("cairn.launch.plan.recipe.now", lambda: f"{day}T12:00:00+00:00")
         recipe = plan_recipe(SFT_RUN, sft(tmp_path, data), start)
         finish_recipe(recipe, model, start, run, goes_on=goes_on)
         return recipe

@@ -18,15 +18,16 @@ from stores import BadNetwork, Upload, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES, crc64, join_crcs
 from cairn.checkpoint.manifest import Damaged, Manifest
-from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, known, multipart, objects, s3
-from cairn.checkpoint.remote.claims import Taken
-from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.uploads import RunUploads, Uploader, note_origin
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch import main
-from cairn.launch.remote import with_remote
+from cairn.launch.plan.remote_start import with_remote
+from cairn.remote import Objects, RemoteError, RemoteStore, dedup
+from cairn.remote.client import multipart, objects, s3
+from cairn.remote.client.upload_journal import Sent
+from cairn.remote.prefix_lease import Taken
+from cairn.remote.uploads import RunUploads, Uploader, note_origin
 from cairn.run.waiting import wait_for
 
 PARTS = 4
@@ -36,8 +37,8 @@ UPLOAD = """
 import sys
 from pathlib import Path
 from cairn.checkpoint.manifest import Manifest
-from cairn.checkpoint.remote import Objects, RemoteStore, objects
-from cairn.checkpoint.remote.sent import Sent
+from cairn.remote import Objects, RemoteStore, objects
+from cairn.remote.client.upload_journal import Sent
 
 objects.CONCURRENT_PARTS = 2
 folder = Path(sys.argv[1])
@@ -386,7 +387,7 @@ def test_files_that_are_too_large_for_one_copy(
     monkeypatch: pytest.MonkeyPatch,
 ):
     """They are copied by chunks."""
-    monkeypatch.setattr(known, "MOST_COPIED", len(LARGE) - 1)
+    monkeypatch.setattr(dedup, "MOST_COPIED", len(LARGE) - 1)
     put(remote, step)
     network.arrived.clear()
     again = make_step(tmp_path / "there", 6, {FILE: LARGE})

@@ -20,21 +20,22 @@ from stores import BadNetwork, make_step, s3_bucket
 
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest
-from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore, objects
-from cairn.checkpoint.remote.claims import Taken
-from cairn.checkpoint.remote.listing import Listed
-from cairn.checkpoint.remote.probing import probe
-from cairn.checkpoint.remote.sent import Sent
-from cairn.checkpoint.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
 from cairn.checkpoint.retention import PINS, pins, set_pin
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.launch.attempt import begin
-from cairn.launch.claims import claim
-from cairn.launch.remote import with_remote
-from cairn.launch.start import Start, choose_start
+from cairn.launch.plan.remote_start import with_remote
+from cairn.launch.plan.start import Start, choose_start
+from cairn.launch.remote_lease import claim
+from cairn.remote import Objects, RemoteError, RemoteStore
+from cairn.remote.client import objects
+from cairn.remote.client.listing import Listed
+from cairn.remote.client.probing import probe
+from cairn.remote.client.upload_journal import Sent
+from cairn.remote.prefix_lease import Taken
+from cairn.remote.uploads import Hold, Limit, RunUploads, Uploaded, Uploader
 from cairn.run.addresses import is_url
 from cairn.run.attempt import Attempt
 from cairn.run.errors import UsageError
@@ -607,7 +608,7 @@ def test_the_catalog_is_believed_only_of_the_manifest_that_is_there(
         remote.objects.put("catalog.json", json.dumps(rows).encode())
     newer = make_step(tmp_path / "two", 4, {"a": b"2"}, metrics={"loss": 9.0}, branch="branch_2")
     with monkeypatch.context() as patch:
-        patch.setattr("cairn.checkpoint.remote.store.fault_point", die_at("remote.done"))
+        patch.setattr("cairn.remote.step_store.fault_point", die_at("remote.done"))
         with pytest.raises(KeyboardInterrupt):
             put(remote, *newer)
     assert [(row["step"], row["metrics"]["loss"]) for row in remote.summaries()] == [(4, 9.0)]
@@ -815,7 +816,7 @@ class TestUploads:
         uploader = self.uploader(store, remote, remote_keep_last=2, remote_interval=1)
         for step, cut in ((1, None), (2, None), (3, "remote.uncommitted"), (4, "remote.before_manifest")):
             with monkeypatch.context() as patch:
-                patch.setattr("cairn.checkpoint.remote.store.fault_point", die_at(cut or "nowhere"))
+                patch.setattr("cairn.remote.step_store.fault_point", die_at(cut or "nowhere"))
                 with pytest.raises(KeyboardInterrupt) if cut else contextlib.nullcontext():
                     uploader.upload(step)
         store.delete(4)  # given up
@@ -899,7 +900,7 @@ class TestUploads:
         """The newer one has committed its step of this number while the older one was uploading its own."""
         if size > CHUNK_BYTES and remote.objects.url.startswith("file:"):
             pytest.skip("obstore asks for the bytes of a large file, and can't be called meanwhile")
-        monkeypatch.setattr("cairn.checkpoint.remote.store.UPLOADS", 1)
+        monkeypatch.setattr("cairn.remote.step_store.UPLOADS", 1)
         names = [f"file_{n}" for n in range(3)]
         make_step(store.root, 1, {name: LARGE[:size] for name in names})
         newer, manifest = make_step(tmp_path, 1, {name: b"newer" for name in names}, attempt=2)

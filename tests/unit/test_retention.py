@@ -13,10 +13,10 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from runs import ABOUT
 
+from cairn.checkpoint.eval_metrics import RATINGS, Ratings, note, ratings_in, ratings_of
 from cairn.checkpoint.manifest import load_manifest
-from cairn.checkpoint.ratings import RATINGS, Ratings, note, ratings_in, ratings_of
 from cairn.checkpoint.retention import Step, apply_retention, pins, read_steps, reasons_to_keep, set_pin
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.run import faults

@@ -16,7 +16,7 @@ from runs import assert_same_bits, rows, step_folder, steps, tensors
 from safetensors.torch import load_file
 from tiny import write_example
 
-from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig

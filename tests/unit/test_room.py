@@ -3,8 +3,8 @@
 import pytest
 
 from cairn.config.trainer import SFTConfig
-from cairn.launch.exits import RoleFailed
 from cairn.launch.ray import cluster, room
+from cairn.run.exits import RoleFailed
 from cairn.run.machine import Gpu, Machine
 
 ONE_OF_TWO_PODS, BOTH_PODS = {"CPU": 32.0, "GPU": 8.0}, {"CPU": 64.0, "GPU": 16.0}

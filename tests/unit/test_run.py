@@ -20,8 +20,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
-from cairn.launch.exits import RoleFailed
-from cairn.launch.places.supervisor import check_in_place
+from cairn.launch.supervise.supervisor import check_in_place
 from cairn.run import directory
 from cairn.run.attempt import Attempt
 from cairn.run.batches import (
@@ -39,6 +38,7 @@ from cairn.run.batches import (
     write_batch,
 )
 from cairn.run.directory import RunDirectory
+from cairn.run.exits import RoleFailed
 from cairn.run.faults import POINTS
 from cairn.run.files import DamagedFile, read_json, read_note, write_atomic, write_json
 from cairn.run.history import Account, History

@@ -22,14 +22,14 @@ from runs import ABOUT
 from safetensors.torch import load_file
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from cairn.checkpoint.arena import LEAST_BYTES, SaveFailed, WriterDied
-from cairn.checkpoint.layout import Extent
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.arena import LEAST_BYTES, SaveFailed, WriterDied
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.saving.writer import ArenaWriter
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step, write_tensors
-from cairn.checkpoint.writer import ArenaWriter
+from cairn.checkpoint.tensors.layout import Extent
+from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.config.ckpt import CkptConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run import faults
@@ -152,7 +152,7 @@ def writers() -> list[int]:
                 if state == "Z" or int(parent) != os.getpid():
                     break
                 command = (entry / "cmdline").read_bytes()
-            if b"cairn.checkpoint.writer" in command:
+            if b"cairn.checkpoint.saving.writer" in command:
                 found.append(pid)
     return found
 
@@ -621,8 +621,8 @@ import os, sys
 from pathlib import Path
 import torch
 from safetensors.torch import load_file
-from cairn.checkpoint.saver import SaveOptions, Saver, SavingRank
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.saving.saver import SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
 root = Path(sys.argv[1])
 (root / "probe").touch()

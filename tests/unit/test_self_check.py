@@ -12,7 +12,7 @@ from one_rank import one_rank
 from torch import nn
 from transformers import PreTrainedModel
 
-from cairn.checkpoint.tensors import read_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 from cairn.trainer import self_check

@@ -26,7 +26,7 @@ from cairn.inference.client import ASLEEP, InferenceClient, StaleServer
 from cairn.inference.pool.server_list import parse_urls
 from cairn.inference.pool.server_pool import ServerPool
 from cairn.inference.pool.settings import PoolSettings
-from cairn.launch.given_servers import check_bases, gpus_of_servers, with_servers
+from cairn.launch.plan.external_servers import check_bases, gpus_of_servers, with_servers
 from cairn.orchestrator.disagreement import explained
 from cairn.policy.errors import ServerDisagrees, ServerUnavailable, WeightsAltered, WeightsRefused
 from cairn.policy.generation import SamplingParams, VersionSpan

@@ -14,7 +14,7 @@ import cairn.inference.server as server_module
 from cairn.config.inference import InferenceConfig
 from cairn.inference.log_reason import MODEL_REFUSED, reason
 from cairn.inference.server import AddressUnusable, ModelUnservable, Server, ServerFailed
-from cairn.launch.exits import answer
+from cairn.run.exits import answer
 
 PREFIX = "(EngineCore pid=7) ERROR 11-22 16:22:28 [core.py:1] "
 

@@ -19,11 +19,11 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import RayConfig, SFTConfig, TrainerConfig
 from cairn.inference import vllm_command
 from cairn.launch import commands, main
-from cairn.launch.exits import RoleFailed
-from cairn.launch.machine.settling import OPEN, REASONS, settle
+from cairn.launch.plan.device_defaults import OPEN, REASONS, settle
+from cairn.launch.plan.recipe import plan_recipe
 from cairn.launch.ray import gpus as ray_gpus
-from cairn.launch.recipe import plan_recipe
 from cairn.run.errors import UsageError
+from cairn.run.exits import RoleFailed
 from cairn.run.machine import Machine, machine_of
 from cairn.trainer.group import RankGroup
 

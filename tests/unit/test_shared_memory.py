@@ -8,10 +8,7 @@ from runs import CONFIGS, REPOSITORY
 from cairn.config.inference import InferenceConfig
 from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
-from cairn.launch.machine.estimate import CONTEXT, GIB
-from cairn.launch.machine.fitting import serving_needs, training_needs
-from cairn.launch.machine.settling import settle
-from cairn.launch.machine.shared_memory import (
+from cairn.launch.plan.colocated_memory import (
     ASLEEP,
     FREE,
     LEAST_CACHE,
@@ -20,6 +17,9 @@ from cairn.launch.machine.shared_memory import (
     divide,
     share_memory,
 )
+from cairn.launch.plan.device_defaults import settle
+from cairn.launch.plan.memory_check import serving_needs, training_needs
+from cairn.launch.plan.memory_estimate import CONTEXT, GIB
 from cairn.run.errors import UsageError
 from cairn.run.machine import machine_of
 

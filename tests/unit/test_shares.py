@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from cairn.checkpoint import shares
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.rows import RowTargets, in_rows
-from cairn.checkpoint.shares import Section, Stored, ranges_of, share_of
-from cairn.checkpoint.tensors import read_tensors, write_tensors
+from cairn.checkpoint.tensors import placement as shares
+from cairn.checkpoint.tensors.placement import Section, Stored, ranges_of, share_of
+from cairn.checkpoint.tensors.redistribute import RowTargets, in_rows
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 
 
 @st.composite

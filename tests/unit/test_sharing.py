@@ -39,8 +39,7 @@ from cairn.config.rl import RLConfig
 from cairn.config.trainer import TrainerConfig
 from cairn.inference import vllm_command
 from cairn.inference.client import InferenceClient
-from cairn.launch.exits import END_SERVER
-from cairn.launch.machine.placing import placed
+from cairn.launch.plan.gpu_assignment import placed
 from cairn.launch.roles import servers_turn
 from cairn.orchestrator.loop import Orchestrator
 from cairn.policy.errors import ServerAsleep, ServerUnavailable
@@ -49,6 +48,7 @@ from cairn.run import faults
 from cairn.run.batches import FROM_TEXT, RLBatch, Sample, batch_path, write_batch
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
+from cairn.run.exits import END_SERVER
 from cairn.run.machine import machine_of
 from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.versions import PolicyVersions

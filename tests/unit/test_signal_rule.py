@@ -11,11 +11,11 @@ from pathlib import Path
 import pytest
 from runs import environment_of
 
-from cairn.launch.exits import RayFailed
-from cairn.launch.places.role_process import RoleProcess
 from cairn.launch.ray import cluster as ray_cluster
 from cairn.launch.ray import folder as ray_folder
 from cairn.launch.ray.folder import LONGEST_FOLDER, make_private_folder, remove_private_folders
+from cairn.launch.supervise.role_process import RoleProcess
+from cairn.run.exits import RayFailed
 from cairn.run.signals import STOP_SIGNALS, on_stop_signals, stop_signals_blocked
 from cairn.run.waiting import DeadlinePassed, Patience, wait_for
 

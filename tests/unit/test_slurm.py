@@ -20,7 +20,7 @@ from runs import DEADLINE
 
 from cairn.config.cli import COMMANDS, load
 from cairn.config.kinds import KINDS
-from cairn.launch.machine.placing import placed
+from cairn.launch.plan.gpu_assignment import placed
 from cairn.launch.slurm.job import Job as Written
 from cairn.launch.slurm.job import job_of, submit
 from cairn.run.directory import RunDirectory

@@ -11,7 +11,7 @@ from one_rank import one_rank  # noqa: F401
 from pydantic import ValidationError
 from tiny import write_example
 
-from cairn.checkpoint.step import TrainerRecord
+from cairn.checkpoint.step_folder import TrainerRecord
 from cairn.config.spike import SpikeConfig
 from cairn.config.trainer import SFTConfig, TrainerConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample

@@ -15,12 +15,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.formats.adapters import Base
-from cairn.checkpoint.formats.hub import tensors_in_memory
-from cairn.checkpoint.step import BASE_RECORD
+from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.inference.plugin.staging import Staged, Staging
 from cairn.inference.plugin.weight_files import Refused
 from cairn.inference.plugin.weights import PLAN, _begun, _prepared
+from cairn.model.adapters import Base
+from cairn.model.hub_layout import tensors_in_memory
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.refusals import Altered, NotThere
 from cairn.policy.sender import WeightSender

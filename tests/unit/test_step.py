@@ -6,9 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from cairn.checkpoint.formats import FORMATS, format_of
 from cairn.checkpoint.manifest import Damaged
-from cairn.checkpoint.step import (
+from cairn.checkpoint.step_folder import (
     MODEL,
     OPTIMIZER,
     ORCHESTRATOR_STATE,
@@ -17,7 +16,8 @@ from cairn.checkpoint.step import (
     StepFolder,
     TrainerRecord,
 )
-from cairn.checkpoint.tensors import read_tensor, write_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensor, write_tensors
+from cairn.formats import FORMATS, format_of
 from cairn.run.files import DamagedFile, write_json
 
 TRAINER = {

@@ -15,13 +15,14 @@ import runs
 import torch
 from runs import flip
 
-from cairn.checkpoint import checksums, manifest, reader
+from cairn.checkpoint import checksums, manifest
 from cairn.checkpoint.checksums import CHUNK_BYTES
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.checkpoint.store import CheckpointStore
-from cairn.checkpoint.tensors import load_step, write_tensors
-from cairn.checkpoint.windows import BLOCK_BYTES
+from cairn.checkpoint.tensors import reader
+from cairn.checkpoint.tensors.block_reader import BLOCK_BYTES
+from cairn.checkpoint.tensors.sharded_files import load_step, write_tensors
 from cairn.run.waiting import DeadlinePassed
 
 ABOUT = {**runs.ABOUT, "dtypes": {"model/model": "F32"}, "metrics": {"loss": 1.0}}

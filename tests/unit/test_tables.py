@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import cairn
-from cairn.launch.evaluation.evaluating import _names, _print_results
+from cairn.evaluate.evaluate import _names, _print_results
 from cairn.run.tables import Cut, table_lines
 from cairn.tools.audit.report import Epoch, Report
 from cairn.tools.ckpt_output import print_audit

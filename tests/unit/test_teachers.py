@@ -12,10 +12,10 @@ from one_rank import one_rank
 from tiny import EXAMPLE, VOCABULARY, random_model, write, write_example
 from transformers import AutoConfig
 
-from cairn.checkpoint.tensors import read_tensors, write_tensors
-from cairn.checkpoint.weight_sums import sums_of, weight_files
+from cairn.checkpoint.tensors.sharded_files import read_tensors, write_tensors
 from cairn.config.teachers import REFERENCE_LOGPROBS, TEACHER_LOGPROBS
 from cairn.config.trainer import TrainerConfig
+from cairn.model.weight_digests import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.rows import ALONE, BY_POSITIONS

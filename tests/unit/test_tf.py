@@ -9,14 +9,14 @@ import torch
 from families import make
 from safetensors.torch import load_file
 
-from cairn.checkpoint.exporting import export
-from cairn.checkpoint.formats import FORMATS, WriteOptions, format_of
-from cairn.checkpoint.formats.tf_reading import crc32c, masked, read_index
-from cairn.checkpoint.formats.tf_writer import HEADER, field, table, varint
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step import MODEL
-from cairn.checkpoint.tensors import dtype_of
+from cairn.checkpoint.step_folder import MODEL
+from cairn.checkpoint.tensors.sharded_files import dtype_of
+from cairn.formats import FORMATS, WriteOptions, format_of
+from cairn.formats.tf_reading import crc32c, masked, read_index
+from cairn.formats.tf_writer import HEADER, field, table, varint
+from cairn.formats.transfer.export_step import export
+from cairn.formats.transfer.import_step import import_checkpoint
 
 WRITTEN_BY_TENSORFLOW = {
     "raw.index": (

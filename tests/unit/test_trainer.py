@@ -22,7 +22,7 @@ from tiny import random_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoTokenizer, PreTrainedTokenizerBase, Qwen3Config, Qwen3ForCausalLM
 
-from cairn.checkpoint.tensors import read_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.scheduler import SchedulerConfig
 from cairn.config.trainer import SFTConfig, SFTDataConfig, TrainerConfig
 from cairn.policy.source import read_source

@@ -18,8 +18,8 @@ from fake_ranks import COPIES, PLACED, FakeRank, tensors_of
 from runs import DEADLINE
 from torch.distributed.tensor import DTensor, Shard
 
-from cairn.checkpoint.copies import HostCopies
-from cairn.checkpoint.shares import Section, share_of
+from cairn.checkpoint.saving.host_staging import HostCopies
+from cairn.checkpoint.tensors.placement import Section, share_of
 from cairn.policy.checksums import checksum
 from cairn.policy.network import PATIENCE
 from cairn.policy.receiver import WeightReceiver

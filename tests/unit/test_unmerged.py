@@ -19,8 +19,7 @@ from vllm.entrypoints.openai.models.serving import OpenAIServingModels
 from vllm.lora.lora_weights import LoRALayerWeights, PackedLoRALayerWeights
 
 from cairn.checkpoint.checksums import FileChecksum
-from cairn.checkpoint.formats.adapters import PREFIX, Base
-from cairn.checkpoint.step import BASE_RECORD
+from cairn.checkpoint.step_folder import BASE_RECORD
 from cairn.config.inference import InferenceConfig
 from cairn.inference.adapter_folder import adapter_folder
 from cairn.inference.plugin.adapter_copies import HELD, AdapterCopies
@@ -31,6 +30,7 @@ from cairn.inference.plugin.unmerged import Unmerged
 from cairn.inference.plugin.updates import NotTaken, Update, WeightUpdate
 from cairn.inference.plugin.weight_files import Refused
 from cairn.inference.server import Server
+from cairn.model.adapters import PREFIX, Base
 from cairn.policy.checksums import checksum, write_checksums
 from cairn.policy.refusals import Altered
 

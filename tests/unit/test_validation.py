@@ -14,12 +14,12 @@ from tiny import tokenizer, write_example
 from transformers import AutoModelForCausalLM
 
 from cairn.checkpoint.manifest import Manifest
-from cairn.checkpoint.step import TrainerRecord
+from cairn.checkpoint.step_folder import TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.trainer import SFTConfig
-from cairn.launch.rating import with_ratings
-from cairn.launch.recipe import plan_recipe
-from cairn.launch.start import Start, ended_early, is_complete
+from cairn.launch.plan.rating import with_ratings
+from cairn.launch.plan.recipe import plan_recipe
+from cairn.launch.plan.start import Start, ended_early, is_complete
 from cairn.run.attempt import Attempt
 from cairn.run.data_sets import BadRecord, every, examine, load_records
 from cairn.run.directory import RunDirectory

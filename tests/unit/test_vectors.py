@@ -8,9 +8,9 @@ import torch
 from runs import REPOSITORY
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step import StepFolder
-from cairn.checkpoint.steps import verify
-from cairn.checkpoint.tensors import load_step
+from cairn.checkpoint.step_folder import StepFolder
+from cairn.checkpoint.step_index import verify
+from cairn.checkpoint.tensors.sharded_files import load_step
 
 VECTORS = REPOSITORY / "tests" / "vectors"
 REPORT = json.loads((VECTORS / "verdicts.json").read_text())

@@ -20,15 +20,15 @@ from torch.distributed.tensor import Partial
 from transformers import AutoModelForTokenClassification
 from verl_program import COUNTED, rewards, train_all
 
-from cairn.checkpoint.diff import compare
-from cairn.checkpoint.formats import format_of
-from cairn.checkpoint.formats.safe_pickle import Refused
-from cairn.checkpoint.formats.verl import Verl
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step import CRITIC, MODEL, OPTIMIZER, StepFolder
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_folder import CRITIC, MODEL, OPTIMIZER, StepFolder
+from cairn.checkpoint.step_index import verify
 from cairn.config.trainer import TrainerConfig
+from cairn.formats import format_of
+from cairn.formats.torch_file.safe_pickle import Refused
+from cairn.formats.transfer.diff import compare
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.formats.verl import Verl
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood

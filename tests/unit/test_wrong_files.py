@@ -11,9 +11,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from tiny import write_example
 
-from cairn.checkpoint.importing import import_checkpoint
 from cairn.config.model import ModelConfig
-from cairn.launch.model import described, resolve_model
+from cairn.formats.transfer.import_step import import_checkpoint
+from cairn.launch.plan.model import described, resolve_model
 from cairn.run.end_tokens import end_tokens
 from cairn.run.errors import CairnError
 

@@ -16,14 +16,14 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, is_adapter
-from cairn.checkpoint.formats.peft_settings import adapter_settings
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged
-from cairn.checkpoint.step import ADAPTER_CONFIG
-from cairn.checkpoint.tensors import read_tensor
+from cairn.checkpoint.step_folder import ADAPTER_CONFIG
+from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensor
 from cairn.inference.adapter_folder import NAME
 from cairn.inference.plugin.weight_files import Refused, identities, look_at
+from cairn.model.adapters import PREFIX, Base, base_of_adapter, is_adapter
+from cairn.model.peft_settings import adapter_settings
 from cairn.policy.checksums import read_checksums
 from cairn.policy.refusals import Altered
 from cairn.run.files import DamagedFile

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 from transformers import PreTrainedConfig
 
-from cairn.checkpoint.formats.hub import hub_layout
-from cairn.checkpoint.shares import Place
+from cairn.checkpoint.tensors.placement import Place
+from cairn.model.hub_layout import hub_layout
 
 
 @dataclass(frozen=True)

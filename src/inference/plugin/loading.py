@@ -34,7 +34,7 @@ from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 from vllm.model_executor.model_loader.utils import process_weights_after_loading
 from vllm.platforms import current_platform
 
-from cairn.checkpoint.layout import tensor_files
+from cairn.checkpoint.tensors.layout import tensor_files
 from cairn.inference.log_reason import MODEL_REFUSED
 from cairn.inference.plugin.held import held_by
 from cairn.inference.plugin.weight_files import WORKERS

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.formats import FORMATS, Source
-from cairn.checkpoint.formats.adapters import Base, base_of_adapter, merged_weights
-from cairn.checkpoint.formats.fitting import weights_of
-from cairn.checkpoint.formats.hub import Layout
-from cairn.checkpoint.layout import find_tensors
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step import MODEL
-from cairn.checkpoint.tensors import read_tensor
+from cairn.checkpoint.step_folder import MODEL
+from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.sharded_files import read_tensor
+from cairn.formats import FORMATS, Source
+from cairn.formats.common.match_layout import weights_of
 from cairn.inference.plugin.weight_files import Refused, identities
+from cairn.model.adapters import Base, base_of_adapter, merged_weights
+from cairn.model.hub_layout import Layout
 from cairn.policy.checksums import checksum, read_checksums
 from cairn.policy.refusals import Altered
 

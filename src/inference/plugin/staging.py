@@ -20,11 +20,11 @@ from typing import Any, Self
 import torch
 from vllm.config import ModelConfig
 
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
-from cairn.checkpoint.formats.adapters import is_adapter
-from cairn.checkpoint.layout import find_tensors
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.layout import find_tensors
 from cairn.inference.plugin.offered import NotFinite, Offer, Offers, Tensors
 from cairn.inference.plugin.weight_files import WORKERS, Refused, identities
+from cairn.model.adapters import is_adapter
 from cairn.policy.refusals import Altered, NotHeld, NotThere, Unchanged
 from cairn.run.machine import available_memory
 

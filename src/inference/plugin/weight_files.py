@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from safetensors import SafetensorError, safe_open
 
-from cairn.checkpoint.layout import tensor_files
 from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.tensors.layout import tensor_files
 from cairn.inference.plugin.expected import Layout
 from cairn.policy.checksums import WORD, contribution, read_checksums, words, wrapped
 from cairn.policy.refusals import Altered, Unchanged

@@ -13,13 +13,13 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cairn.config.gpus import names_in
 from cairn.config.trainer import TrainerBase
-from cairn.launch.exits import RayFailed, RoleFailed
-from cairn.launch.places.rank_process import RankProcess
 from cairn.launch.ray import local as local_ray
 from cairn.launch.ray.access_token import join_with_token
 from cairn.launch.ray.room import resources, wait_for_room
 from cairn.launch.ray.worker_environment import environment_for_workers
+from cairn.launch.supervise.rank_process import RankProcess
 from cairn.run import heartbeat
+from cairn.run.exits import RayFailed, RoleFailed
 from cairn.run.signals import stop_signals_blocked
 
 SPIN_COUNT = 5000

@@ -16,9 +16,9 @@ from collections.abc import Iterator
 from typing import Any
 
 from cairn.config.trainer import SFTConfig, TrainerBase
-from cairn.launch.exits import RoleFailed
-from cairn.launch.places.role_process import RAY_SETTINGS
+from cairn.launch.supervise.role_process import RAY_SETTINGS
 from cairn.run.errors import CairnError, UsageError
+from cairn.run.exits import RoleFailed
 from cairn.run.machine import Gpu, Machine
 from cairn.run.processes import die_with
 

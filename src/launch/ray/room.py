@@ -9,7 +9,7 @@ import ray
 from ray._private.state import state as ray_state
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.exits import RoleFailed
+from cairn.run.exits import RoleFailed
 from cairn.run.machine import this_machine
 from cairn.run.waiting import Patience
 

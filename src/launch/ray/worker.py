@@ -10,12 +10,12 @@ import ray
 from ray.util import get_node_ip_address
 
 from cairn.config.trainer import TrainerBase
-from cairn.launch.process import stop_on_signals
 from cairn.launch.ray.worker_environment import adopt
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt, Outcome
 from cairn.run.imports import importing
 from cairn.run.output import log_crashes
+from cairn.run.process_groups import stop_on_signals
 from cairn.run.processes import die_after, in_background
 
 
@@ -110,7 +110,7 @@ class Worker:
                 if config.ray.address:
                     heartbeat.doing("comparing the model with the GPU's memory")
                     with importing():
-                        from cairn.launch.machine.fitting import refuse_rank_that_does_not_fit
+                        from cairn.launch.plan.memory_check import refuse_rank_that_does_not_fit
                         from cairn.run.machine import this_machine
 
                     refuse_rank_that_does_not_fit(config.model.name, config, this_machine())

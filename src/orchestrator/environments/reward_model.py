@@ -42,7 +42,7 @@ def _reward(prompt: Any, answer: Any, folder: str) -> float:
 def _open(name: str) -> tuple[Any, Any]:
     from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-    from cairn.checkpoint.step import StepFolder
+    from cairn.checkpoint.step_folder import StepFolder
 
     step = StepFolder(name).model
     folder = step if step.is_dir() else Path(name)

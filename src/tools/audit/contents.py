@@ -4,7 +4,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.step import StepFolder
+from cairn.checkpoint.step_folder import StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.errors import CairnError
 from cairn.tools.audit.recipes import Recipe

@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import asdict
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.step import LEDGER, StepFolder
+from cairn.checkpoint.step_folder import LEDGER, StepFolder
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.ledger import RESTS, LedgerContent, read_ledger
 from cairn.orchestrator.rollouts import LEAST

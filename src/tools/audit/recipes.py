@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from cairn.checkpoint.manifest import Manifest
-from cairn.checkpoint.step import StepFolder, TrainerRecord
+from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.orchestrator.identity import same_environment
 from cairn.run.changes import Settings

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from cairn.checkpoint.manifest import CheckpointError, Manifest
-from cairn.checkpoint.step import StepFolder, TrainerRecord
+from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory

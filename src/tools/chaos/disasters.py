@@ -178,7 +178,7 @@ class Disasters:
         if target == "server":
             return self._server().family.processes()
         if target == "writer":
-            return self.run.family.named("cairn.checkpoint.writer")[:1]
+            return self.run.family.named("cairn.checkpoint.saving.writer")[:1]
         pid: int | None = self.run.process.pid
         if target != "launcher":
             entry = (self.run.run.current_roles() or {}).get(RANKS.get(target, target))

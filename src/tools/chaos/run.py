@@ -12,9 +12,9 @@ from typing import Any
 from urllib.parse import quote
 
 from cairn.checkpoint.manifest import CheckpointError, load_manifest
-from cairn.checkpoint.remote import Objects, RemoteError, RemoteStore
-from cairn.checkpoint.steps import verify
+from cairn.checkpoint.step_index import verify
 from cairn.inference.client import TOKEN_VARIABLE
+from cairn.remote import Objects, RemoteError, RemoteStore
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.view import RunView

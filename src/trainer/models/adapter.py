@@ -14,16 +14,16 @@ import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel
 
-from cairn.checkpoint.carried import Carried
 from cairn.checkpoint.checksums import FileChecksum, merge_checksums
-from cairn.checkpoint.formats.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
-from cairn.checkpoint.formats.companions import companion_files
-from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.shares import Stored, at_places, local_values
-from cairn.checkpoint.step import ADAPTER, ADAPTER_CONFIG, BASE, BASE_RECORD
-from cairn.checkpoint.tensors import read_tensors
+from cairn.checkpoint.saving.carried_files import Carried
+from cairn.checkpoint.step_folder import ADAPTER, ADAPTER_CONFIG, BASE, BASE_RECORD
+from cairn.checkpoint.tensors.placement import Stored, at_places, local_values
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerBase
+from cairn.model.adapters import PREFIX, Base, base_of_adapter, held_base, is_adapter
+from cairn.model.companions import companion_files
+from cairn.model.hub_layout import layout_of, tensors_in_memory
 from cairn.run.errors import UsageError
 from cairn.run.recipe import base_of
 from cairn.run.seeds import derive

@@ -6,9 +6,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from cairn.checkpoint.formats.valued import BIAS
-from cairn.checkpoint.step import CRITIC, StepFolder
+from cairn.checkpoint.step_folder import CRITIC, StepFolder
 from cairn.config.trainer import TrainerConfig
+from cairn.formats.common.value_head import BIAS
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.rows import ALONE
 from cairn.trainer.gae import estimate, moments

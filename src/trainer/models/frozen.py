@@ -5,10 +5,10 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
-from cairn.checkpoint.tensors import read_tensors
-from cairn.checkpoint.weight_sums import changed, sums_of, weight_files
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerBase
+from cairn.model.weight_digests import changed, sums_of, weight_files
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.rows import ALONE
 from cairn.trainer.group import RankGroup

@@ -20,17 +20,17 @@ from torch.nn.modules.module import register_module_parameter_registration_hook
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.initialization import no_init_weights
 
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.companions import companion_files
-from cairn.checkpoint.formats.described import FILE_NAME, about_model, carried_over
-from cairn.checkpoint.formats.foreign import load_config, making_model
-from cairn.checkpoint.formats.hub import layout_of, tensors_in_memory
-from cairn.checkpoint.formats.tying import tied_apart
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.shares import Place, Stored, at_places
-from cairn.checkpoint.step import MODEL
+from cairn.checkpoint.step_folder import MODEL
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.placement import Place, Stored, at_places
 from cairn.config.trainer import TrainerBase
+from cairn.formats import FORMATS
+from cairn.model.companions import companion_files
+from cairn.model.described import FILE_NAME, about_model, carried_over
+from cairn.model.hub_layout import layout_of, tensors_in_memory
+from cairn.model.tied_weights import tied_apart
+from cairn.model.untrusted_config import load_config, making_model
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import caps_attention
 from cairn.trainer.models.lora import adapt

@@ -8,11 +8,11 @@ from typing import ClassVar
 import torch
 from transformers import PreTrainedModel
 
-from cairn.checkpoint.arena import Tensors
-from cairn.checkpoint.carried import Carried
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step import MODEL, OPTIMIZER
-from cairn.checkpoint.tensors import Stored, read_tensors
+from cairn.checkpoint.saving.arena import Tensors
+from cairn.checkpoint.saving.carried_files import Carried
+from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
+from cairn.checkpoint.tensors.sharded_files import Stored, read_tensors
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.models.model import (
     config_of,

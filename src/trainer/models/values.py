@@ -14,22 +14,15 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import PreTrainedModel
 
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
-from cairn.checkpoint.formats import FORMATS
-from cairn.checkpoint.formats.hub import Layout
-from cairn.checkpoint.formats.valued import (
-    BIAS,
-    HEAD,
-    WEIGHT,
-    decoder_in,
-    value_config,
-    value_layout,
-)
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.shares import Stored, at_places
-from cairn.checkpoint.step import CRITIC, CRITIC_OPTIMIZER, MODEL
-from cairn.checkpoint.tensors import read_tensors
+from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.placement import Stored, at_places
+from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerConfig
+from cairn.formats import FORMATS
+from cairn.formats.common.value_head import BIAS, HEAD, WEIGHT, decoder_in, value_config, value_layout
+from cairn.model.hub_layout import Layout
 from cairn.run.errors import UsageError
 from cairn.trainer.attention.choice import Attention, Device, choose, dense
 from cairn.trainer.attention.rows import BY_POSITIONS, Rows

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import torch
 
-from cairn.checkpoint.copies import Outlet, copies_from
-from cairn.checkpoint.step import OF_ADAPTERS
-from cairn.checkpoint.tensors import OutgoingTensors, Stored
+from cairn.checkpoint.saving.host_staging import Outlet, copies_from
+from cairn.checkpoint.step_folder import OF_ADAPTERS
+from cairn.checkpoint.tensors.sharded_files import OutgoingTensors, Stored
 from cairn.policy.checksums import RunningSums
 from cairn.policy.rendezvous import address_towards
 from cairn.policy.sender import WeightSender

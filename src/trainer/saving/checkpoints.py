@@ -13,13 +13,13 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from cairn.checkpoint.arena import SaveFailed, Tensors
-from cairn.checkpoint.dtypes import DTYPE_NAMES
 from cairn.checkpoint.manifest import Origin
 from cairn.checkpoint.retention import apply_retention
-from cairn.checkpoint.saver import Saved, SaveOptions, Saver, SavingRank
-from cairn.checkpoint.step import TRAINER_STATE, TrainerRecord
+from cairn.checkpoint.saving.arena import SaveFailed, Tensors
+from cairn.checkpoint.saving.saver import Saved, SaveOptions, Saver, SavingRank
+from cairn.checkpoint.step_folder import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
+from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.config.ckpt import CkptConfig
 from cairn.run.machine import available_memory, bytes_of
 from cairn.run.rewinds import to_json

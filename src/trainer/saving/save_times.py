@@ -4,12 +4,12 @@ import contextlib
 import logging
 from collections.abc import Iterable
 
-from cairn.checkpoint.last_save import Newest, decide
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.remote.uploads import RunUploads
-from cairn.checkpoint.saver import Saved
+from cairn.checkpoint.saving.save_deadline import Newest, decide
+from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
+from cairn.remote.uploads import RunUploads
 from cairn.run.directory import RunDirectory
 from cairn.run.rates import Span
 

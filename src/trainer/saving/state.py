@@ -7,10 +7,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from cairn.checkpoint.arena import Tensors
 from cairn.checkpoint.manifest import CheckpointError, Damaged, Manifest, Origin
-from cairn.checkpoint.step import TRAINER_STATE, StepFolder
-from cairn.checkpoint.tensors import Stored, load_step
+from cairn.checkpoint.saving.arena import Tensors
+from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
+from cairn.checkpoint.tensors.sharded_files import Stored, load_step
 from cairn.config.trainer import TrainerBase
 from cairn.run.rewinds import Rewind
 from cairn.trainer.balancing import Balance, coefficient_of

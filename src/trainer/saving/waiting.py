@@ -5,11 +5,11 @@ import time
 from collections.abc import Collection, Mapping
 from typing import Protocol
 
-from cairn.checkpoint.exports import run_exports
-from cairn.checkpoint.remote.uploads import RunUploads
 from cairn.checkpoint.store import CheckpointStore
 from cairn.config.ckpt import CkptConfig
 from cairn.config.export import ExportConfig
+from cairn.formats.transfer.export_folder import run_exports
+from cairn.remote.uploads import RunUploads
 from cairn.run.history import PREFIX
 from cairn.run.rewinds import spared_for_rewinds
 from cairn.trainer.task import Context

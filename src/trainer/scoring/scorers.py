@@ -5,7 +5,7 @@ import logging
 import torch
 from transformers import PreTrainedModel
 
-from cairn.checkpoint.dtypes import DTYPES_IN_SETTINGS
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.config.trainer import TrainerBase
 from cairn.trainer.attention.choice import Device, choose
 from cairn.trainer.group import RankGroup

@@ -40,7 +40,7 @@ class Teachers:
         """Load the models that are no servers; all ranks call it, once the policy's weights are loaded.
 
         Args:
-            sums: of the weights in folders, by folder; see `cairn.checkpoint.weight_sums`.
+            sums: of the weights in folders, by folder; see `cairn.model.weight_digests`.
         """
         self._group = group
         self._policy = policy

@@ -1,0 +1,148 @@
+"""The inner layout of a step's folder, and the content of its small files."""
+
+import json
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from cairn.checkpoint.manifest import FILE_NAME as MANIFEST
+from cairn.checkpoint.tensors.compression import packed_files
+from cairn.checkpoint.tensors.layout import StoredTensor, find_tensors
+from cairn.run.files import read_json
+
+MODEL = "model/model"
+"""Stem of the weights' files, relative to the step's folder."""
+OPTIMIZER = "trainer/optimizer"
+"""Stem of the optimiser state's files."""
+ADAPTER = "model/adapter_model"
+"""Stem of the adapter's files, relative to the step's folder."""
+ADAPTER_CONFIG = "adapter_config.json"
+BASE_RECORD = "cairn_base.json"
+BASE = "base"
+"""The folder of an adapter's base model, relative to the step's, if the step holds it."""
+OF_ADAPTERS = frozenset({ADAPTER_CONFIG, BASE_RECORD})
+"""Files beside an adapter that must not lie beside a whole model: transformers would look for the adapter."""
+CRITIC = "trainer/critic/model"
+"""Stem of the weights of PPO's critic."""
+CRITIC_OPTIMIZER = "trainer/critic/optimizer"
+"""Stem of its optimiser state."""
+TRAINER_STATE = "trainer/state.json"
+ORCHESTRATOR_STATE = "orchestrator/state.json"
+LEDGER = "orchestrator/ledger.sqlite"
+
+
+@dataclass(frozen=True)
+class TrainerRecord:
+    """The content of trainer/state.json; fields that older versions of Cairn did not write are None or empty.
+
+    progress: step, total_tokens, total_samples. rows: how samples were packed into rows. optimizer: its
+    class.
+    recipe: the trainer's part of the run's recipe. spikes: what the guard against spikes goes by; written if
+    there is one. position: where the batches go on behind this step, if whoever makes them has said so; in
+    SFT `records`, the number taken so far, and `sources`, by label of the data set what else is needed to go
+    on. validation: the best result of each validation (`cairn.run.patience`). rewinds: when the run went back
+    because of a spike (`cairn.run.rewinds.Rewind`); written if it did.
+    """
+
+    progress: dict[str, int] = field(default_factory=dict[str, int])
+    seed: int | None = None
+    rows: str | None = None
+    optimizer: str | None = None
+    scheduler: dict[str, Any] | None = None
+    recipe: dict[str, Any] | None = None
+    spikes: dict[str, float] | None = None
+    position: dict[str, Any] | None = None
+    validation: dict[str, dict[str, float]] | None = None
+    rewinds: list[dict[str, Any]] | None = None
+    config: dict[str, Any] | None = None
+    """The settings, from versions without a recipe."""
+    data: dict[str, Any] | None = None
+    """The data set, from versions without a recipe."""
+
+    @property
+    def records(self) -> int:
+        """Records of its data that an SFT run had taken; earlier versions made one sample of each."""
+        return (self.position or {}).get("records", self.progress.get("total_samples", 0))
+
+    def to_json(self) -> bytes:
+        """The bytes of the file."""
+        optional = ("spikes", "position", "validation", "rewinds")
+        left_out = {"config", "data"} | {name for name in optional if getattr(self, name) is None}
+        return _to_json({key: value for key, value in asdict(self).items() if key not in left_out})
+
+
+@dataclass(frozen=True)
+class OrchestratorRecord:
+    """The content of orchestrator/state.json; fields that older versions did not write are None or empty.
+
+    progress: step, total_tokens, total_samples, total_problems. recipe: the orchestrator's part of the run's
+    recipe. prompts: environment, number of problems, and the orchestrator's position in them.
+    """
+
+    progress: dict[str, int] = field(default_factory=dict[str, int])
+    seed: int | None = None
+    recipe: dict[str, Any] | None = None
+    prompts: dict[str, Any] = field(default_factory=dict[str, Any])
+
+    def to_json(self) -> bytes:
+        """The bytes of the file."""
+        return _to_json(asdict(self))
+
+
+class StepFolder:
+    """A step_N folder. Only this class knows its inner layout."""
+
+    def __init__(self, path: str | Path):
+        self.path = Path(path)
+        self.model = self.path / "model"
+        """The Hugging Face directory."""
+        self.critic = (self.path / CRITIC).parent
+        """The folder of PPO's critic, if there is one."""
+        self.base = self.path / BASE
+        """The Hugging Face directory of the base, if the step has an adapter and holds its base."""
+        self.ledger = self.path / LEDGER
+
+    @staticmethod
+    def holding(model: Path) -> Path | None:
+        """The step's folder in which the Hugging Face directory `model` lies; None if it is in none."""
+        found = model.name == "model" and (model.parent / MANIFEST).is_file()
+        return model.parent if found else None
+
+    def trainer_state(self) -> TrainerRecord | None:
+        """The trainer's record; None if the checkpoint holds weights only.
+
+        Raises:
+            DamagedFile: the file is not such a record.
+        """
+        return read_json(self.path / TRAINER_STATE, TrainerRecord)
+
+    def orchestrator_state(self) -> OrchestratorRecord | None:
+        """The orchestrator's record; None if there is none.
+
+        Raises:
+            DamagedFile: the file is not such a record.
+        """
+        return read_json(self.path / ORCHESTRATOR_STATE, OrchestratorRecord)
+
+    def tensors(self, stem: str) -> dict[str, StoredTensor]:
+        """The locations of a stem's tensors, such as MODEL's, by name; empty if the step has none of them.
+
+        Raises:
+            Damaged: an index or a header is invalid.
+        """
+        where, _, name = stem.rpartition("/")
+        folder = self.path / where
+        packed = any(file.startswith(name) for file in packed_files(folder))
+        if not packed and not any(folder.glob(f"{name}*.safetensors")):
+            return {}
+        return find_tensors(folder, name)
+
+
+def _to_json(content: dict[str, Any]) -> bytes:
+    return (json.dumps(content, indent=2) + "\n").encode()
+
+
+def is_reward_model(folder: Path) -> bool:
+    """Whether a Hugging Face directory says that its model gives numbers for conversations, and no tokens."""
+    about = read_json(folder / "config.json", dict[str, Any]) or {}
+    return any(str(name).endswith("ForSequenceClassification") for name in about.get("architectures") or ())

@@ -1,0 +1,233 @@
+"""Reads ranges of files into tensors, with several threads, and computes checksums on the way."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from cairn.checkpoint.checksums import CHUNK_BYTES, FileChecksum, crc64
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.tensors.block_reader import File, Window
+from cairn.checkpoint.tensors.compression import Block as PackedBlock
+from cairn.checkpoint.tensors.compression import PackedFile
+from cairn.checkpoint.tensors.remote_ranges import READERS as AWAY_READERS
+from cairn.checkpoint.tensors.remote_ranges import AwayFile
+
+READERS = 3
+"""Threads per rank."""
+STREAM_BYTES = CHUNK_BYTES
+"""Bytes that one thread reads in sequence. Threads read neighbouring stretches at any time, since disks,
+above all virtual ones, are slower where reads go back and forth between distant places."""
+SHORTEST_STREAM = 1 << 20
+WIDEST_GAP = 4 << 10
+"""Of an object, so many bytes between two pieces are read with them: a request of its own takes longer."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A range of a file to read into a tensor.
+
+    dtype: data type in the file. target: contiguous, one-dimensional, possibly of another data type. counted:
+    whether the range counts in the checksums that `read_pieces` returns. packed: where the file's bytes are,
+    if it is packed. away: the same, if they are in an object store.
+    """
+
+    path: Path
+    offset: int
+    dtype: torch.dtype
+    target: torch.Tensor
+    counted: bool = True
+    packed: PackedFile | None = None
+    away: AwayFile | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Number of bytes in the file."""
+        return self.target.numel() * self.dtype.itemsize
+
+    @property
+    def in_place(self) -> bool:
+        """Whether the bytes can be read straight into the target's memory."""
+        return self.target.dtype == self.dtype and self.target.device.type == "cpu"
+
+
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """A contiguous tensor's values as uint8 [nbytes], sharing its memory."""
+    return tensor.contiguous().view(-1).view(torch.uint8)
+
+
+def as_memory(tensor: torch.Tensor) -> memoryview:
+    """A contiguous CPU tensor's bytes."""
+    return as_bytes(tensor).numpy().data
+
+
+def read_pieces(pieces: Iterable[Piece]) -> dict[Path, FileChecksum]:
+    """Fill the targets of all pieces; returns, by file, the checksum contributions of the counted pieces.
+
+    Checksums are computed while the bytes are in the CPU's cache; adjacent pieces of a file are read
+    together. A packed block of which several pieces hold a part is unpacked once. Checksums of packed files
+    are those of their contents.
+
+    Raises:
+        Damaged: a file ends too early, a block can't be unpacked, or an object store refuses or fails.
+    """
+    pieces = [piece for piece in pieces if piece.nbytes]
+    packed, away = [p for p in pieces if p.packed], [p for p in pieces if p.away]
+    seen = {p.path: FileChecksum(whole.size) for p in pieces if (whole := p.packed or p.away)}
+    pieces = [piece for piece in pieces if piece.path not in seen]
+    with contextlib.ExitStack() as closing:
+        files = {path: closing.enter_context(File(path)) for path in {piece.path for piece in pieces}}
+        if len(pieces) == 1 and pieces[0].nbytes <= STREAM_BYTES and not packed:
+            path, sums = _read(files[pieces[0].path], pieces)  # whoever reads in parts has threads
+            seen[path] = FileChecksum(files[path].size)
+            for offset, nbytes, crc in sums:
+                seen[path].add_crc(offset, nbytes, crc)
+            return seen
+        pool = closing.enter_context(ThreadPoolExecutor(READERS))
+        closing.callback(pool.shutdown, cancel_futures=True)
+        jobs = [pool.submit(_read, files[stream[0].path], stream) for stream in _streams(pieces)]
+        jobs += [pool.submit(_unpack, block, parts) for block, parts in _by_block(packed)]
+        if away:
+            network = closing.enter_context(ThreadPoolExecutor(AWAY_READERS))
+            closing.callback(network.shutdown, cancel_futures=True)
+            jobs += [network.submit(_fetch, parts) for parts in _by_request(away)]
+        for path, file in files.items():
+            seen[path] = FileChecksum(file.size)
+        for job in jobs:
+            path, sums = job.result()
+            for offset, nbytes, crc in sums:
+                seen[path].add_crc(offset, nbytes, crc)
+    return seen
+
+
+def _streams(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Groups adjacent pieces; each group lies within one stretch of a file, which one thread reads.
+
+    A stretch is STREAM_BYTES long, or shorter if there would be too few of them to keep all threads busy.
+    """
+    stretch, total = STREAM_BYTES, sum(piece.nbytes for piece in pieces)
+    while stretch > SHORTEST_STREAM and total < 4 * READERS * stretch:
+        stretch //= 2
+    stream: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.path, piece.offset)):
+        for part in _cut(piece, stretch):
+            same = stream and part.offset // stretch == stream[0].offset // stretch
+            if stream and not (same and _follows(part, stream[-1])):
+                yield stream
+                stream = []
+            stream.append(part)
+    if stream:
+        yield stream
+
+
+def _cut(piece: Piece, stretch: int) -> Iterator[Piece]:
+    """Cut a piece where a stretch of the file ends, or just behind it where a value spans two stretches."""
+    size, count = piece.dtype.itemsize, piece.target.numel()
+    first = 0
+    while first < count:
+        offset = piece.offset + first * size
+        last = min(first + -(-(stretch - offset % stretch) // size), count)
+        yield replace(piece, offset=offset, target=piece.target[first:last])
+        first = last
+
+
+def _follows(piece: Piece, before: Piece) -> bool:
+    same = piece.path == before.path and piece.counted == before.counted
+    return same and piece.offset == before.offset + before.nbytes
+
+
+def _read(file: File, stream: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+    """Read adjacent pieces; returns the file and the (offset, bytes, CRC) of counted ranges, by chunk."""
+    first = stream[0]
+    buffers = [p.target if p.in_place else torch.empty(p.target.shape, dtype=p.dtype) for p in stream]
+    window = Window(file, first.offset, map(as_memory, buffers))
+    sums: list[tuple[int, int, int]] = []
+    begin, crc = first.offset, 0
+    while window.offset < window.end:
+        for view in window.fill_block():
+            crc = crc64(view, crc) if first.counted else 0
+        if window.offset % CHUNK_BYTES == 0 or window.offset == window.end:
+            sums.append((begin, window.offset - begin, crc))
+            begin, crc = window.offset, 0
+    for piece, buffer in zip(stream, buffers, strict=True):
+        if not piece.in_place:
+            piece.target.copy_(buffer)
+    return first.path, sums if first.counted else []
+
+
+def _by_block(pieces: list[Piece]) -> Iterator[tuple[PackedBlock, list[Piece]]]:
+    """The blocks that hold some of the pieces, and the pieces' parts in each.
+
+    A value that lies in two blocks, which our own files do not have, is in the part of the first.
+    """
+    blocks: dict[PackedBlock, list[Piece]] = {}
+    for piece in pieces:
+        assert piece.packed
+        size, first = piece.dtype.itemsize, 0
+        for block in piece.packed.covering(piece.offset, piece.nbytes):
+            last = min(-(-(block.end - piece.offset) // size), piece.target.numel())
+            if last > first:
+                part = replace(piece, offset=piece.offset + first * size, target=piece.target[first:last])
+                blocks.setdefault(block, []).append(part)
+            first = max(first, last)
+    yield from blocks.items()
+
+
+def _unpack(block: PackedBlock, parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+    """Fill parts of pieces from a block; returns what `_read` returns."""
+    held = block.read()
+    sums: list[tuple[int, int, int]] = []
+    for part in parts:
+        assert part.packed
+        within = held[part.offset - block.offset :][: part.nbytes]
+        if len(within) < part.nbytes:  # a value goes on in the next block
+            within = memoryview(part.packed.read(part.offset, part.nbytes))
+        if len(within) < part.nbytes:
+            raise Damaged(f"{part.path}: ends at byte {part.packed.size}, but should be longer")
+        sums += _give(part, within)
+    return parts[0].path, sums
+
+
+def _by_request(pieces: list[Piece]) -> Iterator[list[Piece]]:
+    """Groups pieces that one request to an object store brings: parts of a stretch, with small gaps."""
+    group: list[Piece] = []
+    for piece in sorted(pieces, key=lambda piece: (piece.path, piece.offset)):
+        for part in _cut(piece, STREAM_BYTES):
+            near = group and part.path == group[-1].path
+            near = near and part.offset <= group[-1].offset + group[-1].nbytes + WIDEST_GAP
+            if group and not (near and part.offset // STREAM_BYTES == group[0].offset // STREAM_BYTES):
+                yield group
+                group = []
+            group.append(part)
+    if group:
+        yield group
+
+
+def _fetch(parts: list[Piece]) -> tuple[Path, list[tuple[int, int, int]]]:
+    """Fill pieces from an object store; returns what `_read` returns."""
+    first, end = parts[0].offset, max(part.offset + part.nbytes for part in parts)
+    away = parts[0].away
+    assert away
+    held = memoryview(away.read(first, end - first))
+    sums: list[tuple[int, int, int]] = []
+    for part in parts:
+        sums += _give(part, held[part.offset - first :][: part.nbytes])
+    return parts[0].path, sums
+
+
+def _give(part: Piece, values: memoryview) -> list[tuple[int, int, int]]:
+    """Fill a piece with bytes; returns the (offset, bytes, CRC) of counted ranges, by chunk."""
+    buffer = part.target if part.in_place else torch.empty(part.target.shape, dtype=part.dtype)
+    as_memory(buffer)[:] = values
+    if not part.in_place:
+        part.target.copy_(buffer)
+    sums: list[tuple[int, int, int]] = []
+    begin = part.offset
+    while part.counted and values:
+        piece = values[: CHUNK_BYTES - begin % CHUNK_BYTES]
+        sums.append((begin, len(piece), crc64(piece)))
+        begin, values = begin + len(piece), values[len(piece) :]
+    return sums

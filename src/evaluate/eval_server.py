@@ -1,0 +1,219 @@
+"""The servers that `eval` asks: one that it starts for itself, or running ones that it is given."""
+
+import asyncio
+import contextlib
+import os
+import socket
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Protocol
+
+from cairn.config.evaluate import EvaluateConfig
+from cairn.evaluate.policies import SERVED, Policy
+from cairn.inference.build import installed_build
+from cairn.inference.client import InferenceClient, ServerStatus
+from cairn.inference.server import Server
+from cairn.launch.plan.gpu_assignment import placed_server, use_gpus
+from cairn.launch.plan.memory_check import refuse_what_can_not_be_served
+from cairn.run.errors import UsageError
+from cairn.run.exits import EXIT_STOPPED
+from cairn.run.machine import this_machine
+from cairn.run.messages import PolicyName
+from cairn.run.recipe import model_of
+from cairn.run.waiting import run_async
+
+ANSWER_SECONDS = 30.0
+"""Seconds that a given server has to answer a status request."""
+LOOK_SECONDS = 1.0
+"""Between two looks at a server of its own."""
+
+
+class Servers(Protocol):
+    """Servers for one policy after the other."""
+
+    def serving(self, model: Path) -> contextlib.AbstractContextManager[Sequence[str]]:
+        """The addresses of servers that run, and compute what the model's config.json says.
+
+        Args:
+            model: Hugging Face directory.
+
+        Raises:
+            UsageError: a server that runs computes something else.
+            ServerUnavailable: a given server does not answer.
+            AddressUnusable, ServerFailed: a server can't be started; see `Server.wait_ready`.
+        """
+        ...
+
+    async def watch(self) -> None:
+        """Until cancelled, look whether the servers live.
+
+        Raises:
+            ServerFailed: one has died, and `serving` will start it again.
+        """
+        ...
+
+    def kill_and_exit(self) -> None:
+        """End this process, and all that it has started, at once: whatever was answered is recorded."""
+        ...
+
+    def close(self) -> None:
+        """End what was started."""
+        ...
+
+
+class OwnServer:
+    """A server that is started for the first policy, and again for one that has another architecture."""
+
+    def __init__(self, config: EvaluateConfig, folder: Path, tell: Callable[[str], None]):
+        """Choose its GPUs and its port.
+
+        Raises:
+            UsageError: there are too few GPUs, or one is not there.
+        """
+        machine = this_machine()
+        build = installed_build()
+        inference = placed_server(config.inference, machine, build, "--inference.")
+        use_gpus(inference.gpus)
+        if "port" not in config.inference.model_fields_set:
+            inference = inference.model_copy(update={"port": free_port(inference.host)})
+        self._config = inference
+        self._machine = machine
+        self._checks_memory = build == "gpu"
+        self._log = folder / "vllm.log"
+        self._tell = tell
+        self._server: Server | None = None
+        self._computes = ""
+
+    @contextlib.contextmanager
+    def serving(self, model: Path) -> Generator[Sequence[str]]:
+        """See `Servers`."""
+        computes = model_of(model)
+        if self._server is not None and (computes != self._computes or not self._server.alive):
+            self.close()
+        if self._server is None:
+            if self._checks_memory:
+                refuse_what_can_not_be_served(str(model), self._config, self._machine, "--inference.")
+            self._tell(f"starting an inference server; its log: {self._log}")
+            self._server = server = Server(self._config, str(model), self._log)
+            try:
+                server.start()
+                server.wait_ready()
+            except BaseException:
+                self.close()
+                raise
+            self._computes = computes
+        try:
+            yield [self._server.url]
+        except BaseException:
+            self.close()
+            raise
+
+    async def watch(self) -> None:
+        """See `Servers`."""
+        assert self._server is not None, "it is serving"
+        while True:
+            await asyncio.sleep(LOOK_SECONDS)
+            await asyncio.to_thread(self._server.check)
+
+    def kill_and_exit(self) -> None:
+        """See `Servers`."""
+        if self._server is not None:
+            self._server.kill()
+        os._exit(EXIT_STOPPED)
+
+    def close(self) -> None:
+        """See `Servers`."""
+        server, self._server = self._server, None
+        if server is not None:
+            server.stop()
+
+
+class GivenServers:
+    """Servers that run, and go on running with the last policy that was evaluated."""
+
+    def __init__(self, config: EvaluateConfig, policies: Sequence[Policy]):
+        """See that no run uses them.
+
+        Raises:
+            UsageError: a run does, or may.
+            ServerUnavailable: one does not answer.
+        """
+        self._urls = config.inference_url
+        self._statuses = {url: run_async(_status(url)) for url in self._urls}
+        runs = {policy.run_id: policy.run for policy in policies if policy.run is not None}
+        for url, status in self._statuses.items():
+            if not config.take_server:
+                refuse_in_use(url, status, {run_id for run_id, run in runs.items() if not run.is_locked()})
+
+    @contextlib.contextmanager
+    def serving(self, model: Path) -> Generator[Sequence[str]]:
+        """See `Servers`."""
+        for url, status in self._statuses.items():
+            served = Path(status.model)
+            if not (served / "config.json").is_file():
+                raise UsageError(
+                    f"--inference-url {url}: it was started with the model {status.model}, whose config.json "
+                    "can't be read here, so there is no telling whether it computes what other weights need; "
+                    "start it with a folder that this machine sees, too, or leave --inference-url out"
+                )
+            if model_of(served) != model_of(model):
+                raise UsageError(
+                    f"--inference-url {url}: it was started with {status.model}, and {model} has another "
+                    "architecture (their config.json differ); leave --inference-url out, or start a server "
+                    "with that model"
+                )
+        yield self._urls
+
+    async def watch(self) -> None:
+        """Nothing: requests wait for a server that is started again."""
+        await asyncio.Event().wait()
+
+    def kill_and_exit(self) -> None:
+        """See `Servers`."""
+        os._exit(EXIT_STOPPED)
+
+    def close(self) -> None:
+        """Nothing: the servers are somebody else's."""
+
+
+async def _status(url: str) -> ServerStatus:
+    async with InferenceClient(url, timeout=ANSWER_SECONDS, retry_for=0) as client:
+        return await client.status()
+
+
+def refuse_in_use(url: str, status: ServerStatus, ended: set[str | None]) -> None:
+    """Refuse a server that a run uses, or may use: it would get other weights in the middle of it.
+
+    Args:
+        ended: ids of runs at which nobody is at work.
+
+    Raises:
+        UsageError: its weights are the policy of another run, an update is under way, or it sleeps.
+    """
+    with contextlib.suppress(ValueError):
+        policy = PolicyName.parse(status.weight_version)
+        if not policy.run_id.startswith(SERVED) and policy.run_id not in ended:
+            raise UsageError(
+                f"--inference-url {url}: it serves step {policy.step} of run {policy.run_id}, which may be "
+                "going on, and would get other weights in the middle of it: give another server, or none, or "
+                "--take-server if that run is over"
+            )
+    if status.updating is not None or status.asleep:
+        what = "is asleep" if status.asleep else "is being given weights"
+        raise UsageError(
+            f"--inference-url {url}: it {what}, so somebody uses it; --take-server takes it anyway"
+        )
+
+
+def free_port(host: str) -> int:
+    """A port of the host on which nothing listens at the moment.
+
+    Raises:
+        UsageError: the host is not one of this machine.
+    """
+    try:
+        family = socket.getaddrinfo(host, 0, type=socket.SOCK_STREAM)[0][0]
+        with socket.create_server((host, 0), family=family) as probe:
+            return probe.getsockname()[1]
+    except OSError as error:
+        raise UsageError(f"--inference.host {host}: can't listen there: {error.strerror}") from None

@@ -1,0 +1,103 @@
+"""Verifies a step by the bytes that are read of it anyway."""
+
+import threading
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeGuard
+
+from cairn.checkpoint.checksums import FileChecksum
+from cairn.checkpoint.manifest import check_content, check_files, holds_tensors, load_manifest
+from cairn.checkpoint.tensors.compression import check_tables
+from cairn.checkpoint.tensors.layout import StoredTensor, TensorSpec
+from cairn.checkpoint.tensors.reader import Piece, read_pieces
+from cairn.checkpoint.tensors.sharded_files import dtype_of
+from cairn.checkpoint.tensors.source import Source
+from cairn.formats.base import Stage
+
+if TYPE_CHECKING:
+    import torch
+
+
+class CheckedStep:
+    """A step whose tensors are read once: their bytes are checksummed on the way, and compared at the end.
+
+    Args:
+        folder: the step. Its small files are verified now, and so are the sizes of all files.
+
+    Raises:
+        CheckpointError: the folder is not a checkpoint.
+        Damaged: a file has another size, or a small file was changed.
+    """
+
+    def __init__(self, folder: Path):
+        self._folder = folder
+        self._manifest = load_manifest(folder)
+        self._lock = threading.Lock()
+        self._seen: dict[Path, FileChecksum] = {}
+        self._starts: dict[Path, int] = {}
+        check_files(folder, self._manifest, tensors=False)
+        check_tables(folder, self._manifest.contents)
+
+    def watch(self, tensors: Mapping[str, Source]) -> dict[str, Source]:
+        """The same tensors; the values that are read of them count in `check`."""
+        for tensor in tensors.values():
+            if _is_plain(tensor):
+                first = min(tensor.offset, self._starts.get(tensor.path, tensor.offset))
+                self._starts[tensor.path] = first
+        return {
+            name: _Watched(self, tensor, tensor.spec) if _is_plain(tensor) else tensor
+            for name, tensor in tensors.items()
+        }
+
+    def count(self, seen: Mapping[Path, FileChecksum]) -> None:
+        """Count bytes that were read."""
+        with self._lock:
+            for path, checksum in seen.items():
+                self._seen.setdefault(path, FileChecksum(checksum.size)).merge(checksum)
+
+    def check(self, stage: Stage) -> None:
+        """Verify every file of which tensors were read; those that were read once, in full, not again.
+
+        Files of tensors that `watch` did not see are verified, too.
+
+        Raises:
+            Damaged: a file was changed.
+        """
+        files = {name: entry for name, entry in self._manifest.files.items() if holds_tensors(name)}
+        again = {
+            name: entry
+            for name, entry in files.items()
+            if (path := self._folder / name) not in self._starts
+            or (path in self._seen and not self._is_whole(path, entry.crc64nvme))
+        }
+        if again:
+            on_bytes = stage(f"verifying {self._folder.name}", sum(entry.size for entry in again.values()))
+            check_content(self._folder, again, on_bytes=on_bytes)
+
+    def _is_whole(self, path: Path, crcs: list[str]) -> bool:
+        """Whether each byte of a file was read once, and all of them are those of the manifest."""
+        seen = self._seen[path]
+        with open(path, "rb") as file:
+            seen.add(0, file.read(self._starts[path]))
+        return seen.nbytes == seen.size and [f"{crc:016x}" for crc in seen.chunks()] == crcs
+
+
+def _is_plain(tensor: Source) -> TypeGuard[StoredTensor]:
+    """Whether the bytes of a tensor are those of a file that is here: not packed, and not away."""
+    return isinstance(tensor, StoredTensor) and not (tensor.packed or tensor.away)
+
+
+@dataclass(frozen=True)
+class _Watched:
+    """A tensor of a step; a `Source`."""
+
+    step: CheckedStep
+    tensor: StoredTensor
+    spec: TensorSpec
+
+    def fill(self, first: int, into: "torch.Tensor") -> None:
+        """See `Source.fill`."""
+        dtype = dtype_of(self.tensor)
+        piece = Piece(self.tensor.path, self.tensor.offset + first * dtype.itemsize, dtype, into)
+        self.step.count(read_pieces([piece]))

@@ -1,0 +1,205 @@
+"""Tensors of a PyTorch distributed checkpoint, read in parts from the chunks that its ranks wrote."""
+
+import functools
+import itertools
+import math
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from cairn.checkpoint.checksums import ZIP_CRC32, SpanSum
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
+from cairn.checkpoint.tensors.layout import TensorSpec
+from cairn.checkpoint.tensors.reader import Piece, as_memory, read_pieces
+from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.storage_cache import extent, whole_storage
+from cairn.checkpoint.tensors.stream_writer import pieces_of
+from cairn.formats.common.tensor_views import Section
+from cairn.formats.dcp.dcp_metadata import Chunk, DcpTensor
+from cairn.formats.torch_file.torch_stream import Values, locate
+
+_lock = threading.Lock()
+"""For what sources remember of their chunks: two threads may ask for the first values of one."""
+
+
+@dataclass(frozen=True)
+class DcpSource:
+    """A whole tensor of a folder.
+
+    The CRC-32 that torch wrote beside each chunk is compared once all values of the chunk have been read, and
+    whenever they are read at once.
+    """
+
+    spec: TensorSpec
+    _tensor: DcpTensor
+    _located: dict[Chunk, Values] = field(default_factory=dict[Chunk, Values], compare=False)
+    _sums: dict[Chunk, SpanSum] = field(default_factory=dict[Chunk, SpanSum], compare=False)
+
+    @classmethod
+    def of(cls, name: str, tensor: DcpTensor) -> "DcpSource":
+        """The tensor, under a name of the caller's choice."""
+        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor)
+
+    @classmethod
+    def located(cls, name: str, tensor: DcpTensor, values: dict[Chunk, Values]) -> "DcpSource":
+        """The tensor, where the places of its chunks are known; the streams of the chunks are not used."""
+        return cls(TensorSpec(name, DTYPE_NAMES[tensor.dtype], tensor.shape), tensor, values)
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """Read consecutive values; see `content.Source`.
+
+        Raises:
+            Damaged: a file ends too early, or is not what its metadata says.
+        """
+        shape = self._tensor.shape or (1,)
+        inner = math.prod(shape[1:])
+        if not into.numel():
+            return
+        begin, end = first // inner, -(-(first + into.numel()) // inner)
+        for chunk, low, high in self._overlaps(begin, end):
+            values = self._values(chunk)
+            if chunk.shape[1:] == shape[1:] and values.strides == _row_major(chunk.shape):
+                top = (chunk.begin or (0,))[0] * inner  # the chunk's values lie together in `into`
+                low, high = max(low * inner, first), min(high * inner, first + into.numel())
+                self._read(chunk, values.first + low - top, into[low - first : high - first])
+            elif values.strides == _row_major(chunk.shape):
+                self._scatter(chunk, low, self._rows(chunk, low, high), first, into)
+            else:
+                top, own = (chunk.begin or (0,))[0], math.prod(chunk.shape)
+                taken = own // chunk.shape[0] * (high - low)
+                if chunk.shape[1:] == shape[1:]:  # pieces may begin and end within a row
+                    taken = min(high * inner, first + into.numel()) - max(low * inner, first)
+                read = functools.partial(self._storage, chunk)
+                with whole_storage(self, chunk, read, taken=taken, of=own) as held:
+                    rows = held.as_strided(chunk.shape, values.strides)[low - top : high - top]
+                    self._scatter(chunk, low, rows, first, into)
+
+    def _overlaps(self, begin: int, end: int) -> Iterator[tuple[Chunk, int, int]]:
+        """The chunks that hold rows from `begin` to `end`, with the first and last of these rows in each."""
+        for chunk in self._tensor.chunks:
+            top, count = (chunk.begin or (0,))[0], (chunk.shape or (1,))[0]
+            low, high = max(begin, top), min(end, top + count)
+            if low < high:
+                yield chunk, low, high
+
+    def _values(self, chunk: Chunk) -> Values:
+        """Where a chunk's values are."""
+        if chunk not in self._located:
+            stacked = (1,) * chunk.stacked
+            values = locate(chunk.stream, self._tensor.dtype, (*stacked, *chunk.shape))
+            values = replace(values, strides=values.strides[chunk.stacked :])
+            self._located[chunk] = values
+        return self._located[chunk]
+
+    def _storage(self, chunk: Chunk) -> torch.Tensor:
+        """All values of a chunk which the rank wrote as it lay in memory."""
+        values = self._values(chunk)
+        storage = torch.empty(extent(chunk.shape, values.strides), dtype=values.dtype)
+        self._read(chunk, values.first, storage)
+        return storage
+
+    def _rows(self, chunk: Chunk, low: int, high: int) -> torch.Tensor:
+        """The part of a chunk of two dimensions or more that is in the tensor's rows `low` to `high`."""
+        values, top = self._values(chunk), chunk.begin[0]
+        inner = math.prod(chunk.shape[1:])
+        rows = torch.empty((high - low) * inner, dtype=values.dtype)
+        self._read(chunk, values.first + (low - top) * inner, rows)
+        return rows.view(high - low, *chunk.shape[1:])
+
+    def _read(self, chunk: Chunk, first: int, into: torch.Tensor) -> None:
+        """Read values of a chunk's storage, beginning with item `first`, and check them."""
+        values = self._values(chunk)
+        begin = first * values.dtype.itemsize
+        read_pieces([Piece(values.path, values.offset + begin, values.dtype, into, counted=False)])
+        if not values.crc:
+            return
+        if into.numel() == values.count:  # perhaps not for the first time
+            found = ZIP_CRC32.of(as_memory(into), 0)
+        else:
+            with _lock:
+                seen = self._sums.setdefault(chunk, SpanSum(values.count * values.dtype.itemsize, ZIP_CRC32))
+            found = seen.add(begin, as_memory(into))
+        if found not in (None, values.crc):
+            raise Damaged(f"{values.path}: {self.spec.name} differs from its checksum (CRC-32)")
+
+    def _scatter(self, chunk: Chunk, low: int, rows: torch.Tensor, first: int, into: torch.Tensor) -> None:
+        """Put rows of a chunk where they belong in `into`; the chunk may lack parts of these rows."""
+        shape = self._tensor.shape or (1,)
+        inner = math.prod(shape[1:])
+        where = tuple(slice(b, b + n) for b, n in zip(chunk.begin[1:], chunk.shape[1:], strict=True))
+        for number, row in enumerate(rows, start=low):
+            start = number * inner - first
+            if start >= 0 and start + inner <= into.numel():
+                into[start : start + inner].view(shape[1:])[where] = row
+                continue
+            skip, stop = max(-start, 0), min(inner, into.numel() - start)  # a row that `into` holds in part
+            mine = torch.zeros(shape[1:], dtype=torch.bool)
+            mine[where] = True
+            whole = torch.zeros(shape[1:], dtype=row.dtype)
+            whole[where] = row
+            mine, whole = mine.view(-1)[skip:stop], whole.view(-1)[skip:stop]
+            target = into[start + skip : start + stop]
+            target[mine] = whole[mine]
+
+
+def unstacked(name: str, tensor: DcpTensor, depth: int) -> dict[tuple[int, ...], Source]:
+    """The tensors of the same shape that one of more dimensions holds, such as the layers of a model.
+
+    Args:
+        name: of each.
+        depth: how many of the first dimensions count them.
+
+    Returns:
+        Each by its position in these dimensions.
+    """
+    shape = tensor.shape[depth:]
+    indices = itertools.product(*map(range, tensor.shape[:depth]))
+    if all(chunk.shape[:depth] == (1,) * depth for chunk in tensor.chunks):
+        parts: dict[tuple[int, ...], list[Chunk]] = {}
+        for c in tensor.chunks:
+            part = Chunk(c.begin[depth:], c.shape[depth:], c.stream, depth)
+            parts.setdefault(c.begin[:depth], []).append(part)
+        return {
+            index: DcpSource.of(name, DcpTensor(tensor.dtype, shape, tuple(parts[index])))
+            for index in indices
+        }
+    whole, each = DcpSource.of(name, tensor), math.prod(shape)
+    spec = TensorSpec(name, whole.spec.dtype, shape)
+    return {index: Section(whole, number * each, spec) for number, index in enumerate(indices)}
+
+
+@dataclass(frozen=True)
+class Checked:
+    """A tensor all of whose values are compared with their checksums before the first is given; a `Source`.
+
+    For tensors that are read in parts out of order, or not to the end.
+    """
+
+    source: Source
+    _done: list[bool] = field(default_factory=list[bool], compare=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The source's."""
+        return self.source.spec
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """See `Source.fill`.
+
+        Raises:
+            Damaged: a value differs from its checksum.
+        """
+        with self._lock:
+            if not self._done:
+                for _ in pieces_of(self.source):
+                    pass
+                self._done.append(True)
+        self.source.fill(first, into)
+
+
+def _row_major(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))

@@ -1,0 +1,100 @@
+"""Hugging Face directories: config.json, a tokenizer, and files of weights with the hub's names (`hub`)."""
+
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.step_folder import MODEL, OF_ADAPTERS
+from cairn.checkpoint.tensors.layout import find_tensors
+from cairn.checkpoint.tensors.source import Source
+from cairn.formats.base import Content, Verification, WriteOptions
+from cairn.formats.common.roundtrip import KeptValues
+from cairn.formats.huggingface.card import FILE_NAME, model_card
+from cairn.model.companions import companion_files
+from cairn.model.described import about_model, as_file, with_both_forms, with_dtype
+
+
+class HuggingFace:
+    """A folder of weights only; the `model/` of a step is one, too."""
+
+    stems = (MODEL,)
+
+    def detect(self, source: Path) -> bool:
+        """Whether `source` is a folder with a config.json."""
+        return (source / "config.json").exists()
+
+    def read(self, source: Path, model: Path | None = None) -> Content:
+        """The weights, by their names in the folder; see `weights_in`."""
+        return Content(tensors={MODEL: weights_in(source)}, model=model or source)
+
+    def write(self, content: Content, folder: Path, options: WriteOptions) -> Verification:
+        """Write the weights, copies of the files beside them, and a model card.
+
+        config.json names the new data type.
+
+        Raises:
+            CheckpointError: there is no config.json to copy.
+            OSError: a file can't be written.
+        """
+        from cairn.checkpoint.tensors.stream_writer import write_sources  # imports torch
+
+        copy_companions(content, folder, options.dtype)
+        card = model_card(content, options.dtype and _torch_name(options.dtype))
+        (folder / FILE_NAME).write_text(card)
+        kept = KeptValues(content, options.dtype)
+        write_sources(
+            folder,
+            kept.content.tensors[MODEL],
+            "model",
+            max_file_bytes=options.max_file_bytes,
+            on_bytes=options.on_bytes,
+        )
+        return kept.read_back(self, folder)
+
+
+def weights_in(folder: Path) -> Mapping[str, Source]:
+    """The weights, by their names in the folder: as transformers, from safetensors files if there are any.
+
+    Raises:
+        FileNotFoundError: the folder has no weights.
+        Damaged: an index or a file is invalid, or would execute code.
+    """
+    try:
+        return find_tensors(folder, "model")
+    except FileNotFoundError:
+        from cairn.formats.torch_file.bin_files import has_bin_files, read_bin_files  # imports torch
+
+        if not has_bin_files(folder):
+            raise
+        return read_bin_files(folder)
+
+
+def copy_companions(content: Content, folder: Path, dtype: str | None) -> None:
+    """Copy configuration, tokenizer and chat template into `folder`.
+
+    Args:
+        dtype: safetensors' name of the data type that config.json is to name; None: it stays as it is.
+
+    Raises:
+        CheckpointError: there is no config.json.
+    """
+    if content.model is None or not (content.model / "config.json").is_file():
+        raise CheckpointError(f"{content.model}: has no config.json, which the new folder needs")
+    for name, path in companion_files(content.model).items():
+        if name not in OF_ADAPTERS:
+            (folder / name).parent.mkdir(exist_ok=True)
+            shutil.copyfile(path, folder / name)
+    about = with_both_forms(about_model(content.model))
+    if dtype is not None:
+        from cairn.checkpoint.tensors.dtypes import DTYPES
+
+        about = with_dtype(about, DTYPES[dtype])
+    if about != about_model(content.model):
+        (folder / "config.json").write_bytes(as_file(about))
+
+
+def _torch_name(dtype: str) -> str:
+    from cairn.checkpoint.tensors.dtypes import DTYPES
+
+    return str(DTYPES[dtype]).removeprefix("torch.")

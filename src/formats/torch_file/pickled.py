@@ -1,0 +1,130 @@
+"""Reads files of `torch.save`. No code in them is executed: only tensors and plain values are allowed."""
+
+# torch is typed in part.
+# pyright: reportUnknownMemberType=false
+
+import math
+import pickle
+import zipfile
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
+from cairn.checkpoint.tensors.layout import TensorSpec
+from cairn.checkpoint.tensors.source import Source
+from cairn.checkpoint.tensors.storage_cache import extent, whole_storage
+from cairn.formats.torch_file.saved_tensors import SavedTensor, read_file
+from cairn.formats.torch_file.torch_stream import TensorInFile
+
+
+@dataclass(frozen=True)
+class HeldTensor:
+    """A tensor that lies in memory; a `Source`."""
+
+    tensor: torch.Tensor
+    spec: TensorSpec
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """See `Source.fill`."""
+        into.copy_(self.tensor.detach().reshape(-1)[first : first + len(into)])
+
+
+def held(name: str, tensor: torch.Tensor, path: Path) -> HeldTensor:
+    """A tensor in memory as a `Source`.
+
+    Raises:
+        Damaged: it is not a dense tensor of a type that safetensors has.
+    """
+    if tensor.layout is not torch.strided or tensor.dtype not in DTYPE_NAMES or tensor.is_quantized:
+        raise Damaged(f"{path}: {name} is not a dense tensor of a type that can be stored ({tensor.dtype})")
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise Damaged(f"{path}: {name} claims {tensor.nbytes} bytes, and the file holds fewer of it")
+    return HeldTensor(tensor, TensorSpec(name, DTYPE_NAMES[tensor.dtype], tuple(tensor.shape)))
+
+
+@dataclass(frozen=True)
+class Strided:
+    """A tensor whose values lie in another order in its file, such as one saved transposed; a `Source`.
+
+    storage: the run of values over which it reaches, which is read whole and kept until the tensor's end.
+    """
+
+    saved: SavedTensor
+    storage: SavedTensor
+
+    @property
+    def spec(self) -> TensorSpec:
+        """The tensor's."""
+        return self.saved.spec
+
+    def fill(self, first: int, into: torch.Tensor) -> None:
+        """See `Source.fill`."""
+        values, shape = self.saved.values, self.spec.shape
+        inner = math.prod(shape[1:])
+        low, high = first // inner, -(-(first + len(into)) // inner)
+        taken, of = len(into), self.saved.count
+        with whole_storage(self, None, self._read, taken=taken, of=of) as storage:
+            rows = storage.as_strided(shape, values.strides)[low:high].reshape(-1)
+            into.copy_(rows[first - low * inner :][: len(into)])
+
+    def _read(self) -> torch.Tensor:
+        storage = torch.empty(self.storage.count, dtype=self.saved.values.dtype)
+        self.storage.fill(0, storage)
+        return storage
+
+
+def source_of(name: str, value: object, path: Path) -> Source:
+    """A tensor that `load_pickled` has found, as a source.
+
+    Raises:
+        Damaged: it is no tensor, or of a type that can't be stored.
+    """
+    if isinstance(value, torch.Tensor):
+        return held(name, value, path)
+    saved = SavedTensor.of(name, value)
+    values, shape = saved.values, saved.spec.shape
+    row_major = tuple(math.prod(shape[d + 1 :]) for d in range(len(shape)))
+    aligned = (n == 1 or a == b for n, a, b in zip(shape, values.strides, row_major, strict=True))
+    if not saved.count or all(aligned):
+        return saved
+    reach = TensorSpec(name, saved.spec.dtype, (extent(shape, values.strides),))
+    return Strided(saved, SavedTensor(reach, replace(values, strides=(1,))))
+
+
+def is_tensor(value: object) -> bool:
+    """Whether a value that `load_pickled` has found is a tensor."""
+    return isinstance(value, (torch.Tensor, TensorInFile))
+
+
+def load_pickled(path: Path) -> Any:
+    """The content of a file of `torch.save`; the values of its tensors stay in the file until they are read.
+
+    Files from before torch 1.6 are read into memory at once.
+
+    Returns:
+        Plain values, lists, tuples and dictionaries, with what `source_of` takes for each tensor.
+
+    Raises:
+        FileNotFoundError: there is no such file.
+        Damaged: the file is invalid, or would execute code; the message names what is not allowed.
+    """
+    if not path.is_file():
+        raise FileNotFoundError(2, "no such file", str(path))
+    if zipfile.is_zipfile(path):
+        return read_file(path)
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError as error:
+        lines = [line.strip() for line in str(error).splitlines()]
+        reason = next((line for line in lines if "Unsupported" in line or "GLOBAL" in line), str(error))
+        raise Damaged(
+            f"{path}: holds more than tensors and plain values, and is not loaded: {reason}"
+        ) from None
+    except OSError:
+        raise
+    except Exception as error:  # torch's machine raises whatever a wrong instruction runs into
+        raise Damaged(f"{path}: not a file of torch.save: {(str(error).splitlines() or [''])[0]}") from None

@@ -1,0 +1,146 @@
+"""How a run ends: the final message and the launcher's exit code."""
+
+import shlex
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.kinds import KINDS, RunConfig
+from cairn.config.orchestrator import OrchestratorConfig
+from cairn.launch.plan.start import Start, ended_early
+from cairn.run.attempt import Attempt
+from cairn.run.diagnosis import Finding
+from cairn.run.directory import RunDirectory
+from cairn.run.exits import EXIT_LOST, EXIT_STOPPED, RoleFailed
+
+RANK_DIED = "a rank of the trainer died"
+TOLD_IN_FULL = ("given up", "failed answers")
+"""Findings that `say_what_failed` tells with their reasons."""
+
+
+def conclude(run: RunDirectory, attempt: Attempt, code: int | None, step: int, config: RunConfig) -> int:
+    """Print how the run ended; returns the launcher's exit code.
+
+    Raises:
+        RoleFailed: the run did not end properly.
+    """
+    store = CheckpointStore(run.checkpoints)
+    folder = store.folder(step)
+    if code == EXIT_STOPPED:
+        print(_saved(run, step, folder), flush=True)
+        return EXIT_STOPPED
+    if code == EXIT_LOST:
+        return conclude_early(run, attempt, step, config, why_unsaved(run))
+    missing = None
+    early = step < config.max_steps and store.exists(step)
+    ended = ended_early(config, Start(store, folder, store.manifest(step))) if early else None
+    if step < config.max_steps and not ended:
+        missing = f"metrics.jsonl ends with step {step} of {config.max_steps}"
+    elif config.ckpt and not store.exists(step):
+        missing = f"{folder} does not exist"
+    if missing:
+        raise RoleFailed(f"the trainer reported no error, but {missing}; see {run.logs / 'trainer.log'}")
+    saved = f", saved in {folder}" if config.ckpt else ""
+    print(f"done: step {step}{saved}", flush=True)
+    if ended:
+        print(ended, flush=True)
+    print(f"next: {what_next(run, attempt.command, folder if config.ckpt else None)}", flush=True)
+    return 0
+
+
+def what_next(run: RunDirectory, command: str, step: Path | None) -> str:
+    """Commands for a run that is done: look at it, serve its last step, export it.
+
+    Args:
+        step: the folder of the last step, if it was saved.
+    """
+    here = shorter(run.path)
+    commands = [f"rollouts {here}"] if "orchestrator" in KINDS[command].parts else []
+    commands += [f"scripts/plot_run.py {here} --png run.png"]
+    if step is not None:
+        served = [] if command == "reward" else [f"inference --model.name {shorter(step)}"]
+        commands = [f"ckpt list {here}", *commands, *served, f"ckpt export {shorter(step)} FOLDER"]
+    return ", ".join(commands)
+
+
+def shorter(path: Path) -> str:
+    """The path as a shell takes it, from the current folder on if it lies in it."""
+    inside = path.is_relative_to(Path.cwd())
+    return shlex.quote(str(path.relative_to(Path.cwd()) if inside else path))
+
+
+def say_findings(findings: Sequence[Finding]) -> None:
+    """Print once more what kept a run from learning, with the numbers of all its steps."""
+    for finding in findings:
+        if not finding.rule.startswith(TOLD_IN_FULL):
+            print(f"note: {finding}", flush=True)
+
+
+def say_what_failed(run: RunDirectory, command: str, config: RunConfig, place: str) -> Callable[[], None]:
+    """Print which answers failed and why, at the end of a run that has rollouts.
+
+    Args:
+        command: that has started the run.
+        place: the run's directory, as a command would name it.
+
+    Returns:
+        What raises RoleFailed if too many prompts were given up for the run to count as done.
+    """
+    kind = KINDS[command]
+    if "orchestrator" not in kind.roles:
+        return lambda: None
+    from cairn.launch.failed import refuse_too_many, tell  # imports pyarrow
+
+    orchestrator: OrchestratorConfig = kind.of("orchestrator", config)
+    failures = tell(run, run.metrics.rows(), orchestrator, place)
+    return partial(refuse_too_many, failures, orchestrator)
+
+
+def why_unsaved(run: RunDirectory) -> str:
+    """Why the trainer's ranks have ended in this attempt without a save."""
+    for event in reversed(run.history.rows()):
+        if event["event"] == "not_saved":
+            return event["reason"]
+        if event["event"] == "attempt":
+            break
+    return RANK_DIED
+
+
+def _saved(run: RunDirectory, step: int, folder: Path) -> str:
+    return f"stopped at step {step}, saved in {folder}; --ckpt.resume auto resumes{_reason(run)}"
+
+
+def _reason(run: RunDirectory) -> str:
+    """Why the run was asked to stop, as a sentence of its own; nobody knows whom a signal comes from."""
+    reason = run.stop_requested()
+    return "" if reason is None else f". The reason of the stop: {reason}"
+
+
+def conclude_early(run: RunDirectory, attempt: Attempt, step: int, config: RunConfig, why: str) -> int:
+    """Print how a run ended that was asked to stop but could not save its newest step; see `conclude`."""
+    store = CheckpointStore(run.checkpoints)
+    newest = store.latest() or 0
+    if newest == step > attempt.start_step:  # killed after its save
+        print(_saved(run, step, store.folder(step)), flush=True)
+        return EXIT_STOPPED
+    if step <= max(newest, attempt.start_step):
+        saved = f" Step {newest}, saved in {store.folder(newest)}, is the newest." if newest else ""
+        print(
+            f"stopped before step {step + 1}: nothing is lost.{saved} "
+            f"{'--ckpt.resume auto resumes from there' if newest else 'The same command starts again'}"
+            f"{_reason(run)}",
+            flush=True,
+        )
+        return EXIT_STOPPED
+    if not config.ckpt:
+        raise RoleFailed(
+            f"stopped at step {step}, which is lost; with --ckpt it would have been saved{_reason(run)}"
+        )
+    start = f"from step {newest}" if newest else "from the start"
+    print(
+        f"stopped, but step {step} could not be saved ({why}): --ckpt.resume auto resumes {start} and "
+        f"recomputes the steps after it{_reason(run)}",
+        flush=True,
+    )
+    return EXIT_STOPPED

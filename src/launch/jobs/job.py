@@ -1,0 +1,228 @@
+"""Places for work beside the run, such as exports and uploads: unlike a role's, their death ends no run.
+
+As long as nobody waits for it, this work leaves processors and disks to training.
+"""
+
+import contextlib
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Collection, Sequence
+
+from cairn.checkpoint.manifest import CheckpointError
+from cairn.checkpoint.retention import apply_retention
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.kinds import RunConfig
+from cairn.launch.supervise.restarts import RestartRule
+from cairn.launch.supervise.role_process import RoleProcess
+from cairn.launch.supervise.seat import Place
+from cairn.run.cpu_time import ProcessorUse
+from cairn.run.directory import RunDirectory
+from cairn.run.files import read_note
+from cairn.run.heartbeat import Beat
+from cairn.run.processes import bring_forward, put_in_background
+
+POLL_SECONDS = 0.05
+PRIORITY_SECONDS = 1.0
+"""Between two looks at whether a process has the right priority."""
+
+
+class BackgroundPlace(Place):
+    """Keeps a process at work beside the run, until the run ends.
+
+    A process that dies or hangs is replaced. After too many deaths without progress nothing more is done,
+    which is said at once and at the end of the run.
+
+    While the run trains, the process has the lowest priority from the moment that it has started up, unless
+    it is behind. It has normal priority once somebody waits for it, because the run ends or is to stop, and
+    after a hang, which may have been a want of processors.
+    """
+
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig):
+        super().__init__(name, run.logs / f"{name}.log", run)
+        self.config = config
+        self.store = CheckpointStore(run.checkpoints)
+        self._rule = RestartRule(config.max_restarts)
+        self._restart_at: float | None = None
+        self._awaited = False
+        """Whether somebody waits for it."""
+        self._look_at_priority = 0.0
+        self.ended = False
+        """Whether the work is done or given up."""
+        self.interrupted = False
+        """Whether somebody did not want to wait for its end."""
+        self._fill()
+
+    @abstractmethod
+    def newest_done(self) -> int:
+        """The newest step that is done; 0 if none is. The process makes progress as long as it grows."""
+
+    @abstractmethod
+    def give_up(self, reason: str) -> None:
+        """Record that nothing more is done in this attempt of the run."""
+
+    @abstractmethod
+    def spare(self, unkept: Collection[int]) -> Collection[int]:
+        """The steps that wait for this work; see `retention.Spare`."""
+
+    @abstractmethod
+    def conclude(self, code: int) -> int:
+        """Say how it ended, and return the launcher's exit code; so far it would be `code`.
+
+        Raises:
+            RoleFailed: the run is complete, but this work is not.
+        """
+
+    @abstractmethod
+    def behind(self) -> bool:
+        """Whether retention may have to give up a step, because so many wait for this work."""
+
+    def still_wanted(self) -> bool:
+        """Whether a run that was stopped should wait a little for this work."""
+        return False
+
+    def look_after(self, step: int, *, stopping: bool) -> None:
+        """Notice that the process ended or hangs, and start another one, unless the run is stopping.
+
+        Args:
+            step: the run's newest step.
+        """
+        if self.ended or (stopping and not self.still_wanted()):
+            return
+        self._prioritise(awaited=stopping)
+        if self._restart_at is not None:
+            if time.monotonic() >= self._restart_at:
+                self._fill()
+            return
+        code = self._occupant.exit_code
+        if code is None:
+            if (hang := self.hang()) is None:
+                return
+            how = f"hung ({hang})"
+            self._awaited = True
+        elif code == 0:
+            self.run.set_role(self.name, "done", self._occupant.pid)
+            self.ended = True
+            return
+        else:
+            how = f"died (exit code {code})"
+        self._occupant.kill()
+        self.run.set_role(self.name, "failed", self._occupant.pid)
+        wait = self._rule.wait_after_death(self.newest_done())
+        if wait is None:
+            self.ended = True
+            self.give_up(f"the {self.name} {how} too often; see {self.log}")
+            return
+        self.note_restart(how, "is started again", step=step)
+        self._restart_at = time.monotonic() + wait
+
+    def stop(self) -> None:
+        """Kill the process; what it was doing is begun again, or gone on with, by the next attempt."""
+        if self._occupant.exit_code is None:
+            self._occupant.kill()
+            self.run.set_role(self.name, "stopped", self._occupant.pid)
+
+    def _fill(self) -> None:
+        self._restart_at = None
+        self._occupant = RoleProcess(self.name, self.run.path, self.log, local_ray=True)
+        self._low = False
+        """Whether it is in the background."""
+        self._use: ProcessorUse | None = None
+        """What it has had since it was brought forward, if its niceness stayed that of the background."""
+        allowed = self.config.hang_timeout  # it runs when nobody else does, so it may fall silent
+        self.watch_over(self._occupant.pid, silence=allowed, standstill=allowed)
+
+    def await_it(self) -> None:
+        """From now on somebody waits for the work, so that it has normal priority."""
+        self._prioritise(awaited=True)
+
+    def _prioritise(self, *, awaited: bool) -> None:
+        """Give the process the priority that it should have now.
+
+        Without privileges its niceness stays high once it was. Then, if somebody waits and it starves,
+        another process goes on with the work: this is no death.
+        """
+        at_once = awaited and not self._awaited
+        self._awaited = self._awaited or awaited
+        if time.monotonic() < self._look_at_priority and not at_once:
+            return
+        self._look_at_priority = time.monotonic() + PRIORITY_SECONDS
+        if self._restart_at is not None or self._occupant.exit_code is not None:
+            return
+        pid, normal = self._occupant.pid, self._awaited or self._is_behind()
+        if self._low and normal:
+            self._use = None if bring_forward(pid) else ProcessorUse(pid)
+            self._low = False
+        elif not self._low and not normal and self._has_started():
+            put_in_background(pid)
+            self._low = True
+        elif self._awaited and self._use and self._use.starves():
+            self._occupant.kill()
+            self._fill()
+
+    def _is_behind(self) -> bool:
+        with contextlib.suppress(OSError, CheckpointError):
+            return self.behind()
+        return False
+
+    def _has_started(self) -> bool:
+        beat = read_note(self.run.heartbeat(self.name), Beat)
+        return beat is not None and beat.pid == self._occupant.pid and beat.marks > 0
+
+
+class Beside:
+    """All the work beside a run."""
+
+    def __init__(self, config: RunConfig, places: Sequence[BackgroundPlace]):
+        self.config = config
+        self.places = places
+
+    def look_after(self, step: int, *, stopping: bool) -> None:
+        """See `BackgroundPlace.look_after`."""
+        for place in self.places:
+            place.look_after(step, stopping=stopping)
+
+    def finish(self, update: Callable[[], None], interrupted: Callable[[], bool]) -> None:
+        """Wait until all is done or given up, once the run's last step is saved; then apply retention.
+
+        Args:
+            update: called repeatedly, to show what is being done.
+            interrupted: whether nobody wants to wait any longer.
+        """
+        for place in self.places:
+            place.await_it()
+        while working := [place for place in self.places if not place.ended]:
+            if interrupted():
+                for place in working:
+                    place.interrupted = True
+                return
+            self.look_after(self.config.max_steps, stopping=False)
+            update()
+            time.sleep(POLL_SECONDS)
+        if (ckpt := self.config.ckpt) and (self.places or ckpt.rated_by):
+            apply_retention(CheckpointStore(self.config.run_directory().checkpoints), ckpt, self._spare)
+
+    def finish_stopped(
+        self, step: int, seconds: float, update: Callable[[], None], interrupted: Callable[[], bool]
+    ) -> None:
+        """Wait, but only for so long, for what a run that was stopped after `step` should not lose."""
+        end = time.monotonic() + seconds
+        while any(not place.ended and place.still_wanted() for place in self.places):
+            if interrupted() or time.monotonic() > end:
+                return
+            self.look_after(step, stopping=True)
+            update()
+            time.sleep(POLL_SECONDS)
+
+    def conclude(self, code: int) -> int:
+        """Say how all of it ended; see `BackgroundPlace.conclude`."""
+        for place in self.places:
+            code = place.conclude(code)
+        return code
+
+    def stop(self) -> None:
+        """Kill the processes."""
+        for place in self.places:
+            place.stop()
+
+    def _spare(self, unkept: Collection[int]) -> Collection[int]:
+        return {step for place in self.places for step in place.spare(unkept)}

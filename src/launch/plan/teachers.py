@@ -1,0 +1,210 @@
+"""The models that score a run's batches: found, compared with what they were, and noted in the recipe.
+
+The weights that a run starts from (`start`) are in no checkpoint; a resumed run takes them from where they
+were. So the recipe keeps the folder and checksums of every such model.
+"""
+
+import contextlib
+import json
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from cairn.checkpoint.step_folder import StepFolder
+from cairn.config.model import ModelConfig
+from cairn.config.teachers import START, WithTeachers, is_served
+from cairn.config.trainer import TrainerBase
+from cairn.launch.plan.model import described, resolve_model, vocabulary_size
+from cairn.launch.plan.start import Start
+from cairn.model.weight_digests import changed, sums_of, weight_files
+from cairn.run.errors import UsageError
+from cairn.run.recipe import tokenizer_of
+
+MODELS = "models"
+"""Their part of the trainer's recipe: by source, each with its `folder` and the sums of its `files`."""
+
+
+@dataclass(frozen=True)
+class Teachers:
+    """Finds the folders of a run's other models.
+
+    model: the run's own, as the user gave it. flags: what the flags of the trainer's settings begin with.
+    cache: folder for weights that must be converted.
+    """
+
+    model: ModelConfig
+    start: Start
+    flags: str
+    cache: Path
+
+    def settle(self, config: TrainerBase, policy: Path, recipe: dict[str, Any]) -> dict[str, str]:
+        """The sources of the models, by column, with folders in the place of names; `recipe` notes them.
+
+        Args:
+            policy: Hugging Face directory that the run starts or resumes from.
+            recipe: the trainer's part.
+
+        Raises:
+            UsageError: a model is not there, is not what it was, or has another vocabulary.
+        """
+        sources: dict[str, str] = {}
+        found: dict[str, dict[str, Any]] = {}
+        noted: dict[str, Any] = {START: saved} if (saved := self._noted(START)) else {}
+        for column, source in config.teachers.items():
+            sources[column] = source
+            if is_served(source):
+                continue
+            flag = f"{self.flags}{WithTeachers.sources_of[column]}"
+            if source not in found:
+                noted[source] = found[source] = self._find(source, flag, policy)
+                if source != START:
+                    check_vocabulary(policy, Path(found[source]["folder"]), f"{flag} {source}")
+            sources[column] = found[source]["folder"]
+        if noted:
+            recipe[MODELS] = noted
+        return sources
+
+    def _find(self, source: str, flag: str, policy: Path) -> dict[str, Any]:
+        """The folder of a model, and the sums of its files."""
+        saved = self._noted(source)
+        if source == START and self.start.folder is not None:
+            if saved is None:
+                raise UsageError(
+                    f"{flag} {source}: {self.start.folder} does not say which weights its run started from, "
+                    f"as that had no use for them; give their folder: {flag} FOLDER"
+                )
+            return self._start_again(saved, flag)
+        folder = policy if source == START else self._resolve(source, flag)
+        found = {"folder": str(folder), "files": _sums(folder, f"{flag} {source}")}
+        if saved and (names := changed(saved["files"], found["files"])):
+            raise UsageError(
+                f"{flag} {source}: {names[0]} in {folder} is not what it was when the run began: put back "
+                "what was there, or give another name for another model"
+            )
+        return found
+
+    def _start_again(self, saved: Mapping[str, Any], flag: str) -> dict[str, Any]:
+        """The weights that the run started from, from where they were, or from `--model.name`."""
+        problems: list[str] = []
+        for find in (lambda: Path(saved["folder"]), self._own_model):
+            folder = find()
+            if folder is None:
+                continue
+            if not (folder / "config.json").is_file():
+                problems.append(f"{folder} is gone")
+            elif names := changed(saved["files"], _sums(folder, f"{flag} {START}")):
+                problems.append(f"{names[0]} in {folder} is not what it was")
+            else:
+                return {"folder": str(folder), "files": dict(saved["files"])}
+        raise UsageError(
+            f"{flag} {START}: the weights that the run started from can't be had: "
+            f"{'; '.join(dict.fromkeys(problems))}. Put them back, or give their folder as --model.name"
+        )
+
+    def _own_model(self) -> Path | None:
+        if not self.model.name:
+            return None
+        try:
+            return Path(resolve_model(self.model, self.cache))
+        except UsageError:
+            return None
+
+    def _resolve(self, source: str, flag: str) -> Path:
+        with _of_setting(flag):
+            return Path(resolve_model(ModelConfig(name=source), self.cache))
+
+    def _noted(self, source: str) -> Mapping[str, Any] | None:
+        """What the checkpoint's recipe says of a model."""
+        if self.start.folder is None:
+            return None
+        state = StepFolder(self.start.folder).trainer_state()
+        models: Mapping[str, Any] = ((state and state.recipe) or {}).get(MODELS, {})
+        return models.get(source)
+
+
+def _sums(folder: Path, about: str) -> dict[str, str]:
+    try:
+        return sums_of(weight_files(folder))
+    except OSError as error:
+        raise UsageError(f"{about}: {error.filename}: {error.strerror}") from None
+
+
+def check_source(source: str, policy: Path, flag: str) -> None:
+    """Check without its weights that a model can score what the policy samples; nothing is written.
+
+    Args:
+        source: a folder, or a name on the hub.
+        policy: a directory with its configuration and tokenizer.
+        flag: that names the source.
+
+    Raises:
+        UsageError: as at a start.
+    """
+    with _of_setting(flag):
+        folder = described(ModelConfig(name=source))
+    if folder is not None:
+        check_vocabulary(policy, folder, f"{flag} {source}")
+
+
+@contextlib.contextmanager
+def _of_setting(flag: str) -> Generator[None]:
+    """Errors name `flag` in the place of the run's own model."""
+    try:
+        yield
+    except UsageError as error:
+        raise UsageError(str(error).replace("--model.name", flag)) from None
+
+
+def check_vocabulary(policy: Path, other: Path, about: str) -> None:
+    """See that two models mean the same by a token's number, and that `other` has a row for each token.
+
+    Models of one family often differ in the rows that pad their embeddings; these stand for no token.
+
+    Raises:
+        UsageError: they do not, or it can't be known.
+    """
+    ours = _tokens(policy)
+    _check_rows(policy, other, about, ours)
+    if tokenizer_of(policy) == tokenizer_of(other):
+        return
+    theirs = _tokens(other)
+    if ours is None or theirs is None:
+        without = policy if ours is None else other
+        raise UsageError(
+            f"{about}: whether it has the policy's vocabulary can't be told, as {without} has no "
+            "tokenizer.json, and their tokenizers' files differ; have a server serve it"
+        )
+    if different := [token for token, number in ours.items() if theirs.get(token) != number]:
+        token = different[0]
+        raise UsageError(
+            f"{about}: its vocabulary is another than the policy's: {token!r} is token {ours[token]} in "
+            f"{policy}, and {theirs.get(token, 'no token')} in {other}. Logprobs of one model's tokens under "
+            "another need the same tokens: take a model of the same family"
+        )
+
+
+def _check_rows(policy: Path, other: Path, about: str, tokens: Mapping[str, int] | None) -> None:
+    """See that `other` has a row for each of the policy's tokens, or of its rows if no tokens are known."""
+    rows, of_policy = (vocabulary_size(folder) for folder in (other, policy))
+    needed = 1 + max(tokens.values()) if tokens else of_policy
+    if rows < min(needed, of_policy):
+        raise UsageError(
+            f"{about}: its embeddings have {rows} rows, and the policy's tokens need {needed}. Logprobs of "
+            "one model's tokens under another need the same tokens: take a model of the same family"
+        )
+
+
+def _tokens(folder: Path) -> dict[str, int] | None:
+    """The number of each token, by its text; None without a tokenizer.json."""
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text())
+        vocabulary = content["model"]["vocab"]
+        tokens = (
+            {str(token): number for token, number in vocabulary.items()}
+            if isinstance(vocabulary, dict)
+            else {str(entry[0]): number for number, entry in enumerate(vocabulary)}
+        )
+        return tokens | {added["content"]: added["id"] for added in content.get("added_tokens", [])}
+    except (OSError, ValueError, KeyError, TypeError, IndexError):
+        return None

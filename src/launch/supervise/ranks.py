@@ -1,0 +1,301 @@
+"""Keeps the trainer's ranks going: a dead rank is replaced while the driver and the other ranks stay.
+
+The surviving ranks leave the process group, a spare or a new worker takes the dead rank's place, and all
+ranks form a new group, load the newest good checkpoint and continue from there.
+"""
+
+import logging
+import socket
+import time
+from collections.abc import Callable, Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import ray
+from ray.exceptions import ActorDiedError, GetTimeoutError, RayError, RayTaskError
+
+from cairn.checkpoint.manifest import Damaged
+from cairn.checkpoint.store import CheckpointStore
+from cairn.config.trainer import TrainerBase
+from cairn.launch.plan.start import StartDamaged
+from cairn.launch.ray.cluster import Placement, cluster_ranks, end_ray, start_ray
+from cairn.launch.supervise.rank import RankPlace
+from cairn.launch.supervise.rank_process import RankProcess
+from cairn.launch.supervise.restarts import RestartRule
+from cairn.launch.supervise.spares import Spares
+from cairn.run import heartbeat
+from cairn.run.attempt import Attempt, Outcome
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import CairnError, OutOfMemory, UsageError
+from cairn.run.exits import RayFailed, RoleFailed
+from cairn.run.metrics import MetricsLog
+from cairn.run.process_groups import log_end
+from cairn.run.waiting import Patience
+
+logger = logging.getLogger(__name__)
+
+POLL_SECONDS = 0.2
+SETTLED_STEPS = 2
+"""A spare is started after this many steps: by then the ranks have allocated all their memory."""
+SETTLE_SECONDS = 20.0
+"""Seconds that the other ranks have, after one failed, to notice it and leave the process group.
+
+It is also how long Ray has to report a death after another rank has noticed it: on a busy machine, seconds.
+"""
+
+
+@dataclass
+class _Ended:
+    """How the work of the ranks has ended so far."""
+
+    outcomes: dict[int, Outcome]
+    dead: dict[int, str]
+    errors: list[CairnError]
+    final: CairnError | None = None
+    """An error of a rank's own, which would recur, whatever became of the other ranks."""
+    damaged: Damaged | None = None
+    """The error of a rank that could not load the checkpoint."""
+
+    @property
+    def broken(self) -> bool:
+        """Whether the ranks can't finish any more."""
+        return bool(self.dead or self.errors or self.final)
+
+
+class _RanksDied(Exception):
+    """Some ranks died, by number with reasons; `stuck` ranks wait in a collective and must be killed."""
+
+    def __init__(self, dead: dict[int, str], stuck: Collection[int] = ()):
+        super().__init__(dead)
+        self.dead = dead
+        self.stuck = stuck
+
+
+class Ranks:
+    """The trainer's ranks and their spares, as a context manager around the Ray connection.
+
+    Args:
+        config: the trainer's configuration, with a resolved model.
+        run: the run directory.
+        taken: names of this machine's GPUs that a server of the run uses.
+    """
+
+    def __init__(self, config: TrainerBase, run: RunDirectory, taken: Collection[str] = ()):
+        self.config = config
+        self.run = run
+        self.spares = Spares(config, run)
+        self.standbys = Spares(config, run, "trainer_standby")
+        """Spares started ahead of the ranks, by a driver that is itself a standby."""
+        self._taken = taken
+        self._ranks: list[RankPlace] = []
+        self._reserved: Placement | None = None
+        self._rule = RestartRule(config.max_restarts)
+        self._metrics = MetricsLog(run.metrics.path)
+        self._step = -1
+        self._vacated: dict[int, str] = {}
+        """Why ranks died whose places have been, or will be, filled again."""
+
+    def __enter__(self) -> Self:
+        heartbeat.doing("starting Ray")
+        start_ray(self.config)
+        count = cluster_ranks(self.config)
+        self.config = self.config.model_copy(update={"workers": count})
+        self._ranks = [RankPlace(number, self.run) for number in range(count)]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        end_ray(self.config)
+
+    def train(self, newest: Callable[[], Attempt]) -> Outcome:
+        """Train to the end, replacing workers that die; returns rank 0's outcome.
+
+        A worker that dies after the run was asked to stop is not replaced.
+
+        Args:
+            newest: returns what to resume from; called whenever the ranks start.
+
+        Raises:
+            StartDamaged: the checkpoint to resume from is damaged.
+            RoleFailed: a worker could not be placed, raised an error, or workers died too often.
+            UsageError: the Ray cluster is too small, or a rank refused a setting or the data.
+            OutOfMemory: the memory of a rank's GPU does not suffice.
+            RayFailed: Ray itself failed.
+        """
+        try:
+            self._reserved = Placement(self.config)
+            while True:
+                heartbeat.doing("looking for the newest good checkpoint")
+                attempt = newest()
+                self.run.history.recompute(self.run.metrics.keep_through(attempt.start_step))
+                try:
+                    self._fill()
+                    return self._train(attempt)
+                except _RanksDied as died:
+                    self._vacate(died)
+                    if self.run.stop_requested():
+                        step = self._newest_step()
+                        saved = CheckpointStore(self.run.checkpoints).exists(step)
+                        return Outcome(step, "a rank died after the run was asked to stop", saved)
+                    self._wait_after(died)
+        except GetTimeoutError:
+            raise RoleFailed(
+                f"waited {self.config.ray.start_timeout:g} s for the trainer's workers to start; "
+                "ray.start_timeout allows more"
+            ) from None
+        except RayError as error:
+            raise RayFailed(f"Ray failed: {type(error).__name__}: {error}") from None
+
+    @property
+    def _placement(self) -> Placement:
+        assert self._reserved is not None  # by `train`
+        return self._reserved
+
+    def _fill(self) -> None:
+        """Fill every empty place with a spare or a new worker.
+
+        Raises:
+            _RanksDied: a worker died while starting.
+        """
+        heartbeat.doing("starting workers", waiting=True)
+        for rank in self._ranks:
+            if not rank.is_empty:
+                continue
+            if spare := self._spare_for(rank):
+                rank.fill(spare, "is replaced by a spare")
+            else:
+                rank.fill(self._placement.start(rank.number, rank.log), "is started again")
+        for rank in self._ranks:
+            try:
+                rank.wait_started(self.config.ray.start_timeout)
+            except ActorDiedError:
+                raise _RanksDied({rank.number: "died while it started"}) from None
+        for rank in self._ranks:
+            self._check_gpu(rank)
+        for rank in self._ranks:
+            if not rank.how:
+                continue
+            rank.note_state("running")
+            if reason := self._vacated.pop(rank.number, None):
+                rank.note_restart(reason, rank.how, step=self._step)
+            rank.how = ""
+
+    def _check_gpu(self, rank: RankPlace) -> None:
+        """Check that a rank's GPU, which a given Ray cluster has chosen, is not the server's.
+
+        Raises:
+            UsageError: it is.
+        """
+        about, address = rank.occupant.about, self.config.ray.address
+        if address and rank.gpu in self._taken and about and about.host == socket.gethostname():
+            raise UsageError(
+                f"the Ray cluster at {address} gave trainer rank {rank.number} GPU {rank.gpu}, which the "
+                "run's server uses: start Ray here with CUDA_VISIBLE_DEVICES naming the other GPUs, "
+                "or choose other ones for the server with --inference.gpus"
+            )
+
+    def _spare_for(self, rank: RankPlace) -> RankProcess | None:
+        """A spare on the rank's node that can use the rank's GPU, if there is one."""
+        if rank.node is None and (self.config.ray.address or self._placement.gpus):
+            return None  # the place never had an occupant, so its node is unknown
+        return self.standbys.take(rank.node) or self.spares.take(rank.node)
+
+    def _train(self, attempt: Attempt) -> Outcome:
+        """Train from `attempt`, with all places filled.
+
+        Raises:
+            StartDamaged: the ranks can't load the checkpoint of `attempt`.
+            _RanksDied: some ranks died.
+            RoleFailed: a rank raised an error.
+            UsageError: a rank refused a setting or the data.
+            OutOfMemory: the memory of a rank's GPU does not suffice.
+        """
+        heartbeat.doing("gathering the ranks", waiting=True)
+        try:
+            meeting_place = self._ranks[0].occupant.meeting_place(self.config.ray.start_timeout)
+        except ActorDiedError:
+            raise _RanksDied({0: "died while it started"}) from None
+        pending = {rank.train(meeting_place, self.config, attempt): rank for rank in self._ranks}
+        ended = _Ended({}, {}, [])
+        settling: Patience | None = None
+        while pending and not (settling and settling.over):
+            # With a timeout, so that signals are handled in between.
+            done, _ = ray.wait(list(pending), num_returns=1, timeout=POLL_SECONDS)
+            for future in done:
+                _collect(future, pending.pop(future), ended)
+            if ended.broken and settling is None:
+                settling = Patience(SETTLE_SECONDS)
+            if (ended.dead or ended.final) and self._placement.gpus:
+                break  # a rank that waits in a collective on a GPU can't be woken
+            heartbeat.doing("watching the ranks")
+            for rank in pending.values():
+                rank.look_after()
+            if not ended.broken and self._newest_step() >= attempt.start_step + SETTLED_STEPS:
+                self.spares.tend()
+        if ended.damaged and attempt.resume_from:
+            raise StartDamaged(Path(attempt.resume_from), str(ended.damaged))
+        if ended.final:
+            raise ended.final
+        if ended.dead:
+            on_gpu = self._placement.gpus > 0
+            raise _RanksDied(ended.dead, [r.number for r in (self._ranks if on_gpu else pending.values())])
+        if ended.errors:
+            raise ended.errors[0]
+        outcome = ended.outcomes[0]
+        for rank in self._ranks:
+            rank.note_state("stopped" if outcome.stopped else "done")
+        return outcome
+
+    def _vacate(self, died: _RanksDied) -> None:
+        """Make sure that the dead and stuck ranks are gone, and empty their places."""
+        for number in {*died.dead, *died.stuck}:
+            self._ranks[number].vacate()
+        self._vacated |= died.dead
+        for number, reason in died.dead.items():
+            logger.warning("trainer rank %d %s", number, reason)
+
+    def _wait_after(self, died: _RanksDied) -> None:
+        """Wait as the restart rule says.
+
+        Raises:
+            RoleFailed: workers died too often.
+        """
+        wait = self._rule.wait_after_death(self._newest_step())
+        if wait is None:
+            number, reason = next(iter(died.dead.items()))
+            log = self._ranks[number].log
+            raise RoleFailed(f"trainer rank {number} {reason}; the end of {log}:\n{log_end(log)}")
+        heartbeat.doing("waiting before workers are started again", waiting=True)
+        time.sleep(wait)
+
+    def _newest_step(self) -> int:
+        rows = self._metrics.new_rows()
+        self._step = rows[-1]["step"] if rows else self._step
+        return self._step
+
+
+def _collect(future: "ray.ObjectRef[Any]", rank: RankPlace, ended: _Ended) -> None:
+    """Record how a rank's work ended: normally, with an error (perhaps because another died), or by death."""
+    try:
+        ended.outcomes[rank.number] = ray.get(future)
+    except RayTaskError as error:
+        from cairn.checkpoint.saving.arena import WriterDied  # which imports torch
+
+        cause = error.cause
+        if isinstance(cause, WriterDied):
+            ended.dead[rank.number] = f"lost its checkpoint writer ({cause})"
+            return
+        if isinstance(cause, UsageError):
+            ended.final = cause
+            return
+        if isinstance(cause, OutOfMemory):
+            ended.final = OutOfMemory(f"trainer rank {rank.number}: {cause}\n(log: {rank.log})")
+            return
+        if isinstance(cause, Damaged):
+            ended.damaged = cause
+        message = f"trainer rank {rank.number}: {type(cause).__name__}: {cause}\n(log: {rank.log})"
+        ended.errors.append(RoleFailed(message))
+    except RayError as error:
+        known = isinstance(error, ActorDiedError)
+        died = "died" if known else f"died ({type(error).__name__})"
+        ended.dead[rank.number] = f"hung ({rank.hung})" if rank.hung else died

@@ -1,0 +1,230 @@
+"""The place of a role: its process, the standby that may take over, and when to restart it."""
+
+import signal
+import time
+from collections.abc import Sequence
+from pathlib import Path
+
+from cairn.config.kinds import RunConfig
+from cairn.launch.plan.start import StartDamaged
+from cairn.launch.supervise.restarts import RestartRule
+from cairn.launch.supervise.role_process import RoleProcess
+from cairn.launch.supervise.seat import Place
+from cairn.run import noted_calls
+from cairn.run.directory import RunDirectory
+from cairn.run.errors import UsageError
+from cairn.run.exits import (
+    END_SERVER,
+    EXIT_CRASHED,
+    EXIT_DAMAGED,
+    EXIT_LOST,
+    EXIT_STOPPED,
+    EXIT_USAGE,
+    STANDBY,
+    WORKING,
+    RoleFailed,
+)
+from cairn.run.output import STACKS
+from cairn.run.process_groups import log_end, thread_that_crashed
+from cairn.run.processes import processor_times
+from cairn.run.signals import STOP_SIGNALS
+
+FROM_OUTSIDE = (signal.SIGKILL, *STOP_SIGNALS)
+"""Signals that may well come from somebody else, such as the kernel if it is out of memory."""
+STACKS_SECONDS = 0.5
+"""How long a process that hangs has to write its stacks."""
+BUSY = int(0.2e9 * STACKS_SECONDS)
+"""Nanoseconds of a processor in that time from which a thread counts as at work."""
+STOP_SECONDS = 20
+"""Seconds that a server has to exit."""
+OWN_WORKERS = ("trainer_rank", "trainer_spare")
+"""Prefixes, in roles.json, of worker names that die with the trainer's driver."""
+
+
+class RolePlace(Place):
+    """Keeps a role filled until the run ends; constructing it starts the first process."""
+
+    def __init__(self, name: str, run: RunDirectory, config: RunConfig, *, local_ray: bool):
+        super().__init__(name, run.logs / f"{name}.log", run)
+        self.config = config
+        self.local_ray = local_ray
+        """Whether a Ray cluster that the role starts serves this machine only."""
+        self.ended = False
+        """Whether the role's work is done or given up."""
+        self.lost: str | None = None
+        """How the occupant died, if the run was stopping and so it was not replaced."""
+        self._rule = RestartRule(config.max_restarts)
+        self._restart_at: float | None = None
+        """When to start the next occupant (`time.monotonic`); None if there is one."""
+        self._restarted = False
+        self._spare: RoleProcess | None = None
+        """The standby."""
+        self._fill(0)
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of the newest occupant; None while it lives."""
+        return self._occupant.exit_code
+
+    def look_after(self, step: int, *, stopping: bool) -> None:
+        """Notice that the occupant ended or hangs, and restart it unless the run is stopping.
+
+        `step` is the run's newest step.
+
+        Raises:
+            RoleFailed: it reported an error that would recur, or it died too often.
+            UsageError: it refused a setting or the data; a server only at its first start.
+            StartDamaged: it is the trainer, and the checkpoint that it must resume from is damaged.
+        """
+        if self.ended or self.lost:
+            return
+        if self._restart_at is not None:
+            if stopping:
+                self._lose("died")
+            elif time.monotonic() >= self._restart_at:
+                self._fill(step)
+            return
+        code = self.exit_code
+        if code is None:
+            hang = self.hang()
+            if hang is not None:
+                blame = self._blame_for_hang()
+                self._replace(f"hung ({hang})", step, stopping=stopping, blame=blame)
+            elif not stopping:
+                self._keep_spare(step)
+        elif code >= 0 and self.name in WORKING and not self._occupant.came_to_its_end:
+            self._occupant.kill()
+            reason = f"left with exit code {code} before its end"
+            blame = self._blame(f"ended with exit code {code}", sure=True)
+            self._replace(reason, step, stopping=stopping, blame=blame)
+        elif self.name in WORKING and code in (0, EXIT_STOPPED, EXIT_LOST):
+            self.ended = True
+        elif code == EXIT_USAGE and (self.name in WORKING or not self._restarted):
+            raise UsageError(self._occupant.last_words())
+        elif code == EXIT_DAMAGED and (damaged := StartDamaged.heard(self._occupant.last_words())):
+            raise damaged
+        else:
+            self._occupant.kill()  # else its old workers run beside the new ones for a while
+            crashed = code < 0 or code == EXIT_CRASHED or self.name not in WORKING
+            reason = f"died (exit code {code})"
+            if code == EXIT_CRASHED:
+                reason = f"failed ({self._occupant.last_words()})"
+            blame = self._blame_for_signal(-code) if code < 0 else []
+            self._replace(reason, step, for_good=not crashed, stopping=stopping, blame=blame)
+
+    def stop(self) -> None:
+        """End the occupant: a server first gets its signal; then the whole session is killed."""
+        if self._spare is not None:
+            self._spare.kill()
+        if self.exit_code is not None:
+            self._occupant.kill()
+            return
+        if self.name not in WORKING:
+            self._occupant.signal(END_SERVER)
+        if self.name in WORKING or not self._occupant.wait(STOP_SECONDS):
+            self._occupant.kill()
+            noted_calls.stop(self._calls)  # none of them is to blame
+        state = "stopped" if self.exit_code == 0 else "failed"
+        self.run.set_role(self.name, state, self._occupant.pid)
+
+    def _lose(self, how: str) -> None:
+        """Leave the place empty, because the run is stopping."""
+        self._restart_at = None
+        self.ended = self.name in WORKING
+        self.lost = f"{self.name} {how}"
+
+    @property
+    def _calls(self) -> Path:
+        """Where the occupant notes which calls of user code are in progress, if it makes any."""
+        return self.run.calls(self.name)
+
+    def _blame(self, how: str, *, sure: bool, suspects: Sequence[int] = ()) -> list[noted_calls.Found]:
+        """The calls of user code that are to blame for the occupant's death; each is charged with a try."""
+        return noted_calls.charge(self._calls, self._occupant.pid, how, sure=sure, suspects=suspects)
+
+    def _blame_for_signal(self, number: int) -> list[noted_calls.Found]:
+        """The same, for a signal that has killed the occupant."""
+        name = signal.Signals(number).name if number in set(signal.Signals) else f"signal {number}"
+        crash = number not in FROM_OUTSIDE
+        suspects = thread_that_crashed(self.log) if crash else []
+        return self._blame(f"was killed by {name}", sure=crash, suspects=suspects)
+
+    def _blame_for_hang(self) -> list[noted_calls.Found]:
+        """Have the occupant, which hangs, write its stacks; kill it, and find who is to blame."""
+        pid = self._occupant.pid
+        before = processor_times(pid)
+        self._occupant.signal(STACKS)
+        time.sleep(STACKS_SECONDS)
+        after = processor_times(pid)
+        busy = [thread for thread, (had, _) in after.items() if had - before.get(thread, (had, 0))[0] > BUSY]
+        self._occupant.kill()
+        return self._blame("hung", sure=True, suspects=busy)
+
+    def _replace(
+        self,
+        reason: str,
+        step: int,
+        *,
+        for_good: bool = False,
+        stopping: bool,
+        blame: Sequence[noted_calls.Found] = (),
+    ) -> None:
+        """Schedule a replacement for the dead occupant by the restart rule, unless the run is stopping.
+
+        Args:
+            blame: the calls of user code that are to blame, of which there may be none.
+
+        Raises:
+            RoleFailed: the rule gives up.
+        """
+        self.run.set_role(self.name, "failed", self._occupant.pid)
+        if self.name == "trainer":
+            self.run.end_roles("failed", *OWN_WORKERS)
+        if stopping and not (for_good and self.name == "trainer"):
+            self._lose(reason)
+            return
+        if blame:
+            more = f" and {len(blame) - 1} more calls" if len(blame) > 1 else ""
+            reason += f" while it ran {blame[0].text}{more}, for which that is a failed try"
+        wait = None if for_good else self._rule.wait_after_death(step, excused=bool(blame))
+        if wait is None:
+            raise RoleFailed(f"{self.name} {reason}; the end of {self.log}:\n{log_end(self.log)}")
+        how = "is replaced by its standby" if self._has_spare() else "is started again"
+        self.note_restart(reason, how, step=step)
+        self._restart_at = time.monotonic() + wait
+        self._restarted = True
+
+    def _fill(self, step: int) -> None:
+        """Fill the place with the spare or a new process."""
+        self._restart_at = None
+        if self._spare is not None and self._has_spare():
+            self._occupant = self._spare
+            self._occupant.begin()
+        else:
+            self._occupant = self._start()
+        self._spare = None
+        self._had_spare = not (self.config.standby and self.name in STANDBY)
+        self._filled_at_step = step
+        silence, lengthy = self.config.heartbeat_timeout, self.config.hang_timeout
+        if self.name in WORKING:
+            self.watch_over(self._occupant.pid, silence=silence, standstill=lengthy)
+        else:  # a server that does not answer counts as hung, unless it is being given weights
+            self.watch_over(
+                self._occupant.pid,
+                silence=silence,
+                standstill=silence,
+                setting="--heartbeat-timeout",
+                lengthy=lengthy,
+            )
+
+    def _has_spare(self) -> bool:
+        return self._spare is not None and self._spare.exit_code is None
+
+    def _keep_spare(self, step: int) -> None:
+        """Start a spare, one per occupant, once the occupant has come so far that this doesn't disturb it."""
+        if not self._had_spare and step > self._filled_at_step:
+            self._had_spare = True
+            self._spare = self._start(standby=True)
+
+    def _start(self, *, standby: bool = False) -> RoleProcess:
+        return RoleProcess(self.name, self.run.path, self.log, local_ray=self.local_ray, standby=standby)

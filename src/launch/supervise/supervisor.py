@@ -1,0 +1,150 @@
+"""Runs the roles of an attempt, each in its own process and session, until the run ends."""
+
+import threading
+import time
+from collections.abc import Callable, Mapping
+
+from cairn.config.kinds import KINDS, RunConfig
+from cairn.launch.display import StepDisplay
+from cairn.launch.exit_report import (
+    RANK_DIED,
+    conclude,
+    conclude_early,
+    say_findings,
+    say_what_failed,
+    shorter,
+    why_unsaved,
+)
+from cairn.launch.jobs.step_jobs import work_beside
+from cairn.launch.logs import BoundedLogs
+from cairn.launch.preemption import Notice, watching
+from cairn.launch.ray.folder import remove_private_folders
+from cairn.launch.supervise.role import OWN_WORKERS, RolePlace
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
+from cairn.run.exits import EXIT_LOST, WORKING, RoleFailed
+from cairn.run.files import read_note
+from cairn.run.heartbeat import Beat
+from cairn.run.output import outlive_terminal
+from cairn.run.process_groups import stop_on_signals
+from cairn.run.signals import say
+
+
+def run_roles(run: RunDirectory, attempt: Attempt, roles: list[str], config: RunConfig) -> int:
+    """Start the roles, restart those that die, stop the rest at the end; returns the exit code.
+
+    Once the run was asked to stop, no role is started any more; the living roles save as much as they can.
+
+    Raises:
+        RoleFailed: a role failed for good; the run directory was moved, removed or replaced; or the run is
+            complete, but its exports or uploads are not.
+        StartDamaged: the checkpoint that the trainer must resume from is damaged.
+        KeyboardInterrupt: the user asked to stop a second time.
+    """
+    outlive_terminal()
+    local_ray = KINDS[attempt.command].trainer(config).ray.address is None
+    at_once = threading.Event()
+    cut_short: str | None = None
+    display = StepDisplay(run, attempt.start_step, config.max_steps)
+    left = config.preemption.seconds if config.preemption else None
+    with (
+        stop_on_signals(run, at_once.set, left, display.say),
+        display,
+        work_beside(run, config, attempt) as beside,
+        watching(config.preemption, lambda notice: stop_for(notice, run, display.say)),
+    ):
+        logs = BoundedLogs(run.logs)
+        watched = {name: RolePlace(name, run, config, local_ray=local_ray) for name in roles}
+        try:
+            while any(not role.ended for role in watched.values() if role.name in WORKING):
+                check_in_place(run)
+                stopping = run.stop_requested() is not None
+                for role in watched.values():
+                    role.look_after(display.step, stopping=stopping)
+                beside.look_after(display.step, stopping=stopping)
+                if at_once.is_set():
+                    raise KeyboardInterrupt
+                if stopping and (cut_short := hopeless(run, watched) or out_of_time(run)):
+                    break
+                display.update()
+                logs.look_after()
+                time.sleep(0.05)
+        finally:
+            for role in reversed(watched.values()):
+                role.stop()
+            run.end_roles("stopped", *roles, *OWN_WORKERS)
+            remove_private_folders()
+
+        def update() -> None:
+            check_in_place(run)
+            display.update()
+
+        update()
+        if not cut_short and watched["trainer"].exit_code == 0:
+            beside.finish(update, lambda: run.stop_requested() is not None)
+        elif run.stop_requested() and config.ckpt:
+            left = run.seconds_left()
+            seconds = config.ckpt.remote_grace if left is None else left
+            beside.finish_stopped(display.step, seconds, update, at_once.is_set)
+    if cut_short:
+        code = conclude_early(run, attempt, display.step, config, cut_short)
+    else:
+        code = conclude(run, attempt, watched["trainer"].exit_code, display.step, config)
+    say_findings(display.outcome())
+    check_failures = say_what_failed(run, attempt.command, config, shorter(run.path))
+    if account := display.account():
+        print(account, flush=True)
+    code = beside.conclude(code)
+    if code == 0:
+        check_failures()
+    return code
+
+
+def check_in_place(run: RunDirectory) -> None:
+    """See that the run directory is still where it was when it was locked.
+
+    Raises:
+        RoleFailed: it is not, so that nothing may be written there any more.
+    """
+    if run.has_moved():
+        raise RoleFailed(
+            f"{run.path} was moved, removed or replaced while the run was at work in it, so another run may "
+            "be there now: nothing more is written. Where the folder is by now, --ckpt.resume auto goes on"
+        )
+
+
+def stop_for(notice: Notice, run: RunDirectory, tell: Callable[[str], None] = say) -> None:
+    """Ask the run to save and stop, because this machine will be taken away; `tell` prints a line."""
+    left = "" if notice.seconds is None else f" in {notice.seconds:.0f} s"
+    run.request_stop(notice.reason, notice.seconds)
+    tell(f"{notice.reason}{left}: stopping at the next step boundary")
+
+
+def out_of_time(run: RunDirectory) -> str | None:
+    """That the run must end now, if so: what is not saved yet does not get there any more."""
+    left = run.seconds_left()
+    return "the time that was left is over" if left is not None and left < 0 else None
+
+
+def hopeless(run: RunDirectory, roles: Mapping[str, RolePlace]) -> str | None:
+    """Why a stopping run has nothing to wait for: nothing is unsaved, or no role is left that could save it.
+
+    A trainer that has exited by itself has reported its outcome.
+    """
+    trainer = roles["trainer"]
+    if trainer.lost:
+        return trainer.lost
+    if trainer.ended:
+        return why_unsaved(run) if trainer.exit_code == EXIT_LOST else None
+    entries = run.current_roles()
+    rank = entries.get("trainer_rank0") if entries else None
+    if entries is None or (rank and rank.state in ("done", "stopped")):
+        return None
+    if rank and rank.state == "failed":  # its driver is about to exit, or was about to replace it
+        return RANK_DIED
+    beat = read_note(run.heartbeat("trainer_rank0"), Beat)
+    if not (rank and beat and rank.state == "running" and beat.pid == rank.pid and beat.unsaved):
+        return "no step was in progress"
+    if beat.waiting:  # for a role that will not return
+        return next((role.lost for role in roles.values() if role.lost), None)
+    return None
