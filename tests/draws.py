@@ -1,11 +1,16 @@
 """Draws what runs are made of from tables, so that tests don't all use one model family and one signal.
 
-A draw depends only on the name that is given for it, so a test always gets the same one.
+A draw depends only on the name that is given for it, so a test always gets the same one. Only what `seed`
+gives differs from commit to commit.
 """
 
+import functools
 import json
+import os
+import subprocess
 import zlib
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from cairn.run.signals import STOP_SIGNALS
@@ -32,6 +37,22 @@ THREADS = {"slow": 8}
 def drawn(table: Sequence[T], name: str) -> T:
     """The entry of `table` that belongs to `name`, such as a test module's."""
     return table[zlib.crc32(name.encode()) % len(table)]
+
+
+@functools.cache
+def commit() -> str:
+    """The commit that is checked out, or CAIRN_TESTS_COMMIT; empty outside of a clone."""
+    command = ["git", "rev-parse", "HEAD"]
+    with_git = functools.partial(subprocess.run, cwd=Path(__file__).parent, capture_output=True, text=True)
+    try:
+        return os.environ.get("CAIRN_TESTS_COMMIT") or with_git(command).stdout.strip()
+    except FileNotFoundError:
+        return ""
+
+
+def seed(name: str) -> int:
+    """A number that the commit and `name` decide."""
+    return zlib.crc32(f"{commit()} {name}".encode())
 
 
 def family(name: str) -> str:

@@ -12,7 +12,7 @@ import pytest
 
 TOGETHER = {
     "remote": ["test_remote"],
-    "restart": ["test_restart", "test_chaos"],
+    "restart": ["test_restart", "test_chaos", "test_poisonous"],
     "rl": ["test_rl", "test_served_adapters", "test_tools_run", "test_disagreement", "test_api_runs"],
     "inference": ["test_inference", "test_pool", "test_sleep"],
     "signals": ["test_signals"],

@@ -1,41 +1,55 @@
-"""A few seeds of the chaos harness, through the script that users run."""
+"""A seed of the chaos harness, through the script that users run; with -m soak more, others in each commit.
+
+Each kind of disaster has tests of its own in test_fault_points.py, test_restart.py, test_remote.py and
+test_durability.py.
+"""
 
 import json
 import re
 import statistics
 from pathlib import Path
 
+import draws
 import pytest
 from runs import CONFIGS, Server, Shell
 from stores import s3_server
 
 pytestmark = pytest.mark.timeout(900)
 
-SEED, FIRST, RUNS = 1870, 1, 2
-# Its runs 1 and 2 (as root): a torn ledger; another run's weights, a power cut, SIGTERM to all processes.
+CAMPAIGNS = [
+    # As root: another run's weights, a power cut, SIGTERM to all processes.
+    (1870, 2, 1),
+    pytest.param(1870, 1, 1, marks=pytest.mark.soak),  # a torn ledger
+    pytest.param(draws.seed(__name__), 0, 6, marks=[pytest.mark.soak, pytest.mark.timeout(3600)]),
+]
+"""Seed, first run and number of runs."""
 
 
-def test_runs_keep_their_promises_through_disasters(shell: Shell, server: Server):
+@pytest.mark.parametrize(("seed", "first", "runs"), CAMPAIGNS, ids=["power cut", "torn ledger", "new"])
+def test_runs_keep_their_promises_through_disasters(
+    shell: Shell, server: Server, seed: int, first: int, runs: int
+):
     """Short RL runs against a server that outlives them all."""
     command = (
         *("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml"),
         *("--orchestrator.inference-url", server.url, "--orchestrator.prompts-per-step", 4),
         *("--max-steps", 8, "--ckpt.interval", 2, "--ckpt.keep-last", 2),
     )
-    arguments = ("scripts/chaos.py", "--seed", SEED, "--first", FIRST, "--runs", RUNS, "--json")
+    arguments = ("scripts/chaos.py", "--seed", seed, "--first", first, "--runs", runs, "--json")
     with shell.start("python", *arguments, "--", *command) as harness:
-        finished = harness.finish(600)
+        finished = harness.finish(300 + 300 * runs)
     assert finished.code == 0, finished.output
     summary = json.loads(finished.output.splitlines()[-1])
     assert summary["violations"] == []
-    assert summary["runs"] == finished.output.count("kept its promises") == RUNS
-    assert sum(summary["kills"].values()) >= RUNS
+    assert summary["runs"] == finished.output.count("kept its promises") == runs
+    assert sum(summary["kills"].values()) >= runs
     scores = [float(score) for score in re.findall(r"kept its promises, goodput (\S+)", finished.output)]
-    assert len(scores) == RUNS
+    assert len(scores) == runs
     assert summary["goodput"] == pytest.approx(statistics.fmean(scores), abs=0.01)
     assert summary["goodput"] > 0
 
 
+@pytest.mark.soak
 def test_a_lost_machine(shell: Shell, tmp_path: Path):
     """Its run directory is deleted under it, and the uploader dies before it commits a step; seed 2286."""
     command = ("sft", "@", f"{CONFIGS}/sft.toml", "--data.batch-size", 192, "--max-steps", 12)

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from poisonous import POISON, SURROGATE_MESSAGE
-from runs import CONFIGS, Shell, free_port, rows
+from runs import CONFIGS, Server, Shell, rows
 
 from cairn.orchestrator.kept_rollouts import KeptRollouts
 from cairn.run.directory import RunDirectory
@@ -21,9 +21,10 @@ REASONS = {
 }
 
 
-def arguments(folder: Path, port: int) -> list[object]:
+def arguments(folder: Path, server: Server) -> list[object]:
     return [
-        *("rl", "@", f"{CONFIGS}/rl.toml", "--inference.port", port, "--heartbeat-timeout", 8),
+        *("rl", "--trainer", f"@{CONFIGS}/train.toml", "--orchestrator", f"@{CONFIGS}/orch.toml"),
+        *("--orchestrator.inference-url", server.url, "--heartbeat-timeout", 8),
         *("--orchestrator.prompts-per-step", 3, "--orchestrator.samples-per-prompt", 2),
         *("--trainer.micro-batch-size", 2, "--orchestrator.reward-retries", 1),
         *("--orchestrator.reward-retry-seconds", 0, "--ckpt", "--ckpt.interval", 1),
@@ -35,10 +36,10 @@ def arguments(folder: Path, port: int) -> list[object]:
 
 
 @pytest.fixture(scope="module")
-def finished(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+def finished(shell: Shell, server: Server, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """The run, and what the command said."""
     folder = tmp_path_factory.mktemp("poisonous")
-    with shell.start(*arguments(folder, free_port()), "--max-steps", STEPS) as command:
+    with shell.start(*arguments(folder, server), "--max-steps", STEPS) as command:
         done = command.finish(500)
     assert done.code == 0, done.output
     return folder / "run", done.output
@@ -79,9 +80,9 @@ def test_no_restart_is_without_its_reason_and_none_was_for_a_child(finished: tup
     assert log.count("SystemExit: 0\n") <= 2 * (1 + log.count("Fatal Python error")) + 20
 
 
-def test_it_can_be_audited_and_resumed(finished: tuple[Path, str], shell: Shell):
+def test_it_can_be_audited_and_resumed(finished: tuple[Path, str], shell: Shell, server: Server):
     run, _ = finished
     shell.succeed("ckpt", "audit", run)
-    shell.succeed(*arguments(run.parent, free_port()), "--max-steps", STEPS + 1, "--ckpt.resume", "auto")
+    shell.succeed(*arguments(run.parent, server), "--max-steps", STEPS + 1, "--ckpt.resume", "auto")
     assert len(rows(run)) == STEPS + 1
     shell.succeed("ckpt", "audit", run)

@@ -1,6 +1,7 @@
 """The benchmarks run, and print what they say. How fast anything is, is not a test's business.
 
-TRL's part is only there where it is installed (`uv sync --group bench`).
+In each commit one of them runs, and all read their command lines; all run with `-m soak`. TRL's part is only
+there where it is installed (`uv sync --group bench`).
 """
 
 import importlib.util
@@ -32,6 +33,34 @@ def with_trl(*names: str) -> list[str]:
     return [name for name in names if HAS_TRL or not name.startswith("trl")]
 
 
+SCRIPTS = sorted(
+    path.stem for path in (REPOSITORY / "benchmarks").glob("*.py") if "ArgumentParser" in path.read_text()
+)
+HELP = """
+import contextlib, io, runpy, sys
+for script in sys.argv[1:]:
+    shown = io.StringIO()
+    sys.argv, sys.path[0] = [script, "--help"], "benchmarks"
+    with contextlib.redirect_stdout(shown):
+        try:
+            runpy.run_path(script, run_name="__main__")
+        except SystemExit as end:
+            assert not end.code, (script, end.code)
+    print(script, "usage: " in shown.getvalue())
+"""
+
+
+def test_all_read_their_command_lines():
+    """All in one process, since imports take longest: what they import of the package is there."""
+    scripts = [f"benchmarks/{name}.py" for name in SCRIPTS]
+    done = subprocess.run(
+        [sys.executable, "-c", HELP, *scripts], cwd=REPOSITORY, capture_output=True, text=True, timeout=580
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == [f"{script} True" for script in scripts]
+
+
+@pytest.mark.soak
 def test_sft():
     found = report("sft")
     assert list(found["systems"]) == with_trl("cairn", "bare", "trl_padded", "trl_packed")
@@ -42,6 +71,7 @@ def test_sft():
         assert tokens == pytest.approx(64 * 11.5, rel=0.1), f"{name}: useful tokens of 64 records"
 
 
+@pytest.mark.soak
 def test_startup():
     found = report("startup")
     assert list(found["systems"]) == with_trl("cairn", "trl", "bare")
@@ -57,6 +87,7 @@ def test_records():
     assert found["records"] > 100
 
 
+@pytest.mark.soak
 def test_rl():
     tiny = report("rl")["tasks"]["tiny"]
     exact, overlapped = tiny["systems"]["cairn_k0"], tiny["systems"]["cairn_k1"]
@@ -65,6 +96,7 @@ def test_rl():
     assert {"cairn_k0 / cairn_k1", "cairn_k1 / bound"} <= tiny["ratios"].keys()
 
 
+@pytest.mark.soak
 def test_weights():
     (run,) = report("weights")["runs"]
     assert all(len(times) == run["repeats"] for times in run["all"].values())
@@ -74,6 +106,7 @@ def test_weights():
         assert write + push == pytest.approx(publish)
 
 
+@pytest.mark.soak
 def test_checkpoint(tmp_path: Path):
     found = report("checkpoint", "--dir", tmp_path)
     keys = {"stall_s", "lost_s", "durable_s", "extra_bytes", "cached_share"}
@@ -84,6 +117,7 @@ def test_checkpoint(tmp_path: Path):
     assert found["state_bytes"] == pytest.approx(12 * found["runs"][0]["params"], rel=0.2)
 
 
+@pytest.mark.soak
 def test_formats(tmp_path: Path):
     found = report("formats", "--dir", tmp_path)
     assert list(found["operations"]) == [
@@ -97,6 +131,7 @@ def test_formats(tmp_path: Path):
         assert found["operations"][name]["beyond_bytes"] < found["allowed_bytes"], name
 
 
+@pytest.mark.soak
 def test_remote(tmp_path: Path):
     found = report("remote", "--dir", tmp_path)
     assert found["servers"].keys() == {"null", "localbucket", "file"}
@@ -111,6 +146,7 @@ def test_remote(tmp_path: Path):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.soak
 def test_gpu():
     """On a CPU, with the smallest shape."""
     found = report("gpu")
@@ -130,6 +166,7 @@ def test_gpu():
     assert shape["rl"]["staleness"] <= 1
 
 
+@pytest.mark.soak
 def test_lora():
     found = report("lora")
     full, adapter = found["full"], found["adapter"]

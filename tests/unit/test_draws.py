@@ -43,3 +43,14 @@ def test_a_name_draws_the_same_every_time():
     assert {draws.family(name) for name in names} == set(draws.FAMILIES)
     assert {draws.stop_signal(name) for name in names} == set(STOP_SIGNALS)
     assert draws.drawn("abc", "x") == "a"
+
+
+def test_a_seed_is_of_the_commit_and_the_name(monkeypatch: pytest.MonkeyPatch):
+    found = {}
+    for commit in ("a", "b", "a"):
+        draws.commit.cache_clear()
+        monkeypatch.setenv("CAIRN_TESTS_COMMIT", commit)
+        found.setdefault(commit, set()).update({draws.seed("one"), draws.seed("two")})
+    draws.commit.cache_clear()
+    assert len(found["a"]) == len(found["b"]) == 2
+    assert found["a"].isdisjoint(found["b"])
