@@ -1,0 +1,533 @@
+"""Small faults that the suite has to find: `uv run python tests/mutants.py [--tree FOLDER] [NAME ...]`.
+
+Each mutant takes away one thing that a promise rests on, such as an fsync, a checksum, a lock, a comparison
+or a mask. It is put into a copy of the tree, and the test files that should find it run there. Prints which
+ones were killed and, with --json, the same as one object; the exit code is 1 if one survived. Each is found
+by its function, wherever in src/ that is, so it outlives moves of files. The soak tier tries all of them
+(tests/unit/test_mutants.py).
+"""
+
+import argparse
+import ast
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+Function = ast.FunctionDef | ast.AsyncFunctionDef
+SECONDS = 900
+"""For the tests of one mutant."""
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """One fault. function: qualified name; old: text that is in it once; tests: files, by their stems."""
+
+    name: str
+    function: str
+    old: str
+    new: str
+    tests: str
+
+
+class NotFound(Exception):
+    """The text of a mutant is nowhere, or in more than one place."""
+
+
+M = Mutant
+MUTANTS = (
+    # What survives a crash, and what a reader can see
+    M("atomic write without fsync", "write_atomic", "os.fsync(file.fileno())", "pass", "test_durability"),
+    M(
+        "atomic write in place",
+        "write_atomic",
+        "os.replace(temporary, path)",
+        "path.write_bytes(data)",
+        "test_run test_durability test_validation",
+    ),
+    M(
+        "folder entry not synced",
+        "write_atomic",
+        "sync(path.parent)",
+        "pass",
+        "test_durability",
+    ),
+    M(
+        "made folders not synced",
+        "make_folders",
+        "sync(folder.parent)",
+        "pass",
+        "test_durability",
+    ),
+    M("sync does nothing", "sync", "os.fsync(fd)", "pass", "test_durability"),
+    M("manifest not synced", "CheckpointStore._publish", "sync(temporary)", "pass", "test_durability"),
+    M(
+        "manifest under its name at once",
+        "CheckpointStore._publish",
+        'temporary = folder / f".{FILE_NAME}"',
+        "temporary = folder / FILE_NAME",
+        "test_store test_durability test_fault_points",
+    ),
+    M("step's folder not synced", "CheckpointStore._publish", "sync(folder)\n", "pass\n", "test_durability"),
+    M(
+        "manifest deleted last",
+        "CheckpointStore.delete",
+        "(folder / FILE_NAME).unlink()",
+        "pass",
+        "test_store test_retention test_fault_points",
+    ),
+    M(
+        "steps overwritten",
+        "CheckpointStore._check_free",
+        "if (folder / FILE_NAME).exists():",
+        "if False:",
+        "test_store",
+    ),
+    M("leftovers stay", "CheckpointStore._remove_leftovers", "path.unlink()", "pass", "test_store"),
+    M(
+        "receipt of any attempt",
+        "note_of",
+        'content.get("attempt") == attempt',
+        "content",
+        "test_store test_saver",
+    ),
+    M(
+        "linked files not compared",
+        "CheckpointStore.commit",
+        "if entries.get(name) != entry",
+        "if False",
+        "test_store test_constant test_carried",
+    ),
+    M("writer does not sync", "Saved.save", "sync(path)", "pass", "test_durability"),
+    M(
+        "writer does not read back",
+        "_check_disk",
+        "!= checksums[name].crcs",
+        "is None",
+        "test_saver test_writer",
+    ),
+    M(
+        "adopted files not checked",
+        "CheckpointStore.adopt.copy",
+        "check_files(folder, manifest)",
+        "pass",
+        "test_store",
+    ),
+    # Checksums
+    M(
+        "content not compared",
+        "check_files",
+        "check_content(folder, wanted, on_bytes=on_bytes)",
+        "pass",
+        "test_manifest test_store test_damaged_files",
+    ),
+    M(
+        "unknown files allowed",
+        "check_files",
+        'raise Damaged(f"{folder / unknown[0]}: does not belong to the checkpoint")',
+        "pass",
+        "test_manifest test_store",
+    ),
+    M("paths lead out of a step", "Manifest._stay_inside", '".." not in path.parts', "True", "test_manifest"),
+    M(
+        "keys repeated in a manifest",
+        "refuse_repeated_keys",
+        "len(content) != len(pairs)",
+        "False",
+        "test_manifest test_hostile_sources",
+    ),
+    M(
+        "CRC of the last bytes left out",
+        "FileChecksum.add_crc",
+        "end - offset - nbytes",
+        "0",
+        "test_checksums test_manifest test_store",
+    ),
+    M(
+        "CRC of a span joined wrongly",
+        "SpanSum.add",
+        "self.nbytes - high",
+        "0",
+        "test_checksums test_noted test_noted_calls",
+    ),
+    M(
+        "other ranks' CRCs left out",
+        "FileChecksum.merge",
+        "^ crc",
+        "^ 0",
+        "test_checksums test_store test_saver",
+    ),
+    # Locks
+    M(
+        "run directory without lock",
+        "RunDirectory.lock",
+        "flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB, path)",
+        "pass",
+        "test_run test_file_system",
+    ),
+    M(
+        "ckpt commands without lock",
+        "CheckpointStore.alone",
+        "flock(fd, fcntl.LOCK_EX, path)",
+        "pass",
+        "test_file_system test_ckpt test_store",
+    ),
+    # Who may say what
+    M(
+        "announcement of any attempt",
+        "Versions.announced",
+        "message.attempt == attempt.id",
+        "True",
+        "test_run test_sharing",
+    ),
+    M(
+        "hand-over of any attempt",
+        "Versions.handed_over",
+        "message.attempt == attempt.id",
+        "True",
+        "test_run test_sharing",
+    ),
+    M(
+        "trainer's turn one step too long",
+        "Versions.may_train",
+        "step <= turn.until",
+        "step <= turn.until + 1",
+        "test_run test_sharing",
+    ),
+    M(
+        "prefix of a newer attempt taken",
+        "Claims.claim",
+        "newest > _number(attempt)",
+        "False",
+        "test_remote_store test_remote_parts",
+    ),
+    M(
+        "uploads by a stale attempt",
+        "Claims.check_owner",
+        'found.get("owner") != owner',
+        "False",
+        "test_remote_store test_remote_parts",
+    ),
+    M(
+        "completed upload completed again",
+        "Sent._take",
+        'self.uploads.pop(row["file"], None)',
+        "pass",
+        "test_remote_parts test_remote_store",
+    ),
+    # Retention
+    M(
+        "newest step not kept",
+        "reasons_to_keep",
+        'reasons[numbers[-1]].append("newest")',
+        "pass",
+        "test_retention",
+    ),
+    M(
+        "pins forgotten",
+        "reasons_to_keep",
+        'reasons[number].append("pin")',
+        "pass",
+        "test_retention test_ckpt",
+    ),
+    M(
+        "worst kept as best",
+        "reasons_to_keep",
+        'rules.mode == "max"',
+        'rules.mode == "min"',
+        "test_retention",
+    ),
+    M("NaN among the best", "_is_number", "value == value", "True", "test_retention"),
+    # Weights on their way to servers
+    M(
+        "altered weights served",
+        "read_weights",
+        "sums.get(name) != checksum",
+        "False",
+        "test_staging test_unmerged test_inference",
+    ),
+    M(
+        "missing tensors served",
+        "read_weights",
+        "layout.shapes.keys() - weights.keys() - tied.keys()",
+        "set()",
+        "test_staging test_unmerged test_inference",
+    ),
+    # Seeds and batches
+    M(
+        "purpose left out of a seed",
+        "derive",
+        "[str(seed), *map(str, purpose)]",
+        "[str(seed)]",
+        "test_run test_order",
+    ),
+    M(
+        "order without the seed",
+        "permutation",
+        "derive(seed, *purpose)",
+        "derive(0, *purpose)",
+        "test_order test_run test_pipeline",
+    ),
+    M(
+        "loss mask left out of a digest",
+        "Batch.digest",
+        "(sample.token_ids, sample.loss_mask, *columns)",
+        "(sample.token_ids, *columns)",
+        "test_run test_pipeline test_losses",
+    ),
+    M(
+        "reward lost in cutting",
+        "Sample.cut",
+        "columns[name][learned[-1]] += self.columns[name][length:].sum()",
+        "pass",
+        "test_run test_trainer test_gae test_stopping",
+    ),
+    M(
+        "rows too full",
+        "pack",
+        "if free >= lengths[i]",
+        "if free >= lengths[i] - 1",
+        "test_trainer test_losses test_layouts",
+    ),
+    M(
+        "tokens to learn counted with the first",
+        "make_rank_batch",
+        "sample.loss_mask[1:]",
+        "sample.loss_mask",
+        "test_trainer test_losses",
+    ),
+    # Losses and advantages
+    M(
+        "SFT learns prompts",
+        "Likelihood.__call__",
+        "inputs.logprobs * inputs.mask",
+        "inputs.logprobs",
+        "test_losses test_trainer",
+    ),
+    M(
+        "policy loss without mask",
+        "PolicyLoss.__call__",
+        "-(values * mask).sum()",
+        "-values.sum()",
+        "test_policy_losses",
+    ),
+    M(
+        "policy loss not by sequence",
+        "PolicyLoss.__call__",
+        "values / inputs.lengths.clamp(min=1)[inputs.sample_of]",
+        "values",
+        "test_policy_losses",
+    ),
+    M("clipping without upper bound", "PPOClip.objective", "1 + self.clip_high", "1e9", "test_policy_losses"),
+    M(
+        "maximum in place of minimum",
+        "PPOClip.objective",
+        "torch.minimum(ratio * advantages",
+        "torch.maximum(ratio * advantages",
+        "test_policy_losses",
+    ),
+    M(
+        "pairs divided by samples",
+        "PairLoss.normaliser",
+        "counts.records - counts.unlearned // 2",
+        "counts.samples",
+        "test_preference_losses",
+    ),
+    M(
+        "pairs without reference",
+        "Answers.ratio",
+        "self.logps - self.reference",
+        "self.logps",
+        "test_preference_losses",
+    ),
+    M("unlearned pairs count", "PairLoss.__call__", "> 0", ">= 0", "test_preference_losses"),
+    M(
+        "GRPO without standard deviation",
+        "Grpo.__call__",
+        "statistics.stdev(rewards) if self.normalize else 1.0",
+        "1.0",
+        "test_advantages",
+    ),
+    M(
+        "RLOO with the answer itself",
+        "Rloo.__call__",
+        "(total - reward) / others",
+        "total / (others + 1)",
+        "test_advantages",
+    ),
+    M(
+        "GAE without lambda",
+        "estimate",
+        "gamma * gae_lambda * advantages",
+        "gamma * advantages",
+        "test_gae test_critic",
+    ),
+    M("variance of a step by n", "moments", "max(count - 1, 1.0)", "max(count, 1.0)", "test_gae test_critic"),
+)
+
+
+def functions(tree: ast.Module) -> Iterator[tuple[str, Function]]:
+    """All functions with their qualified names."""
+
+    def within(node: ast.AST, name: str) -> Iterator[tuple[str, Function]]:
+        for child in ast.iter_child_nodes(node):
+            if isinstance(child, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef):
+                qualified = f"{name}.{child.name}".lstrip(".")
+                if not isinstance(child, ast.ClassDef):
+                    yield qualified, child
+                yield from within(child, qualified)
+            else:
+                yield from within(child, name)
+
+    return within(tree, "")
+
+
+def place(mutant: Mutant, sources: Path) -> tuple[Path, str]:
+    """The file that a mutant changes, and the file's new text.
+
+    The text is looked for in functions of the name, among them in those of a class of the name and, if the
+    function has another name by now, in all functions.
+
+    Raises:
+        NotFound: the text is in no function, or in several.
+    """
+    last, owner = mutant.function.split(".")[-1], mutant.function.split(".")[0]
+    found: dict[tuple[str, Path, int], str] = {}
+    for file in sorted(sources.rglob("*.py")):
+        text = file.read_text()
+        if mutant.old.strip() not in text:
+            continue
+        lines = text.splitlines(keepends=True)
+        for name, node in functions(ast.parse(text)):
+            body = "".join(lines[node.lineno - 1 : node.end_lineno])
+            if body.count(mutant.old) == 1:
+                body = body.replace(mutant.old, mutant.new)
+                changed = [*lines[: node.lineno - 1], body, *lines[node.end_lineno :]]
+                found[name, file, node.lineno] = "".join(changed)
+    for is_meant in (
+        lambda name: name.split(".")[-1] == last,
+        lambda name: name.split(".")[0] == owner,
+    ):
+        meant = {key: text for key, text in found.items() if is_meant(key[0])}
+        found = meant or found
+    if len({(file, text) for (_, file, _), text in found.items()}) != 1:
+        places = ", ".join(f"{file}: {name}" for name, file, _ in found) or "nowhere"
+        raise NotFound(f"{mutant.name}: {mutant.old!r} of {mutant.function}: {places}")
+    ((_, file, _), text) = next(iter(found.items()))
+    ast.parse(text)
+    return file, text
+
+
+def files_of(mutant: Mutant, tree: Path) -> list[str]:
+    """The files of its tests that are there."""
+    return [
+        str(file.relative_to(tree))
+        for name in mutant.tests.split()
+        for file in sorted((tree / "tests").rglob(f"{name}.py"))
+    ]
+
+
+def copy_of(tree: Path, folder: Path) -> Path:
+    """A copy of a tree's files that git knows, in which the package cairn is the copy's."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--cached", "--others", "--exclude-standard"],
+        cwd=tree,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    for name in listed.stdout.splitlines():
+        source, target = tree / name, folder / name
+        if source.is_file() and not source.is_symlink():
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(source, target)
+    if not (folder / "cairn").exists():
+        (folder / "cairn").symlink_to("src")
+    return folder
+
+
+def is_killed(mutant: Mutant | None, tree: Path, files: list[str]) -> bool:
+    """Whether tests of a tree fail with the mutant; without one, whether they fail as it is."""
+    before: tuple[Path, str] | None = None
+    if mutant is not None:
+        file, text = place(mutant, tree / "src")
+        before = file, file.read_text()
+        file.write_text(text)
+    environment = {**os.environ, "PYTHONPATH": str(tree), "PYTHONDONTWRITEBYTECODE": "1"}
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *files]
+    process = subprocess.Popen(
+        command,
+        cwd=tree,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        start_new_session=True,
+    )
+    try:
+        output, _ = process.communicate(timeout=SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+        return True
+    finally:
+        if before is not None:
+            before[0].write_text(before[1])
+    if process.returncode not in (0, 1, 2):
+        raise RuntimeError(
+            f"pytest ended with {process.returncode}:\n{output.decode(errors='replace')[-2000:]}"
+        )
+    return process.returncode != 0
+
+
+def main() -> int:
+    """Try mutants; returns the exit code."""
+    parser = argparse.ArgumentParser(
+        description="put small faults into the code, and see which the tests find"
+    )
+    parser.add_argument("names", nargs="*", metavar="NAME", help="mutants (default: all)")
+    parser.add_argument(
+        "--tree", type=Path, default=REPOSITORY, help="the clone to try them in (default: this)"
+    )
+    parser.add_argument("--jobs", type=int, default=1, help="how many at a time (default: 1)")
+    parser.add_argument("--json", action="store_true", help="print the result as one object on the last line")
+    options = parser.parse_args()
+    chosen = [mutant for mutant in MUTANTS if not options.names or mutant.name in options.names]
+    results: dict[str, str] = {}
+
+    def work(mutants: list[Mutant]) -> None:
+        with tempfile.TemporaryDirectory(prefix="mutants_") as folder:
+            tree = copy_of(options.tree, Path(folder))
+            for mutant in mutants:
+                began = time.monotonic()
+                try:
+                    files = files_of(mutant, tree)
+                    if not files:
+                        raise NotFound(f"{mutant.name}: no tests are there of {mutant.tests}")
+                    results[mutant.name] = "killed" if is_killed(mutant, tree, files) else "survived"
+                except NotFound as error:
+                    results[mutant.name] = "not found"
+                    print(error, file=sys.stderr)
+                print(
+                    f"{results[mutant.name]:9} {time.monotonic() - began:5.0f} s  {mutant.name}", flush=True
+                )
+
+    with ThreadPoolExecutor(options.jobs) as pool:
+        list(pool.map(work, [chosen[number :: options.jobs] for number in range(options.jobs)]))
+    killed = sum(result == "killed" for result in results.values())
+    print(f"{killed} of {len(results)} mutants killed")
+    if options.json:
+        print(json.dumps(results))
+    return int(killed < len(results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
