@@ -66,7 +66,7 @@ MUTANTS = (
         "make_folders",
         "sync(folder.parent)",
         "pass",
-        "test_durability",
+        "test_run test_durability",
     ),
     M("sync does nothing", "sync", "os.fsync(fd)", "pass", "test_durability"),
     M("manifest not synced", "CheckpointStore._publish", "sync(temporary)", "pass", "test_durability"),

@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 from safetensors.numpy import save_file
 
 from cairn.launch.supervise.supervisor import check_in_place
-from cairn.run import directory
+from cairn.run import directory, files
 from cairn.run.attempt import Attempt
 from cairn.run.batches import (
     COLUMNS,
@@ -384,6 +384,17 @@ def test_a_reader_never_sees_half_a_file(tmp_path: Path):
             assert len(content) == content.count(content[:1]) == 100_000
     assert [writer.exception() for writer in writers] == [None, None]
     assert list(tmp_path.iterdir()) == [path]
+
+
+def test_folders_are_durable_in_those_above_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each that is new is an entry of the one above it, which is fsynced."""
+    synced: list[Path] = []
+    monkeypatch.setattr(files, "sync", lambda path: synced.append(path))
+    files.make_folders(tmp_path / "a" / "b" / "c")
+    assert {*synced} == {tmp_path, tmp_path / "a", tmp_path / "a" / "b"}
+    synced.clear()
+    files.make_folders(tmp_path / "a" / "b")
+    assert synced == []
 
 
 DAMAGE = [b"", b"{", b"\xff", b"\0\0", b"[" * 10**5, b"null", b"5", b'["2"]', b"{}"]

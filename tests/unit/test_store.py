@@ -207,6 +207,23 @@ def test_a_deleted_step_is_gone(store: CheckpointStore):
 # Damage
 
 
+def test_a_copy_that_went_wrong_is_not_adopted(store: CheckpointStore, tmp_path: Path):
+    """Nothing of it is left, and the same step can be adopted afterwards."""
+    step = store.folder(store.steps()[0])
+    wanted = manifest.load_manifest(step)
+    other = CheckpointStore(tmp_path / "other")
+
+    def copy_wrongly(source: Path, target: Path) -> None:
+        shutil.copyfile(source, target)
+        if target.suffix == ".safetensors":
+            flip(target, -3 % target.stat().st_size)
+
+    with pytest.raises(Damaged, match="changed between bytes"):
+        other.adopt(step, wanted, copy_wrongly)
+    assert list(other.root.iterdir()) == []
+    assert verify(other.adopt(step, wanted)) == wanted
+
+
 def is_tensor_file(name: str) -> bool:
     return name.endswith(".safetensors")
 
