@@ -24,14 +24,15 @@ from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any, TypeVar
 
+import fork_server
 import psutil
 import pytest
 import torch
 import torch.multiprocessing
+from fork_server import ForkServer
 from safetensors.torch import load_file
 
 from cairn.inference.client import InferenceClient, token_file
-from cairn.run.processes import die_with
 from cairn.trainer.group import RankGroup
 
 T = TypeVar("T")
@@ -70,19 +71,20 @@ class Finished:
     output: str
 
 
-def _begin(parent: int) -> None:
-    """In a new process: die with the test, and handle signals even under nohup or `&`."""
-    die_with(parent)
-    for number in (signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, signal.SIG_DFL)
+@functools.cache
+def _fork_server() -> ForkServer:
+    """The one that this process of pytest's starts commands with."""
+    return fork_server.launch(environment_of_commands(), REPOSITORY)
 
 
 class Command:
     """One of Cairn's commands as a process. As a context manager it leaves no process behind."""
 
-    def __init__(self, log: Path, environment: dict[str, str], name: str, *arguments: object):
+    def __init__(
+        self, log: Path, environment: dict[str, str], name: str, *arguments: object, executed: bool = False
+    ):
         self.log = log
-        with open(log, "wb") as out:
+        with open(log, "wb") as out, fork_server.forking(None if executed else _fork_server()):
             self.process = subprocess.Popen(
                 [str(Path(sys.executable).parent / name), *map(str, arguments)],
                 cwd=REPOSITORY,
@@ -91,7 +93,7 @@ class Command:
                 stdout=out,
                 stderr=subprocess.STDOUT,
                 start_new_session=True,
-                preexec_fn=functools.partial(_begin, os.getpid()),
+                preexec_fn=functools.partial(fork_server.begin, os.getpid()),
             )
         self._family: set[tuple[int, str]] = set()
 
@@ -191,35 +193,51 @@ class Shell:
     def __init__(self, folder: Path):
         self.folder = folder
         self.cache = folder / "cache"
-        self.environment = {
-            **os.environ,
-            "XDG_CACHE_HOME": str(self.cache),
-            "HF_HUB_OFFLINE": "1",
-            "VLLM_CACHE_ROOT": str(vllm_cache()),
-            # For environments that tests bring along.
-            "PYTHONPATH": os.pathsep.join(
-                filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
-            ),
-        }
-        self.environment.pop("CAIRN_INFERENCE_TOKEN", None)
+        self.environment = {**environment_of_commands(), "XDG_CACHE_HOME": str(self.cache)}
         self._started = 0
 
-    def start(self, name: str, *arguments: object, environment: Mapping[str, str] | None = None) -> Command:
-        """Start a command, to be used as a context manager; `environment` goes over the shell's."""
+    def start(
+        self,
+        name: str,
+        *arguments: object,
+        environment: Mapping[str, str] | None = None,
+        executed: bool = False,
+    ) -> Command:
+        """Start a command, to be used as a context manager.
+
+        Args:
+            environment: goes over the shell's.
+            executed: start it, and all that it starts, as users do (see fork_server.py).
+        """
         self._started += 1
         log = self.folder / f"{self._started}_{Path(name).name}.log"
-        return Command(log, {**self.environment, **(environment or {})}, name, *arguments)
+        return Command(log, {**self.environment, **(environment or {})}, name, *arguments, executed=executed)
 
-    def run(self, name: str, *arguments: object) -> Finished:
+    def run(self, name: str, *arguments: object, executed: bool = False) -> Finished:
         """Run a command to its end."""
-        with self.start(name, *arguments) as command:
+        with self.start(name, *arguments, executed=executed) as command:
             return command.finish()
 
-    def succeed(self, name: str, *arguments: object) -> str:
+    def succeed(self, name: str, *arguments: object, executed: bool = False) -> str:
         """Run a command that must end with code 0; returns its output."""
-        finished = self.run(name, *arguments)
+        finished = self.run(name, *arguments, executed=executed)
         assert finished.code == 0, finished.output
         return finished.output
+
+
+def environment_of_commands() -> dict[str, str]:
+    """What commands have in their environment, but for their cache folder."""
+    environment = {
+        **os.environ,
+        "HF_HUB_OFFLINE": "1",
+        "VLLM_CACHE_ROOT": str(vllm_cache()),
+        # For environments that tests bring along.
+        "PYTHONPATH": os.pathsep.join(
+            filter(None, [str(Path(__file__).parent), os.environ.get("PYTHONPATH")])
+        ),
+    }
+    environment.pop("CAIRN_INFERENCE_TOKEN", None)
+    return environment
 
 
 def vllm_cache() -> Path:
@@ -439,7 +457,8 @@ def trained(shell: Shell, tmp_path_factory: pytest.TempPathFactory) -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)  # until it is closed
         if not done.exists():
             shutil.rmtree(run, ignore_errors=True)
-            shell.succeed("sft", "@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)
+            arguments = ("@", f"{CONFIGS}/sft.toml", "--ckpt.interval", 100, "--output-dir", run)
+            shell.succeed("sft", *arguments, executed=True)
             done.touch()
     return run
 

@@ -1,0 +1,402 @@
+"""Starts our commands, their roles and ranks as forks of a process that has imported what they need.
+
+Importing torch and transformers takes most of the processor time of a short run, in each of its processes.
+In tests, commands are forked instead, and so are those of their processes that `FORKED` names. What runs then
+is the same code in a process with the same parent, session, files, signal mask and environment. A process is
+executed as ever if its environment has another value that is read at import, if it is at a terminal, or with
+CAIRN_TESTS_EXEC=1.
+
+A process that starts others has a server of its own, which is its child. It asks the server through a socket;
+the server forks twice, and the new process becomes a child of the asking one, a subreaper at that moment. A
+raylet starts its workers by a command line, which has the server of its driver fork them (`_ask`).
+"""
+
+import array
+import contextlib
+import ctypes
+import fcntl
+import importlib
+import importlib.util
+import os
+import pickle
+import pkgutil
+import re
+import runpy
+import select
+import signal
+import socket
+import struct
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Generator, Sequence
+from pathlib import Path
+from typing import Any
+
+HERE = Path(__file__)
+PRELOADED = ("torch", "transformers", "pyarrow.parquet")
+NOT_PRELOADED = re.compile(r"^(?:while |[\w.]+\(|import vllm|from vllm)", re.MULTILINE)
+"""What the modules of ours have in them that do something when they are imported, or import vLLM."""
+FORKED = ("launch.role_main", "launch.ray.worker_process")
+"""Modules of ours that are forked if they run as `python -m`. Preflight is not: it must not have torch."""
+AT_ANY_TIME = ("CAIRN_", "RAY_", "XDG_CACHE_HOME", "PYTEST_", "WANDB_", "AWS_", "TMPDIR", "SLURM_", "MASTER_")
+"""The beginnings of variables that are not read, once and for all, when modules are imported."""
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 1, 36, 37
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+TITLE_BYTES = 4096
+MOST_FILES = 64
+
+_libc = ctypes.CDLL(None)
+_execute: Callable[..., int] = subprocess._fork_exec  # pyright: ignore[reportAttributeAccessIssue]
+_environment: dict[str, str] = {}
+"""What modules have been imported with."""
+
+
+class ForkServer:
+    """The asking side. `name` is the address at which a raylet's workers ask."""
+
+    def __init__(self, connection: socket.socket, name: str, environment: dict[str, str]):
+        self._connection = connection
+        self._one_thread = threading.Lock()
+        self.name = name
+        self.environment = environment
+
+    def takes(self, program: Sequence[str], environment: dict[str, str], files: Sequence[int]) -> bool:
+        """Whether to fork a program rather than to execute it."""
+        if os.environ.get("CAIRN_TESTS_EXEC") or any(os.isatty(file) for file in files):
+            return False
+        ours = Path(program[0]).parent == Path(sys.executable).parent
+        is_module = program[1:2] == ["-m"] and len(program) > 2
+        if not ours or (
+            program[2].removeprefix("cairn.") not in FORKED
+            if is_module
+            else not _is_command(Path(program[0]))
+        ):
+            return False
+        names = {name for name, value in environment.items() if self.environment.get(name) != value}
+        names |= self.environment.keys() - environment.keys()
+        return all(name.startswith(AT_ANY_TIME) for name in names)
+
+    def start(self, request: dict[str, Any], files: Sequence[int]) -> int:
+        """Have a child of this process forked; returns its process id."""
+        before = ctypes.c_int()
+        with self._one_thread:
+            _libc.prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+            _libc.prctl(PR_SET_CHILD_SUBREAPER, 1)
+            try:
+                _send(self._connection, request, files)
+                return struct.unpack("i", _receive_exactly(self._connection, 4))[0]
+            finally:
+                _libc.prctl(PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def _is_command(program: Path) -> bool:
+    try:
+        return program.name != "python" and "from cairn." in program.read_text()
+    except (OSError, UnicodeDecodeError):
+        return False
+
+
+def launch(environment: dict[str, str], cwd: Path) -> ForkServer:
+    """Start a server for this process, which imports everything; returns when it has."""
+    here, there = socket.socketpair()
+    command = [sys.executable, str(HERE), str(there.fileno()), str(os.getpid()), " " * TITLE_BYTES]
+    with there:
+        subprocess.Popen(
+            command, cwd=cwd, env=environment, stdin=subprocess.DEVNULL, pass_fds=[there.fileno()]
+        )
+    return ForkServer(here, _receive_exactly(here, 64).decode().strip(), environment)
+
+
+def through(server: ForkServer) -> Callable[..., int]:
+    """A function to replace the one with which `subprocess` executes programs."""
+
+    def fork(
+        arguments: Sequence[Any],
+        executables: Any,
+        close_fds: bool,
+        keep: Sequence[int],
+        cwd: Any,
+        variables: Sequence[bytes] | None,
+        *rest: Any,
+    ) -> int:
+        (stdin, _, _, stdout, _, stderr, _, errors, _, new_session, group, *_, preexec, _) = rest
+        program = [os.fsdecode(argument) for argument in arguments]
+        if variables is None:
+            environment = dict(os.environ)
+        else:
+            decoded = (os.fsdecode(variable).partition("=") for variable in variables)
+            environment = {name: value for name, _, value in decoded}
+        streams = [default if file == -1 else file for default, file in enumerate((stdin, stdout, stderr))]
+        if group != -1 or not server.takes(program, environment, streams):
+            arguments = [
+                re.sub(
+                    rb"^(--python_worker_command=\S+) (?=-m )",
+                    rb"\1 -I -S " + os.fsencode(HERE) + b" " + server.name.encode() + b" ",
+                    os.fsencode(argument),
+                )
+                for argument in arguments
+            ]
+            return _execute(arguments, executables, close_fds, keep, cwd, variables, *rest)
+        kept = [file for file in keep if file != errors]
+        request = {
+            **{"program": program, "environment": environment, "cwd": os.fsdecode(cwd or os.getcwd())},
+            **{"files": [0, 1, 2, *kept], "new_session": new_session, "preexec": pickle.dumps(preexec)},
+            "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+        }
+        return server.start(request, [*streams, *kept])
+
+    return fork
+
+
+class _Chosen(threading.local):
+    """What the processes that this thread starts are started by."""
+
+    execute: Callable[..., int] = staticmethod(_execute)
+
+
+_chosen = _Chosen()
+
+
+@contextlib.contextmanager
+def forking(server: ForkServer | None) -> Generator[None]:
+    """While it lasts, `subprocess` forks in this thread what the server takes."""
+    subprocess._fork_exec = lambda *arguments: _chosen.execute(*arguments)  # pyright: ignore[reportAttributeAccessIssue]
+    _chosen.execute = _execute if server is None else through(server)
+    try:
+        yield
+    finally:
+        _chosen.execute = _execute
+
+
+# Messages
+
+
+def _send(connection: socket.socket, request: dict[str, Any], files: Sequence[int]) -> None:
+    message = pickle.dumps(request)
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", files))]
+    connection.sendmsg([struct.pack("i", len(message))], rights)
+    connection.sendall(message)
+
+
+def _receive(connection: socket.socket) -> tuple[dict[str, Any], list[int]] | None:
+    """None if the other side is gone."""
+    files = array.array("i")
+    room = socket.CMSG_SPACE(MOST_FILES * files.itemsize)
+    head, rights, _, _ = connection.recvmsg(4, room)
+    if not head:
+        return None
+    for _, _, content in rights:
+        files.frombytes(content[: len(content) - len(content) % files.itemsize])
+    length = struct.unpack("i", head + _receive_exactly(connection, 4 - len(head)))[0]
+    return pickle.loads(_receive_exactly(connection, length)), list(files)
+
+
+def _receive_exactly(connection: socket.socket, length: int) -> bytes:
+    content = b""
+    while len(content) < length:
+        more = connection.recv(length - len(content))
+        if not more:
+            raise EOFError("the process that forks others is gone")
+        content += more
+    return content
+
+
+def begin(parent: int) -> None:
+    """In a new process: die with the test, and handle signals even under nohup or `&`."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os.kill(os.getpid(), signal.SIGKILL)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
+
+
+def _ask(name: str, program: list[str]) -> None:
+    """In the place of a worker of a raylet's: have it forked."""
+    request = {
+        **{"program": [sys.executable, *program], "environment": dict(os.environ), "cwd": os.getcwd()},
+        **{"files": [0, 1, 2], "new_session": False, "preexec": pickle.dumps(None)},
+        "mask": signal.pthread_sigmask(signal.SIG_BLOCK, []),
+    }
+    with socket.socket(socket.AF_UNIX) as connection:
+        connection.connect(f"\0{name}")
+        _send(connection, request, (0, 1, 2))
+        _receive_exactly(connection, 4)
+
+
+# The server
+
+
+def serve(connection: socket.socket) -> tuple[dict[str, Any], list[int]]:
+    """Fork as long as the owner lives. In a new process, return what it was asked to be."""
+    listener = socket.socket(socket.AF_UNIX)
+    name = f"cairn-tests-{os.getpid()}-{os.urandom(4).hex()}"
+    listener.bind(f"\0{name}")
+    listener.listen(16)
+    connection.sendall(name.ljust(64).encode())
+    # A stop signal for all is nothing to this process, and waits in a new one until that is what it will be.
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    signal.signal(signal.SIGCHLD, _reap)
+    while True:
+        ready, _, _ = select.select([connection, listener], [], [])
+        if listener in ready:
+            asking, _ = listener.accept()
+            with contextlib.suppress(EOFError), asking:
+                asked = _receive(asking)
+                if asked and _fork(asking, asked, orphan=False):
+                    connection.detach()
+                    return asked
+            continue
+        asked = _receive(connection)
+        if asked is None:
+            os._exit(0)
+        if _fork(connection, asked, orphan=True):
+            connection.detach()
+            return asked
+
+
+def _reap(*_: object) -> None:
+    with contextlib.suppress(ChildProcessError):
+        while os.waitpid(-1, os.WNOHANG)[0]:
+            pass
+
+
+def _fork(connection: socket.socket, asked: tuple[dict[str, Any], list[int]], *, orphan: bool) -> bool:
+    """Fork, and answer with the process id; returns whether this is the new process.
+
+    orphan: it becomes a child of the nearest subreaper above this process.
+    """
+    go, going = os.pipe()
+    found, finding = os.pipe()
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
+    parent = os.fork()
+    if parent == 0:
+        pid = os.fork() if orphan else 0
+        if pid:
+            os.write(finding, struct.pack("i", pid))
+            os._exit(0)
+        os.close(going)
+        os.read(go, 1)  # until its parent is the one that it stays with
+        return True
+    os.close(finding)
+    pid = struct.unpack("i", os.read(found, 4))[0] if orphan else parent
+    if orphan:
+        os.waitpid(parent, 0)
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+    for file in (go, going, found, *asked[1]):
+        os.close(file)
+    with contextlib.suppress(OSError):
+        connection.sendall(struct.pack("i", pid))
+    return False
+
+
+def become(request: dict[str, Any], files: list[int]) -> None:
+    """Make this process what it would be, had it been executed."""
+    high = [_above(file) for file in files]
+    for file, number in zip(high, request["files"], strict=True):
+        os.dup2(file, number, inheritable=True)
+    _close_all_but(request["files"])
+    os.environ.clear()
+    os.environ.update(request["environment"])
+    os.chdir(request["cwd"])
+    if request["new_session"]:
+        os.setsid()
+    if preexec := pickle.loads(request["preexec"]):
+        preexec()
+    for number in (*STOP_SIGNALS, signal.SIGCHLD):
+        signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    _show_as(request["program"])
+
+
+def _above(file: int) -> int:
+    return fcntl.fcntl(file, fcntl.F_DUPFD, 1000)
+
+
+def _show_as(program: list[str]) -> None:
+    """Let /proc/PID/cmdline show a program, in the memory that `launch` has reserved for that."""
+    start, end = map(int, Path("/proc/self/stat").read_text().rpartition(")")[2].split()[45:47])
+    shown = b"\0".join(map(os.fsencode, program)) + b"\0"
+    ctypes.memset(start, 0, end - start)
+    ctypes.memmove(start, shown[: end - start - 1], min(len(shown), end - start - 1))
+
+
+def run(request: dict[str, Any]) -> None:
+    """Run the program, as Python does."""
+    program = request["program"]
+    signal.pthread_sigmask(signal.SIG_SETMASK, request["mask"])
+    if program[1:2] == ["-m"]:
+        sys.argv, sys.path[0] = program[2:], os.getcwd()
+        runpy.run_module(program[2], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = program, str(Path(program[0]).parent)
+        runpy.run_path(program[0], run_name="__main__")
+
+
+def own_server() -> dict[str, Any] | None:
+    """Give this process, a new one, a server of its own. Returns, in what that server forks, its request."""
+    here, there = socket.socketpair()
+    parent = os.getpid()
+    if os.fork():
+        there.close()
+        name = _receive_exactly(here, 64).decode().strip()
+        subprocess._fork_exec = through(  # pyright: ignore[reportAttributeAccessIssue]
+            ForkServer(here, name, _environment)
+        )
+        return None
+    here.close()
+    _only(there, parent)
+    return _new_process(*serve(there))
+
+
+def _only(connection: socket.socket, owner: int) -> None:
+    """In a server: die with the owner, and keep nothing of its open but the connection."""
+    _libc.prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != owner:
+        os._exit(0)
+    nothing = os.open(os.devnull, os.O_RDWR)
+    for number in range(3):
+        os.dup2(nothing, number)
+    _close_all_but([0, 1, 2, connection.fileno()])
+
+
+def _close_all_but(files: Sequence[int]) -> None:
+    for file in map(int, os.listdir("/proc/self/fd")):
+        if file not in files:
+            with contextlib.suppress(OSError):  # the one of the listing
+                os.close(file)
+
+
+def _new_process(request: dict[str, Any], files: list[int]) -> dict[str, Any]:
+    become(request, files)
+    return own_server() or request
+
+
+def preload() -> None:
+    """Import what most processes need, but not Ray, which reads its variables when it is imported."""
+    import cairn
+
+    for name in (*PRELOADED, HERE.stem):
+        importlib.import_module(name)
+    sys.modules["ray"] = None  # pyright: ignore[reportArgumentType]  # this makes an import fail
+    for module in pkgutil.walk_packages(cairn.__path__, "cairn."):
+        found = importlib.util.find_spec(module.name)
+        if found and found.origin and not NOT_PRELOADED.search(Path(found.origin).read_text()):
+            with contextlib.suppress(Exception):  # it is imported where it is used, and fails there
+                importlib.import_module(module.name)
+    del sys.modules["ray"]
+
+
+def main() -> None:
+    """As a script: the server of a process of pytest's, or a raylet's worker that is still to be forked."""
+    if not sys.argv[1].isdecimal():
+        _ask(sys.argv[1], sys.argv[2:])
+        return
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    _only(connection, int(sys.argv[2]))
+    _environment.update(os.environ)
+    preload()
+    run(_new_process(*serve(connection)))
+
+
+if __name__ == "__main__":
+    main()
