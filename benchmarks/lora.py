@@ -32,7 +32,7 @@ from cairn.config.trainer import TrainerConfig
 from cairn.formats import FORMATS
 from cairn.inference.plugin.adapter_copies import AdapterCopies
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.publishing.transports import FileTransport, Served
 

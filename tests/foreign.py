@@ -17,8 +17,8 @@ from cairn.trainer.models.model import build_model
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 
 def values(source: Source, piece: int = 1 << 20) -> torch.Tensor:

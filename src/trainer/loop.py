@@ -8,9 +8,15 @@ import contextlib
 import logging
 import sys
 import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
+from typing import Generic, TypeVar
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from cairn.checkpoint.saving.saver import Saved
 from cairn.checkpoint.step_folder import StepFolder
@@ -21,13 +27,12 @@ from cairn.run.files import read_json
 from cairn.trainer.data.rendering import RecordRefused
 from cairn.trainer.group import RankGroup
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.prefetch import OnDemand, Prefetch
-from cairn.trainer.rewinds import make_rewinder
 from cairn.trainer.saving.checkpoints import make_checkpoints
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
-from cairn.trainer.task import Context, Decision, Earlier
+from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
+from cairn.trainer.step.rewinds import make_rewinder
+from cairn.trainer.step.train_step import train_step
 from cairn.trainer.tasks import make_task, task_class
+from cairn.trainer.tasks.task import Decision, Earlier
 from cairn.trainer.tracking import make_tracker
 
 logger = logging.getLogger(__name__)
@@ -240,3 +245,64 @@ def _report(saves: list[Saved]) -> None:
             saved.durable_seconds,
             saved.stall_seconds,
         )
+
+
+def preload(config: TrainerBase) -> None:
+    """Import all that training imports, also what it imports late; no memory is taken for weights."""
+    folder = Path(config.model.name)
+    with torch.device("meta"):
+        AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+    task_class(config).preload(folder)
+
+
+T = TypeVar("T")
+
+
+class Prefetch(Generic[T]):
+    """Makes one thing a step, one step ahead, in a thread of its own and in the order of steps."""
+
+    def __init__(self, make: Callable[[int], T], first: int, last: int):
+        """Begin with step `first`; nothing is made beyond step `last`."""
+        self._make = make
+        self._last = last
+        self._pool = ThreadPoolExecutor(1, "prefetch")
+        self._step = first
+        self._made = self._pool.submit(make, first)
+
+    def get(self, step: int) -> T:
+        """What was made for `step`, which is one after that of the last call.
+
+        Raises:
+            Exception: what making it raised.
+        """
+        self.make_ready(step)
+        return self._made.result()
+
+    def make_ready(self, step: int) -> None:
+        """Begin with `step`, if that was not done before.
+
+        A good moment is when the calling thread leaves Python to others, as it does in a backward pass.
+        """
+        if self._step < step <= self._last:
+            self._step, self._made = step, self._pool.submit(self._make, step)
+
+    def close(self) -> None:
+        """End the thread, which may be making something that nobody needs."""
+        self._pool.shutdown(wait=False, cancel_futures=True)
+
+
+class OnDemand(Generic[T]):
+    """Makes a thing when it is asked for: where it depends on the step before, nothing can be made ahead."""
+
+    def __init__(self, make: Callable[[int], T]):
+        self._make = make
+
+    def get(self, step: int) -> T:
+        """What is made for `step`."""
+        return self._make(step)
+
+    def make_ready(self, step: int) -> None:
+        """Nothing can be done yet."""
+
+    def close(self) -> None:
+        """Nothing was begun."""

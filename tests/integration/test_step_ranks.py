@@ -34,12 +34,13 @@ from cairn.trainer.losses import LossInputs, LossSums
 from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.models.model import build_model, weights
-from cairn.trainer.models.reward_model import Reward, with_reward_token
+from cairn.trainer.models.reward_model import with_reward_token
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import adamw_8bit, make_optimizer
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
+from cairn.trainer.tasks.dpo import Reward
 
 SIZE = {
     **{"vocab_size": 97, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2},

@@ -16,12 +16,12 @@ from cairn.config.trainer import TrainerConfig
 from cairn.model.hub_layout import tensors_in_memory
 from cairn.model.weight_digests import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
+from cairn.trainer.frozen.teachers import Teachers
 from cairn.trainer.losses import make_loss
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.scoring.teachers import Teachers
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 
 def batch(step: int) -> Batch:

@@ -29,16 +29,23 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
-from cairn.trainer.attention.choice import Attention, Device, choose, dense, make_attention
+from cairn.trainer.attention.choice import (
+    ALONE,
+    BY_POSITIONS,
+    Attention,
+    Device,
+    choose,
+    dense,
+    make_attention,
+)
 from cairn.trainer.attention.kernels import NAMES, NotServed, by_samples, make_block_mask, torch_varlen
-from cairn.trainer.attention.rows import ALONE, BY_POSITIONS
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, LossInputs
 from cairn.trainer.models.model import build_model, companions, weights_in
 from cairn.trainer.packing import MicroBatch, fill_rows
 from cairn.trainer.scoring.head import Head
+from cairn.trainer.scoring.self_check import find_rows
 from cairn.trainer.scoring.tokens import Scorer
-from cairn.trainer.self_check import find_rows
 
 group = one_rank
 

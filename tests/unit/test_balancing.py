@@ -12,13 +12,13 @@ from tiny import VOCABULARY
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
-from cairn.trainer.balancing import METRIC, Balance, coefficient_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.router_aux_loss import METRIC, Balance, coefficient_of
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 
 @pytest.fixture(scope="module")

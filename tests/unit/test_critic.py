@@ -31,14 +31,14 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.files import write_json
 from cairn.run.machine import Machine
-from cairn.trainer.gae import estimate, moments
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
-from cairn.trainer.models.critic import CriticLearner, make_critic
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import make_policy
+from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.critic import CriticLearner, estimate, moments
+from cairn.trainer.step.train_step import train_step
 
 __all__ = ["make_saver", "saver", "store"]  # fixtures
 group = one_rank

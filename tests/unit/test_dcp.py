@@ -52,7 +52,7 @@ from cairn.model.hub_layout import hub_layout
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood
-from cairn.trainer.step import train_step
+from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 

@@ -32,8 +32,8 @@ from cairn.trainer.models.model import build_model, companions, weights_in
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 

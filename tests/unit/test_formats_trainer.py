@@ -30,8 +30,8 @@ from cairn.trainer.losses import Likelihood
 from cairn.trainer.models.model import build_model
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 pytest.importorskip("accelerate", reason="transformers' Trainer needs it; it is in the group `formats`")
 

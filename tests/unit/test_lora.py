@@ -37,11 +37,10 @@ from cairn.model.hub_layout import hub_layout
 from cairn.policy.checksums import write_checksums
 from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.adapter import Adapter
+from cairn.trainer.models.adapter import Adapter, make_policy
 from cairn.trainer.models.model import companions
-from cairn.trainer.models.policy import make_policy
 from cairn.trainer.publishing.transports import FileTransport, Served
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 
 group = one_rank
 TOKENS = torch.randint(5, 100, (2, 12), generator=torch.Generator().manual_seed(1))

@@ -15,10 +15,9 @@ from cairn.config.lora import LoraConfig
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.adapter import Adapter
+from cairn.trainer.models.adapter import Adapter, make_policy
 from cairn.trainer.models.model import build_model, weights
-from cairn.trainer.models.policy import make_policy
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 
 group = one_rank
 TOKENS = torch.randint(5, 98, (2, 12), generator=torch.Generator().manual_seed(1))

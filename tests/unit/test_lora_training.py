@@ -17,14 +17,13 @@ from cairn.config.preferences import DPOConfig
 from cairn.config.trainer import SFTConfig, TrainerBase, TrainerConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
-from cairn.trainer.learner import PolicyLearner
 from cairn.trainer.losses import REFERENCE, SIDE, Loss, make_loss
-from cairn.trainer.models.adapter import Adapter
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import Adapter, make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch, make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import StepMetrics, Update
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.learner import PolicyLearner
+from cairn.trainer.step.train_step import StepMetrics, Update
 
 group = one_rank
 LENGTHS = (9, 14, 5, 12, 7, 16, 11, 6)

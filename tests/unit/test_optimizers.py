@@ -21,10 +21,10 @@ from cairn.formats.transfer.export_step import write_content
 from cairn.run.errors import UsageError
 from cairn.run.extensions import BadExtension
 from cairn.run.progress import no_progress
+from cairn.trainer.models.trained import state_of
 from cairn.trainer.optimizers import OPTIMIZERS, check_optimizer, make_optimizer
 from cairn.trainer.optimizers.adamw_8bit import _numbers, dequantised, quantised
 from cairn.trainer.optimizers.muon import orthogonal
-from cairn.trainer.optimizers.saved import state_of
 
 PARSE = TypeAdapter(OptimizerConfig).validate_python
 SHAPES = {

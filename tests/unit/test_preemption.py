@@ -27,7 +27,7 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.process_groups import stop_on_signals
 from cairn.run.rates import Rates, Span
-from cairn.trainer.saving.save_times import SaveTimes
+from cairn.trainer.saving.checkpoints import SaveTimes
 
 Answer = Callable[[BaseHTTPRequestHandler], tuple[int, str]]
 

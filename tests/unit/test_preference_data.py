@@ -15,9 +15,14 @@ from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
 from cairn.run.seeds import permutation
-from cairn.trainer.data.examples import mismatched, name_of, problem_of_example
-from cairn.trainer.data.identities import identity_of_records
-from cairn.trainer.data.pairs import answers_of, problem_of_pair
+from cairn.trainer.data.opening import identity_of_records
+from cairn.trainer.data.preference_forms import (
+    answers_of_pair,
+    mismatched,
+    name_of,
+    problem_of_example,
+    problem_of_pair,
+)
 from cairn.trainer.data.preferences import PreferenceData, open_preferences
 from cairn.trainer.data.records import problem_of
 from cairn.trainer.losses import SIDE
@@ -41,7 +46,7 @@ from cairn.trainer.losses import SIDE
 def test_forms_of_pairs(record: dict, prompt: Any, chosen: Any, rejected: Any):
     """With a prompt, with whole conversations beside it, or with a prompt that is what both begin with."""
     assert problem_of_pair(record) is None
-    assert answers_of(record) == [
+    assert answers_of_pair(record) == [
         {"prompt": prompt, "completion": chosen},
         {"prompt": prompt, "completion": rejected},
     ]

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter, ValidationError
 from cairn.config.pair_loss import AnyPairLossConfig
 from cairn.run.batches import Sample
 from cairn.trainer.losses import REFERENCE, SIDE, LossInputs, LossSums, make_loss
-from cairn.trainer.losses.examples import POINT
+from cairn.trainer.losses.preferences import POINT
 from cairn.trainer.packing import BatchCounts, MicroBatch, fill_rows
 
 

@@ -22,20 +22,19 @@ from cairn.run.batches import Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
-from cairn.trainer.data.identities import identity_of_records
-from cairn.trainer.dpo import DPO
+from cairn.trainer.data.opening import identity_of_records
+from cairn.trainer.frozen import reference
+from cairn.trainer.frozen.reference import add_reference_point
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE
 from cairn.trainer.losses.dpo import DPO as OwnPairs
-from cairn.trainer.losses.examples import POINT
 from cairn.trainer.losses.kto import KTO
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.losses.preferences import POINT
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.scoring import reference
-from cairn.trainer.scoring.reference_point import add_reference_point
-from cairn.trainer.step import train_step
-from cairn.trainer.task import Context
+from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
+from cairn.trainer.tasks.dpo import DPO
 
 group = one_rank
 

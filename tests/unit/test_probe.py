@@ -11,7 +11,7 @@ from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import TrainerConfig
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model, weights_in
-from cairn.trainer.publishing.probe import TOKENS, make_probe
+from cairn.trainer.publishing.publisher import TOKENS, make_probe
 from cairn.trainer.scoring.tokens import Scorer
 
 group = one_rank

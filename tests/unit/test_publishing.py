@@ -27,12 +27,11 @@ from cairn.policy.rendezvous import host_store
 from cairn.run.attempt import Attempt
 from cairn.run.directory import RunDirectory
 from cairn.run.messages import Probe, read_probe
-from cairn.trainer.group import RankGroup
-from cairn.trainer.meeting import Meeting
+from cairn.trainer.group import Meeting, RankGroup
 from cairn.trainer.models.model import config_of, published_dtypes, weights
 from cairn.trainer.publishing.publisher import VersionPublisher
 from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, Served
-from cairn.trainer.rl import ShippedBatches
+from cairn.trainer.tasks.rl import ShippedBatches
 
 ATTEMPT = Attempt("abc", 1, "rl", 0, None, "main")
 RESUMED = Attempt("abc", 2, "rl", 3, "/checkpoints/step_3", "main")

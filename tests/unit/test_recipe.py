@@ -41,7 +41,7 @@ from cairn.run.errors import UsageError
 from cairn.run.files import make_folders, read_json, write_json
 from cairn.run.recipe import OF_ANY_ROLE, ORCHESTRATOR, TRAINER, Compared, settings_of, template_arguments
 from cairn.trainer.data.rendering import Encoder
-from cairn.trainer.validation import forget_outdated
+from cairn.trainer.tasks.validation import forget_outdated
 
 MODEL = Path(__file__).resolve().parents[2] / "configs" / "reverse_text" / "model"
 STEP, BATCH = 5, 4

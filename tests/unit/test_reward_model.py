@@ -18,13 +18,13 @@ from cairn.orchestrator.environments.reward_functions import make_reward_functio
 from cairn.run.attempt import Attempt
 from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
-from cairn.trainer.data.identities import identity_of_records
+from cairn.trainer.data.opening import identity_of_records
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.reward_model import Reward, with_reward_token
+from cairn.trainer.models.reward_model import with_reward_token
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
-from cairn.trainer.task import Context
+from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
+from cairn.trainer.tasks.dpo import Reward
 
 group = one_rank
 

@@ -36,7 +36,7 @@ from cairn.run import faults
 from cairn.run.files import write_json
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.trained import Trained
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
 
 ONE_RANK = {"rank": 0, "world_size": 1, "session": "run:1"}
 FILES = {"model/config.json": b"{}\n", "trainer/state.json": b"{}\n"}

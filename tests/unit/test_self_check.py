@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from cairn.checkpoint.tensors.sharded_files import read_tensors
 from cairn.config.trainer import SFTConfig
 from cairn.run.errors import UsageError
-from cairn.trainer import self_check
-from cairn.trainer.attention.rows import ALONE, BY_POSITIONS, Rows
+from cairn.trainer.attention.choice import ALONE, BY_POSITIONS, Rows
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model, tensors_in_memory, weights_in
+from cairn.trainer.scoring import self_check
 from cairn.trainer.scoring.tokens import Scorer
 
 group = one_rank

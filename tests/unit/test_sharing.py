@@ -54,10 +54,9 @@ from cairn.run.messages import BatchHeader, ShippedBatch
 from cairn.run.versions import PolicyVersions
 from cairn.run.waiting import DeadlinePassed
 from cairn.trainer.group import RankGroup
-from cairn.trainer.publishing.publisher import VersionPublisher
-from cairn.trainer.publishing.sharing import make_sharing
+from cairn.trainer.publishing.publisher import VersionPublisher, make_sharing
 from cairn.trainer.publishing.transports import Filling, Served, Transport
-from cairn.trainer.rl import ShippedBatches
+from cairn.trainer.tasks.rl import ShippedBatches
 
 __all__ = ["configuration", "one_rank"]  # fixtures
 

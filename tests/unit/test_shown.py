@@ -10,8 +10,7 @@ from templates import GEMMA, LLAMA3, MISTRAL, QWEN2, QWEN3, THINKING
 from test_rendering import CHATML, chat, tokenizer_of
 
 from cairn.run.data_sets import BadRecord
-from cairn.trainer.data.flags import FLAGS
-from cairn.trainer.data.records import problem_of
+from cairn.trainer.data.records import FLAGS, problem_of
 from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.data.shown import METADATA
 

@@ -19,11 +19,11 @@ from cairn.tools.audit.report import Report
 from cairn.tools.audit.steps import note_skipped
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import Likelihood, LossInputs, LossSums
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.spikes import SpikeGuard, TrainingDiverged
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 SKIP = SpikeConfig(on_spike="skip", warmup=3, grad_norm=2.0, max_in_a_row=2, decay=0.5)
 

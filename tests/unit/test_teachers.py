@@ -18,17 +18,17 @@ from cairn.config.trainer import TrainerConfig
 from cairn.model.weight_digests import sums_of, weight_files
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.run.errors import UsageError
-from cairn.trainer.attention.rows import ALONE, BY_POSITIONS
+from cairn.trainer.attention.choice import ALONE, BY_POSITIONS
+from cairn.trainer.frozen.model import Frozen
+from cairn.trainer.frozen.teachers import Teachers
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs, make_loss
-from cairn.trainer.losses.kl import ESTIMATORS, KLPenalty
-from cairn.trainer.models.critic import TOKEN_REWARDS
-from cairn.trainer.models.frozen import Frozen
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.losses.loss import ESTIMATORS, KLPenalty
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.packing import MicroBatch, RankBatch, make_micro_batches, make_rank_batch, one_a_row
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.scoring.teachers import Teachers
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.critic import TOKEN_REWARDS
+from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 CONFIG = TrainerConfig(optimizer={"lr": 0.003, "eps": 1e-6}, seq_len=24)

@@ -35,6 +35,7 @@ from cairn.trainer.data import batches
 from cairn.trainer.data.batches import SFTData
 from cairn.trainer.data.rendering import Encoder
 from cairn.trainer.group import RankGroup
+from cairn.trainer.loop import Prefetch
 from cairn.trainer.losses import Likelihood, Loss
 from cairn.trainer.losses.ppo_clip import PPOClip
 from cairn.trainer.models.model import build_model, weights
@@ -50,12 +51,11 @@ from cairn.trainer.packing import (
     pack,
     shared_rows,
 )
-from cairn.trainer.prefetch import Prefetch
 from cairn.trainer.publishing.publisher import VersionPublisher
 from cairn.trainer.publishing.transports import TRANSPORTS, FileTransport, NetworkTransport, Served
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.spikes import TrainingDiverged
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 

@@ -16,8 +16,7 @@ from cairn.config.trainer import SFTConfig
 from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.data.identities import identity_of_records
-from cairn.trainer.data.opening import open_sources
+from cairn.trainer.data.opening import identity_of_records, open_sources
 from cairn.trainer.data.rendering import RecordRefused
 from cairn.trainer.group import RankGroup
 

@@ -13,17 +13,17 @@ from tiny import write_example
 from cairn.config.trainer import TrainerConfig
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
-from cairn.trainer.learner import Learner
 from cairn.trainer.losses import OLD_LOGPROBS, LossInputs, LossSums
 from cairn.trainer.losses.likelihood import Likelihood
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.model import weights
-from cairn.trainer.models.policy import make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import BatchCounts, MicroBatch, make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
 from cairn.trainer.scoring.tokens import Scorer, add_logprobs
 from cairn.trainer.spikes import TrainingDiverged
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.learner import Learner
+from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 CONFIG = TrainerConfig(optimizer={"lr": 0.01, "eps": 1e-3}, seq_len=24)

@@ -28,10 +28,9 @@ from cairn.run.files import write_atomic
 from cairn.run.patience import better, why_exhausted
 from cairn.trainer.data.records import problem_of
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.policy import make_policy
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.task import Context
-from cairn.trainer.validation import Validations
+from cairn.trainer.models.adapter import make_policy
+from cairn.trainer.state import POLICY, Context, TrainerProgress, TrainerState
+from cairn.trainer.tasks.validation import Validations
 
 RECORDS = [
     ("abc", "cba"),

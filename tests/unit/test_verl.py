@@ -32,11 +32,12 @@ from cairn.formats.verl import Verl
 from cairn.run.batches import Batch, Sample, Sampling
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses.likelihood import Likelihood
-from cairn.trainer.models.critic import CriticLearner, make_critic
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import make_policy
+from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import POLICY, TrainerProgress, TrainerState
-from cairn.trainer.step import train_step
+from cairn.trainer.state import POLICY, TrainerProgress, TrainerState
+from cairn.trainer.step.critic import CriticLearner
+from cairn.trainer.step.train_step import train_step
 
 group = one_rank
 

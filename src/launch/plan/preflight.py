@@ -94,7 +94,7 @@ def what_is_read(trainer: TrainerBase) -> Iterator[str]:
 
 def _limits(subject: Subject) -> Iterator[str]:
     """No token is beyond the positions that a model has learned, and each has a row of embeddings."""
-    from cairn.trainer.data.limits import limits_of
+    from cairn.trainer.data.looking import limits_of
 
     length, setting = subject.trainer.seq_len, f"{subject.flags}seq-len"
     folders = {"the model": subject.model}
@@ -123,8 +123,7 @@ def _data(subject: Subject) -> Iterator[str]:
     """The template shows all of the records, and what is learned of a drawn sample is no surprise."""
     from cairn.run.data_sets import BadRecord
     from cairn.run.end_tokens import end_tokens
-    from cairn.trainer.data.limits import limits_of
-    from cairn.trainer.data.looking import look_at_data
+    from cairn.trainer.data.looking import limits_of, look_at_data
 
     trainer: Any = subject.trainer
     answers = trainer.task != "reward"
@@ -197,7 +196,7 @@ def look_at_records(trainer: TrainerBase) -> dict[str, Any]:
         UsageError: a record can't be used, or the data not be read.
     """
     from cairn.run.data_sets import BadRecord, examine, load_records
-    from cairn.trainer.data.identities import identity_of_records
+    from cairn.trainer.data.opening import identity_of_records
     from cairn.trainer.data.records import problem_of
 
     try:

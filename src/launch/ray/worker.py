@@ -74,9 +74,9 @@ class Worker:
 
         def prepare() -> None:
             with importing():
-                from cairn.trainer.warm import warm_up
+                from cairn.trainer.loop import preload
 
-                warm_up(config)
+                preload(config)
 
         in_background(prepare)
 

@@ -64,7 +64,7 @@ def _compare(
     from cairn.run.data_sets import same_records
     from cairn.run.recipe import template_arguments
     from cairn.trainer.data.batches import SFTData
-    from cairn.trainer.data.identities import identity_of_records
+    from cairn.trainer.data.opening import identity_of_records
 
     settings = SFTConfig.model_validate(config)
     if not same_records(identity_of_records(settings) or {}, recipes[-1].data):

@@ -11,7 +11,7 @@ from cairn.config.data import SFTDataConfig
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord
 from cairn.run.errors import UsageError
-from cairn.trainer.data.order import RecordOrder, Taken
+from cairn.trainer.data.opening import RecordOrder, Taken
 from cairn.trainer.data.records import turns_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
 from cairn.trainer.data.sources import SFT, Source

@@ -15,10 +15,8 @@ from cairn.config.preferences import PreferenceDataConfig
 from cairn.run.batches import Sample
 from cairn.run.data_sets import ROWS_AT_ONCE, BadRecord
 from cairn.run.errors import UsageError
-from cairn.trainer.data.examples import mismatched, name_of
-from cairn.trainer.data.forms import FORMS
-from cairn.trainer.data.opening import identity_of_all
-from cairn.trainer.data.order import RecordOrder, Taken
+from cairn.trainer.data.opening import RecordOrder, Taken, identity_of_all
+from cairn.trainer.data.preference_forms import FORMS, mismatched, name_of
 from cairn.trainer.data.rendering import Encoder, RecordRefused
 from cairn.trainer.data.sources import Indexed
 

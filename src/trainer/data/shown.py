@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple, cast
 
 from cairn.run.conversations import REASONING
-from cairn.trainer.data.flags import FLAGS
+from cairn.trainer.data.records import FLAGS
 
 Render = Callable[[Sequence[Mapping[str, Any]], Sequence[Any]], str]
 """Renders messages with tools; raises what the template raises."""

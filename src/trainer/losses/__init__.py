@@ -6,7 +6,6 @@ A loss of your own extends `Loss` and is named as module:Class; see "A loss" in 
 from cairn.config.loss import LossConfig
 from cairn.config.teachers import KLConfig
 from cairn.run.extensions import BadExtension, load, make
-from cairn.trainer.losses.answers import REFERENCE, SIDE
 from cairn.trainer.losses.bradley_terry import BradleyTerry
 from cairn.trainer.losses.cispo import Cispo
 from cairn.trainer.losses.dpo import DPO
@@ -15,12 +14,12 @@ from cairn.trainer.losses.gpg import Gpg
 from cairn.trainer.losses.gspo import Gspo
 from cairn.trainer.losses.icepop import IcePop
 from cairn.trainer.losses.ipo import IPO
-from cairn.trainer.losses.kl import KLPenalty
 from cairn.trainer.losses.kto import KTO
 from cairn.trainer.losses.likelihood import Likelihood
-from cairn.trainer.losses.loss import OLD_LOGPROBS, Loss, LossInputs, LossSums
+from cairn.trainer.losses.loss import OLD_LOGPROBS, KLPenalty, Loss, LossInputs, LossSums
 from cairn.trainer.losses.orpo import ORPO
 from cairn.trainer.losses.ppo_clip import PPOClip
+from cairn.trainer.losses.preferences import REFERENCE, SIDE
 from cairn.trainer.losses.sapo import Sapo
 from cairn.trainer.losses.simpo import SimPO
 

@@ -2,8 +2,7 @@
 
 import torch
 
-from cairn.trainer.losses.answers import Answers
-from cairn.trainer.losses.pairs import PairLoss
+from cairn.trainer.losses.preferences import Answers, PairLoss
 
 
 class IPO(PairLoss):

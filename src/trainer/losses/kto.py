@@ -2,8 +2,7 @@
 
 import torch
 
-from cairn.trainer.losses.answers import Answers
-from cairn.trainer.losses.examples import ExampleLoss
+from cairn.trainer.losses.preferences import Answers, ExampleLoss
 
 
 class KTO(ExampleLoss):

@@ -3,8 +3,7 @@
 import torch
 from torch.nn.functional import logsigmoid
 
-from cairn.trainer.losses.answers import Answers
-from cairn.trainer.losses.pairs import PairLoss
+from cairn.trainer.losses.preferences import Answers, PairLoss
 
 CERTAIN = -1e-6
 """Mean logprobs above this count as this: odds are infinite at 0."""

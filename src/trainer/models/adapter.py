@@ -251,6 +251,14 @@ def make_adapter(folder: Path, config: TrainerBase, group: RankGroup) -> Adapter
     return policy
 
 
+def make_policy(folder: Path, config: TrainerBase, group: RankGroup) -> Trained:
+    """The policy that the Hugging Face directory `folder` describes, its weights not yet loaded."""
+    if config.lora:
+        return make_adapter(folder, config, group)
+    module = build_model(folder, config, group.mesh)
+    return Trained(module, make_optimizer(module.named_parameters(), config.optimizer))
+
+
 def _end(name: str) -> str:
     return name.rpartition(".")[2]
 

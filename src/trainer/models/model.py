@@ -175,16 +175,6 @@ def _shard(model: PreTrainedModel, layers: list[torch.nn.Module], how: Mapping[s
     fully_shard(model, **how)
 
 
-def reshard(model: PreTrainedModel) -> None:
-    """Free what a forward pass without a backward pass has left gathered.
-
-    Otherwise the next forward pass would compute with it, also if the weights have changed since.
-    """
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()
-
-
 def layers_of(model: PreTrainedModel) -> list[torch.nn.Module]:
     """The decoder layers, which transformers lists as modules not to be split; none is inside another."""
     names = set(model._no_split_modules or ())

@@ -19,14 +19,10 @@ from cairn.config.preferences import RewardConfig
 from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
-from cairn.trainer.attention.choice import dense
-from cairn.trainer.attention.rows import BY_POSITIONS
-from cairn.trainer.data.order import Taken
-from cairn.trainer.dpo import DPO
+from cairn.trainer.attention.choice import BY_POSITIONS, dense
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model, config_of
-from cairn.trainer.models.trained import Trained
-from cairn.trainer.models.values import ValuedModel, ValueModel, Valuer, layout_of_values
+from cairn.trainer.models.value_model import ValuedModel, ValueModel, Valuer, layout_of_values
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import MicroBatch
 from cairn.trainer.scoring.tokens import Scorer
@@ -96,24 +92,6 @@ class Rewarder(Scorer):
         rewards = self._valuer.values(micro)
         everywhere = rewards.new_zeros(micro.input_ids.numel()).index_copy(0, micro.learned, rewards)
         return everywhere.view_as(micro.input_ids)[:, 1:], None
-
-
-class Reward(DPO):
-    """Trains a reward model on pairs.
-
-    The reward of an answer is read at its last token. What a micro-batch says is learned is a token behind
-    that, which stands for the reward; the model computes nothing that depends on its id.
-    """
-
-    method = "reward"
-
-    @classmethod
-    def policy(cls, config: RewardConfig, folder: Path, group: RankGroup) -> Trained:
-        """The reward model."""
-        return RewardModel(folder, config, group)
-
-    def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:
-        return with_reward_token(sample, self._row_length)
 
 
 def with_reward_token(sample: Sample, row_length: int) -> Sample:

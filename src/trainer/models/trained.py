@@ -3,9 +3,10 @@
 import contextlib
 from collections.abc import Collection, Mapping
 from pathlib import Path
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
+from torch.distributed.tensor import DTensor
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError
@@ -14,6 +15,7 @@ from cairn.checkpoint.saving.carried_files import Carried
 from cairn.checkpoint.step_folder import MODEL, OPTIMIZER
 from cairn.checkpoint.tensors.sharded_files import Stored, read_tensors
 from cairn.config.trainer import TrainerBase
+from cairn.run.errors import UsageError
 from cairn.trainer.models.model import (
     config_of,
     frozen_weights,
@@ -21,9 +23,7 @@ from cairn.trainer.models.model import (
     weights,
     weights_in,
 )
-from cairn.trainer.optimizers.saved import state_of
-from cairn.trainer.scoring.scorers import make_scorer
-from cairn.trainer.scoring.tokens import Scorer
+from cairn.trainer.scoring.tokens import Scorer, make_scorer
 
 
 class Trained:
@@ -153,3 +153,38 @@ class Trained:
         self.optimizer.zero_grad(set_to_none=True)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
             group["lr"] = rate
+
+
+def state_of(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, torch.nn.Parameter]
+) -> dict[str, torch.Tensor]:
+    """The state of all parameters, as `<parameter's name>.<what>`: numbers, and tensors placed as the weight.
+
+    Raises:
+        UsageError: something in the state is no plain tensor, so that a resumed run would be without it.
+    """
+    found: dict[str, torch.Tensor] = {}
+    for name, parameter in parameters.items():
+        for key, value in sorted(optimizer.state.get(parameter, {}).items()):
+            if problem := _problem(value, parameter):
+                raise UsageError(
+                    f"{type(optimizer).__name__} can't be saved: its state {key!r} of {name} {problem}. "
+                    "Checkpoints hold numbers as tensors of shape [], and tensors of a weight's own shape "
+                    "and sharding, as torch.zeros_like(parameter) makes them"
+                )
+            if value is not None:
+                found[f"{name}.{key}"] = value
+    return found
+
+
+def _problem(value: Any, parameter: torch.nn.Parameter) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, torch.Tensor):
+        return f"is of type {type(value).__name__}, not a tensor"
+    plain = value.to_local() if isinstance(value, DTensor) else value
+    if type(plain) not in (torch.Tensor, torch.nn.Parameter):
+        return f"is a {type(plain).__name__}, whose bytes are not its values"
+    if isinstance(parameter, DTensor) and not isinstance(value, DTensor) and value.ndim:
+        return "is a rank's own piece, which says nothing of its place in the whole"
+    return None

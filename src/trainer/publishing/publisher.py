@@ -6,17 +6,25 @@ import shutil
 import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
+import numpy as np
 import torch
 
+from cairn.config.trainer import TrainerConfig
 from cairn.policy.checksums import merged, remove_checksums, write_checksums
 from cairn.run import heartbeat
 from cairn.run.attempt import Attempt
+from cairn.run.batches import Sample
 from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
-from cairn.run.messages import Probe, write_probe
+from cairn.run.messages import ROUNDING, Probe, write_probe
+from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
+from cairn.trainer.packing import fill_rows
 from cairn.trainer.publishing.transports import Filling, Transport
+from cairn.trainer.scoring.self_check import ordinary_tokens, uncompiled
+from cairn.trainer.scoring.tokens import Scorer, reshard
 
 CLOSE_SECONDS = 30.0
 """Seconds that `close` waits for a thread that writes."""
@@ -207,3 +215,76 @@ class VersionPublisher:
 def _unfinished(folder: Path) -> Path:
     """Where a version is written before it gets its place."""
     return folder.with_name(f".{folder.name}.tmp")
+
+
+TOKENS = 32
+
+
+@torch.no_grad()
+def make_probe(scorer: Scorer, device: torch.device, config: TrainerConfig) -> Probe:
+    """Score the run's probe under the current weights; all ranks call it. Changes no random state."""
+    model = scorer.model
+    draw = np.random.default_rng(derive(config.seed, "probe"))
+    token_ids = draw.choice(np.array(ordinary_tokens(model.config), np.int32), TOKENS)
+    micro = fill_rows([[Sample(token_ids, np.ones(TOKENS, bool))]]).to(device)
+    was_training = model.training
+    try:
+        model.eval()
+        with uncompiled(model):
+            logprobs = scorer.logprobs(micro, 1.0)[0, : TOKENS - 1]
+    finally:
+        model.train(was_training)
+        reshard(model)
+    gpu = device.type == "cuda"
+    # A server computes from the weights as they were published.
+    kinds = (config.precision.settled(gpu=gpu).rounding, config.published_as(gpu=gpu))
+    return Probe(token_ids.tolist(), logprobs.tolist(), max(kinds, key=lambda kind: ROUNDING[kind]))
+
+
+class Sharing(Protocol):
+    """When the trainer may use the GPU's memory."""
+
+    def may_train(self, step: int) -> bool:
+        """Whether `step` may be trained now, if its batch is there."""
+        ...
+
+    def make_room(self) -> None:
+        """Servers may be awake from now on: give back the memory that holds nothing."""
+        ...
+
+
+class Apart:
+    """No server computes on the trainer's GPU."""
+
+    def __init__(self, run: RunDirectory, attempt: Attempt):
+        pass
+
+    def may_train(self, step: int) -> bool:
+        """At any time."""
+        return True
+
+    def make_room(self) -> None:
+        """Nobody needs it: PyTorch keeps it for the next step."""
+
+
+class TakingTurns:
+    """Servers on the same GPU sleep while a step is trained."""
+
+    def __init__(self, run: RunDirectory, attempt: Attempt):
+        self.run = run
+        self.attempt = attempt
+
+    def may_train(self, step: int) -> bool:
+        """Once the orchestrator has said that all servers sleep."""
+        return self.run.versions.may_train(self.attempt, step)
+
+    def make_room(self) -> None:
+        """Free what PyTorch's allocator holds in reserve; does nothing on a CPU."""
+        if torch.cuda.is_initialized():
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+
+
+def make_sharing(config: TrainerConfig, run: RunDirectory, attempt: Attempt) -> Sharing:
+    """As the configuration says."""
+    return (TakingTurns if config.colocated else Apart)(run, attempt)

@@ -1,5 +1,6 @@
 """Saving a trainer's state while training goes on."""
 
+import contextlib
 import hashlib
 import importlib.metadata
 import json
@@ -8,25 +9,28 @@ import platform
 import secrets
 import socket
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
 
-from cairn.checkpoint.manifest import Origin
+from cairn.checkpoint.manifest import CheckpointError, Origin
 from cairn.checkpoint.retention import apply_retention
 from cairn.checkpoint.saving.arena import SaveFailed, Tensors
+from cairn.checkpoint.saving.save_deadline import Newest, decide
 from cairn.checkpoint.saving.saver import Saved, SaveOptions, Saver, SavingRank
 from cairn.checkpoint.step_folder import TRAINER_STATE, TrainerRecord
 from cairn.checkpoint.store import CheckpointStore
 from cairn.checkpoint.tensors.dtypes import DTYPE_NAMES
 from cairn.config.ckpt import CkptConfig
+from cairn.remote.uploads import RunUploads
+from cairn.run.directory import RunDirectory
 from cairn.run.machine import available_memory, bytes_of
+from cairn.run.rates import Span
 from cairn.run.rewinds import to_json
 from cairn.trainer.models.model import companions
-from cairn.trainer.saving.save_times import SaveTimes
 from cairn.trainer.saving.waiting import AllWaiting
-from cairn.trainer.task import Context
+from cairn.trainer.state import Context
 
 logger = logging.getLogger(__name__)
 
@@ -354,3 +358,55 @@ class TrainerCheckpoints:
             "versions": versions | {"python": platform.python_version()},
             "config_digest": hashlib.blake2b(recipe.encode(), digest_size=16).hexdigest(),
         }
+
+
+class SaveTimes:
+    """Of one run, as rank 0 sees them.
+
+    Args:
+        last: the run's last step.
+    """
+
+    def __init__(self, run: RunDirectory, store: CheckpointStore, ckpt: CkptConfig, last: int):
+        self.run = run
+        self.store = store
+        self._uploads = RunUploads(store, ckpt, last) if ckpt.remote else None
+
+    def note(self, saves: Iterable[Saved]) -> None:
+        """Note how long these saves took, from their beginning to their commit."""
+        for saved in saves:
+            self.run.rates.note("save", self._nbytes(saved.step), saved.durable_seconds)
+
+    def allow(self, step: int, *, saving: bool) -> bool:
+        """Whether `step` is still to be saved; logged and noted in the history if there is a deadline.
+
+        Args:
+            saving: whether an earlier save is in progress, which has to end first.
+        """
+        left = self.run.seconds_left()
+        if left is None:
+            return True
+        remote = self._uploads.read() if self._uploads else None
+        if remote is not None and remote.given_up is not None:
+            remote = None
+        committed = self.store.latest()
+        nbytes = self._nbytes(committed) if committed else 0
+        save = self.run.rates.expected("save", nbytes)
+        if save and saving:
+            save = Span(save.least, 2 * save.most)
+        newest, upload = None, self.run.rates.expected("upload", nbytes)
+        if committed:
+            waits = remote is not None and committed not in remote.steps
+            newest = Newest(committed, waits, upload)
+            if upload and remote and remote.uploading:  # which has to end first
+                upload = Span(upload.least, 2 * upload.most)
+        decision = decide(step, left, save, upload, newest, remote=remote is not None)
+        logger.info("step %d: %s", step, decision.reason)
+        self.run.history.last_save(step, decision.reason, saves=decision.saves)
+        return decision.saves
+
+    def _nbytes(self, step: int) -> int:
+        """The bytes of a saved step; 0 if it was deleted meanwhile."""
+        with contextlib.suppress(CheckpointError):
+            return self.store.manifest(step).nbytes
+        return 0

@@ -12,7 +12,7 @@ from cairn.formats.transfer.export_folder import run_exports
 from cairn.remote.uploads import RunUploads
 from cairn.run.history import PREFIX
 from cairn.run.rewinds import spared_for_rewinds
-from cairn.trainer.task import Context
+from cairn.trainer.state import Context
 
 logger = logging.getLogger(__name__)
 

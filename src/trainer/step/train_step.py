@@ -13,11 +13,11 @@ from cairn.run import heartbeat
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.group import RankGroup
-from cairn.trainer.learner import Learner, PolicyLearner
 from cairn.trainer.losses import Loss, LossSums
 from cairn.trainer.packing import BatchCounts, Part, RankBatch
-from cairn.trainer.rewinds import NoRewinds, Rewinder
-from cairn.trainer.saving.state import TrainerState
+from cairn.trainer.state import TrainerState
+from cairn.trainer.step.learner import Learner, PolicyLearner
+from cairn.trainer.step.rewinds import NoRewinds, Rewinder
 
 NO_REWINDS = NoRewinds()
 

@@ -10,11 +10,12 @@ from cairn.run.batches import Batch
 from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.data.limits import limits_of
+from cairn.trainer.data.looking import limits_of
 from cairn.trainer.data.opening import identity_of_all
 from cairn.trainer.losses import make_loss
-from cairn.trainer.task import Context, Task
-from cairn.trainer.validation import Validations
+from cairn.trainer.state import Context
+from cairn.trainer.tasks.task import Task
+from cairn.trainer.tasks.validation import Validations
 
 
 class SFT(Task):
@@ -56,7 +57,7 @@ class SFT(Task):
         self._validations = Validations(config, context, tokenizer)
 
     @classmethod
-    def warm_up(cls, folder: Path) -> None:
+    def preload(cls, folder: Path) -> None:
         """Import `datasets`, and what the tokenizer needs."""
         import datasets  # noqa: F401
 

@@ -15,7 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from cairn.checkpoint.manifest import CheckpointError
-from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL
+from cairn.checkpoint.step_folder import CRITIC, CRITIC_OPTIMIZER, MODEL, StepFolder
 from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
 from cairn.checkpoint.tensors.placement import Stored, at_places
 from cairn.checkpoint.tensors.sharded_files import read_tensors
@@ -24,14 +24,13 @@ from cairn.formats import FORMATS
 from cairn.formats.common.value_head import BIAS, HEAD, WEIGHT, decoder_in, value_config, value_layout
 from cairn.model.hub_layout import Layout
 from cairn.run.errors import UsageError
-from cairn.trainer.attention.choice import Attention, Device, choose, dense
-from cairn.trainer.attention.rows import BY_POSITIONS, Rows
+from cairn.trainer.attention.choice import BY_POSITIONS, Attention, Device, Rows, choose, dense
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.model import build_model
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.optimizers import make_optimizer
 from cairn.trainer.packing import MicroBatch
-from cairn.trainer.self_check import find_rows
+from cairn.trainer.scoring.self_check import find_rows
 
 
 class Head(nn.Linear):
@@ -267,3 +266,19 @@ class Valuer:
             kernel=kernel,
             must_be_kernel=kernel is not None and config.attention != "auto",
         )
+
+
+def make_critic(folder: Path, config: TrainerConfig, group: RankGroup, resume_from: Path | None) -> Critic:
+    """The critic that the configuration asks for, or that of the checkpoint; its weights not yet loaded.
+
+    Args:
+        folder: the policy's.
+    """
+    assert config.critic is not None
+    own = None if config.critic.model == "policy" else Path(config.critic.model)
+    if resume_from is None:
+        return Critic(own or folder, own, config, group)
+    step = StepFolder(resume_from)
+    # Those of some programs have none, and one that begins to learn would be another critic.
+    bias = BIAS in step.tensors(CRITIC)
+    return Critic(step.critic, step.critic, config, group, bias=bias)

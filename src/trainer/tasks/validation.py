@@ -23,9 +23,9 @@ from cairn.run.errors import UsageError
 from cairn.run.patience import better, why_exhausted
 from cairn.run.recipe import template_arguments
 from cairn.trainer.data.batches import SFTData
-from cairn.trainer.models.model import reshard
 from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.task import Context
+from cairn.trainer.scoring.tokens import reshard
+from cairn.trainer.state import Context
 
 logger = logging.getLogger(__name__)
 

@@ -3,7 +3,7 @@
 They lie in the run directory, in files of a fixed number of records each, so that whoever is killed in the
 middle goes on behind the last file, and a run that resumes trains with the very same numbers. The folder's
 name stands for all that the numbers depend on: records, weights, tokenizer and settings. The weights are
-loaded a second time for it, as a frozen copy (`models/frozen.py`), and dropped again; that takes less
+loaded a second time for it, as a frozen copy (`frozen/model.py`), and dropped again; that takes less
 memory than training does.
 """
 
@@ -29,13 +29,13 @@ from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.files import write_atomic
+from cairn.trainer.frozen.model import Frozen
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import LossInputs
-from cairn.trainer.models.frozen import Frozen
-from cairn.trainer.models.model import reshard
-from cairn.trainer.packing import make_rank_batch
-from cairn.trainer.saving.state import TrainerState
-from cairn.trainer.scoring.tokens import Scorer
+from cairn.trainer.losses.preferences import POINT, Answers
+from cairn.trainer.packing import RankBatch, make_rank_batch
+from cairn.trainer.scoring.tokens import Scorer, reshard, scoring
+from cairn.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
 
@@ -248,3 +248,24 @@ def kept_origin(recipe: Mapping[str, Any] | None) -> Origin | None:
 def to_recipe(origin: Origin) -> dict[str, str]:
     """The origin, as recipes have it."""
     return asdict(origin)
+
+
+def add_reference_point(batch: RankBatch, scorer: Scorer, group: RankGroup) -> None:
+    """Add a column with the mean log-ratio of the samples that are scored, or 0 if it is below; one number.
+
+    All ranks call it. The number is of the whole batch: it is summed in the order of micro-batches, whatever
+    rank they run on. Samples without a learned token count nothing.
+    """
+    found: list[torch.Tensor] = []
+    with scoring(scorer):
+        for micro in batch.scored:
+            micro = micro.to(group.device)
+            inputs = LossInputs.of(scorer.logprobs(micro, batch.temperature), micro)
+            counts = inputs.lengths > 0
+            ratios = Answers.of(inputs, with_reference=True).ratio.double()
+            found.append(torch.stack([torch.where(counts, ratios, 0.0).sum(), counts.sum().double()]))
+    table = group.gather_rows(torch.stack(found)).transpose(0, 1).flatten(0, 1)  # [micro-batch, 2]
+    total, count = table.cumsum(0)[-1].tolist()
+    point = max(total / max(count, 1), 0.0)
+    for micro in batch.micros:
+        micro.columns[POINT] = torch.full(micro.input_ids.shape, point)  # float32, also of first tokens

@@ -10,16 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from cairn.run.attempt import Attempt
 from cairn.run.batches import Batch
-from cairn.run.directory import RunDirectory
 from cairn.trainer.group import RankGroup
-from cairn.trainer.learner import Learner
 from cairn.trainer.losses import Loss
-from cairn.trainer.models.policy import make_policy
+from cairn.trainer.models.adapter import make_policy
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.saving.state import TrainerState
+from cairn.trainer.state import Context
+from cairn.trainer.step.learner import Learner
 
 
 class Earlier(NamedTuple):
@@ -47,21 +45,6 @@ class Decision:
     save: bool
     last: bool
     again: bool
-
-
-@dataclass(frozen=True)
-class Context:
-    """What a task is given beside its configuration.
-
-    state: with its weights loaded and its model checked. model_folder: the Hugging Face directory of the
-    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe.
-    """
-
-    run: RunDirectory
-    attempt: Attempt
-    state: TrainerState
-    model_folder: Path
-    recipe: Mapping[str, Any]
 
 
 class Task(ABC):
@@ -110,7 +93,7 @@ class Task(ABC):
         return {}
 
     @classmethod  # noqa: B027
-    def warm_up(cls, folder: Path) -> None:
+    def preload(cls, folder: Path) -> None:
         """In a spare worker: import what the task imports late; `folder` is the model's."""
 
     @abstractmethod

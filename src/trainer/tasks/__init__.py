@@ -1,11 +1,11 @@
 """All tasks, by the name that a configuration class gives in `task`."""
 
 from cairn.config.trainer import TrainerBase
-from cairn.trainer.dpo import DPO
-from cairn.trainer.models.reward_model import Reward
-from cairn.trainer.rl import RL
-from cairn.trainer.sft import SFT
-from cairn.trainer.task import Context, Task
+from cairn.trainer.state import Context
+from cairn.trainer.tasks.dpo import DPO, Reward
+from cairn.trainer.tasks.rl import RL
+from cairn.trainer.tasks.sft import SFT
+from cairn.trainer.tasks.task import Task
 
 TASKS: dict[str, type[Task]] = {"sft": SFT, "dpo": DPO, "reward": Reward, "rl": RL}
 

@@ -8,20 +8,29 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from cairn.checkpoint.step_folder import StepFolder, TrainerRecord
-from cairn.config.preferences import DPOConfig
+from cairn.config.preferences import DPOConfig, RewardConfig
 from cairn.model.adapters import is_adapter
 from cairn.run.batches import FROM_TEXT, Batch, Sample
 from cairn.run.data_sets import BadRecord, same_records
 from cairn.run.errors import UsageError
 from cairn.run.recipe import template_arguments, tokenizer_of
-from cairn.trainer.data.limits import limits_of
-from cairn.trainer.data.order import Taken
+from cairn.trainer.data.looking import limits_of
+from cairn.trainer.data.opening import Taken
 from cairn.trainer.data.preferences import Numbers, open_preferences
+from cairn.trainer.frozen.reference import (
+    Origin,
+    add_reference_point,
+    kept_origin,
+    reference_logps,
+    to_recipe,
+)
+from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import REFERENCE, make_loss
+from cairn.trainer.models.reward_model import RewardModel, with_reward_token
+from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.scoring.reference import Origin, kept_origin, reference_logps, to_recipe
-from cairn.trainer.scoring.reference_point import add_reference_point
-from cairn.trainer.task import Context, Task
+from cairn.trainer.state import Context
+from cairn.trainer.tasks.task import Task
 
 
 class DPO(Task):
@@ -77,7 +86,7 @@ class DPO(Task):
             self._refer(context, identity)
 
     @classmethod
-    def warm_up(cls, folder: Path) -> None:
+    def preload(cls, folder: Path) -> None:
         """Import `datasets`, and what the tokenizer needs."""
         import datasets  # noqa: F401
 
@@ -157,3 +166,21 @@ class DPO(Task):
 def _content(identity: Mapping[str, Any]) -> str:
     """The digest of a data set's records."""
     return str(identity.get("content") or identity["digest"])
+
+
+class Reward(DPO):
+    """Trains a reward model on pairs.
+
+    The reward of an answer is read at its last token. What a micro-batch says is learned is a token behind
+    that, which stands for the reward; the model computes nothing that depends on its id.
+    """
+
+    method = "reward"
+
+    @classmethod
+    def policy(cls, config: RewardConfig, folder: Path, group: RankGroup) -> Trained:
+        """The reward model."""
+        return RewardModel(folder, config, group)
+
+    def _finished(self, sample: Sample, one: Taken, place: int) -> Sample:
+        return with_reward_token(sample, self._row_length)

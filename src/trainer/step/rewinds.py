@@ -13,8 +13,8 @@ from cairn.run.directory import RunDirectory
 from cairn.run.faults import fault_point
 from cairn.run.rewinds import Rewind, rewind_target
 from cairn.trainer.saving.checkpoints import Checkpoints
-from cairn.trainer.saving.state import TrainerState
 from cairn.trainer.spikes import TrainingDiverged
+from cairn.trainer.state import TrainerState
 
 logger = logging.getLogger(__name__)
 

@@ -14,13 +14,13 @@ from cairn.config.teachers import (
 )
 from cairn.config.trainer import TrainerConfig
 from cairn.run.errors import UsageError
+from cairn.trainer.frozen.model import Frozen
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS
-from cairn.trainer.losses.kl import ESTIMATORS
-from cairn.trainer.models.critic import TOKEN_REWARDS
-from cairn.trainer.models.frozen import Frozen
+from cairn.trainer.losses.loss import ESTIMATORS
 from cairn.trainer.packing import MicroBatch, RankBatch
 from cairn.trainer.scoring.tokens import Scorer, add_logprobs
+from cairn.trainer.step.critic import TOKEN_REWARDS
 
 
 class Teachers:

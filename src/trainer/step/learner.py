@@ -9,7 +9,7 @@ from cairn.config.scheduler import SchedulerConfig
 from cairn.trainer.losses import Loss, LossInputs, LossSums
 from cairn.trainer.models.trained import Trained
 from cairn.trainer.packing import BatchCounts, MicroBatch
-from cairn.trainer.saving.state import TrainerState
+from cairn.trainer.state import TrainerState
 
 
 class Learner(ABC):

@@ -1,6 +1,6 @@
-"""A check of each model before it is trained: samples that share a micro-batch must be scored as if alone.
+"""Checks of each model before it is trained: samples that share a micro-batch must be scored as if alone.
 
-The scorer of the training loop scores a few tokens in each of the ways to lay samples in rows (`rows.ROWS`);
+The scorer of the training loop scores a few tokens in each of the ways to lay samples in rows (`ROWS`);
 the first way that is right is used, so that no list of model families is needed. A way is right if the
 content of one sample has no influence on the next in its row, and if logprobs are those of each sample alone,
 up to rounding.
@@ -17,16 +17,17 @@ import numpy as np
 import torch
 from transformers import PreTrainedConfig
 
+from cairn.checkpoint.tensors.dtypes import DTYPES_IN_SETTINGS
+from cairn.config.trainer import TrainerBase
 from cairn.run.batches import Sample
 from cairn.run.errors import UsageError
 from cairn.run.seeds import derive
 from cairn.trainer.attention.check import kernel_problem
-from cairn.trainer.attention.choice import Attention
+from cairn.trainer.attention.choice import ALONE, BY_POSITIONS, ROWS, Attention, Device, Rows, choose
 from cairn.trainer.attention.kernels import noted
-from cairn.trainer.attention.rows import ALONE, BY_POSITIONS, ROWS, Rows
 from cairn.trainer.group import RankGroup
-from cairn.trainer.models.model import reshard
-from cairn.trainer.packing import MicroBatch, fill_rows
+from cairn.trainer.packing import MicroBatch, RankBatch, fill_rows
+from cairn.trainer.scoring.tokens import Scorer, reshard
 
 logger = logging.getLogger(__name__)
 
@@ -263,3 +264,62 @@ def _make_samples(config: PreTrainedConfig) -> tuple[Sample, Sample, Sample]:
         return Sample(draw.choice(np.array(ordinary, np.int32), length), np.ones(length, bool))
 
     return sample(LENGTHS[0]), sample(LENGTHS[0]), sample(LENGTHS[1])
+
+
+class VocabularyRows:
+    """The rows of a model's embeddings, beside the policy's.
+
+    Models of one family often differ in the rows that pad their embeddings. These stand for no token, but a
+    policy may sample one of its own, and a model without that row would fail in the middle of a step.
+    """
+
+    def __init__(self, model: PreTrainedConfig, policy: PreTrainedConfig, group: RankGroup, *, about: str):
+        """Compare the configurations of two models.
+
+        Args:
+            about: the setting and the model's name, for messages.
+        """
+        self.count, of_policy = (one.get_text_config().vocab_size for one in (model, policy))
+        self._has_fewer = self.count < of_policy
+        self._group, self._about = group, about
+
+    def check(self, batch: RankBatch) -> None:
+        """See that the model has a row for every token of the batch; all ranks call it.
+
+        Raises:
+            UsageError: on all ranks, if one of them has a token without a row.
+        """
+        if not self._has_fewer:
+            return
+        highest = max((int(micro.input_ids.max()) for micro in batch.micros), default=0)
+        token = max(self._group.gather_objects(highest))
+        if token >= self.count:
+            raise UsageError(
+                f"{self._about}: its embeddings have {self.count} rows, and the policy has sampled token "
+                f"{token}, which stands for no text (a padding row of its own embeddings); take a model with "
+                "as many rows as the policy, or pad this one's (resize_token_embeddings)"
+            )
+
+
+def check_scorer(scorer: Scorer, config: TrainerBase, group: RankGroup, *, first: str | None = None) -> None:
+    """Find out how samples must lie in rows, once the model's weights are loaded; all ranks call it.
+
+    Args:
+        first: the name of the rows to try first, such as those of the run so far.
+
+    Raises:
+        UsageError: the model does not score samples that share a micro-batch rightly.
+    """
+    precision = config.precision.settled(gpu=group.device.type == "cuda")
+    device = Device.of(group.device, DTYPES_IN_SETTINGS[precision.compute])
+    kernel, why = choose(config.attention, scorer.model, device)
+    logger.info("attention to try first: %s (%s)", kernel.kind if kernel else "dense", why)
+    scorer.rows = find_rows(
+        scorer.checked,
+        group,
+        rounding=precision.rounding,
+        must_pass=config.self_check,
+        first=first,
+        kernel=kernel,
+        must_be_kernel=kernel is not None and config.attention != "auto",
+    )

@@ -12,11 +12,13 @@ from cairn.checkpoint.saving.arena import Tensors
 from cairn.checkpoint.step_folder import TRAINER_STATE, StepFolder
 from cairn.checkpoint.tensors.sharded_files import Stored, load_step
 from cairn.config.trainer import TrainerBase
+from cairn.run.attempt import Attempt
+from cairn.run.directory import RunDirectory
 from cairn.run.rewinds import Rewind
-from cairn.trainer.balancing import Balance, coefficient_of
 from cairn.trainer.group import RankGroup
 from cairn.trainer.models.trained import Trained
-from cairn.trainer.scoring.scorers import check_scorer
+from cairn.trainer.router_aux_loss import Balance, coefficient_of
+from cairn.trainer.scoring.self_check import check_scorer
 from cairn.trainer.scoring.tokens import Scorer
 from cairn.trainer.spikes import SpikeGuard
 
@@ -157,3 +159,18 @@ class TrainerState:
         if weights_only:
             return {self.policy.weights_stem: self.policy.saved()}
         return {stem: named for model in self.models.values() for stem, named in model.tensors().items()}
+
+
+@dataclass(frozen=True)
+class Context:
+    """What a task is given beside its configuration.
+
+    state: with its weights loaded and its model checked. model_folder: the Hugging Face directory of the
+    model's configuration and tokenizer. recipe: the trainer's part of the run's recipe.
+    """
+
+    run: RunDirectory
+    attempt: Attempt
+    state: TrainerState
+    model_folder: Path
+    recipe: Mapping[str, Any]

@@ -13,19 +13,19 @@ from cairn.run.directory import RunDirectory
 from cairn.run.errors import UsageError
 from cairn.run.faults import fault_point
 from cairn.run.waiting import wait_for
+from cairn.trainer.frozen.teachers import Teachers, sums_in
 from cairn.trainer.group import RankGroup
 from cairn.trainer.losses import OLD_LOGPROBS, make_loss
-from cairn.trainer.models.critic import NAME as CRITIC
-from cairn.trainer.models.critic import REWARDS, CriticLearner, make_critic
 from cairn.trainer.models.trained import Trained
+from cairn.trainer.models.value_model import make_critic
 from cairn.trainer.packing import RankBatch
-from cairn.trainer.publishing.probe import make_probe
-from cairn.trainer.publishing.publisher import VersionPublisher
-from cairn.trainer.publishing.sharing import Apart, Sharing, make_sharing
+from cairn.trainer.publishing.publisher import Apart, Sharing, VersionPublisher, make_probe, make_sharing
 from cairn.trainer.publishing.transports import TRANSPORTS, Served
-from cairn.trainer.scoring.teachers import Teachers, sums_in
 from cairn.trainer.scoring.tokens import add_logprobs
-from cairn.trainer.task import Context, Decision, Earlier, Task
+from cairn.trainer.state import Context
+from cairn.trainer.step.critic import NAME as CRITIC
+from cairn.trainer.step.critic import REWARDS, CriticLearner
+from cairn.trainer.tasks.task import Decision, Earlier, Task
 
 
 class RL(Task):
